@@ -1,0 +1,17 @@
+"""Train one-step and few-step image generators from your own pictures with rectified flow."""
+
+from rectified_flow.data import OxfordFlowersDataset, open_dataset
+from rectified_flow.errors import UsageError
+from rectified_flow.flows import RectifiedFlow
+from rectified_flow.networks import Unet
+from rectified_flow.training import Trainer, TrainingConfig
+
+__all__ = [
+    "OxfordFlowersDataset",
+    "RectifiedFlow",
+    "Trainer",
+    "TrainingConfig",
+    "Unet",
+    "UsageError",
+    "open_dataset",
+]

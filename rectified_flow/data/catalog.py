@@ -1,0 +1,49 @@
+"""Find the pictures a person named."""
+
+from pathlib import Path
+
+from rectified_flow.data.huggingface import HuggingFaceSource, is_dataset_folder
+from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.image_store import ImageDataset, ImageSource, open_store
+from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS, OxfordFlowersSource
+from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
+from rectified_flow.errors import UsageError
+
+
+def open_dataset(
+    dataset: str,
+    dataset_path: Path | None = None,
+    *,
+    image_size: int,
+    split: str = "train",
+    cache_dir: Path | None = None,
+    skip_broken_images: bool = False,
+) -> ImageDataset:
+    """Open pictures as uint8 images of ``image_size`` px, decoding them first if that has not been done.
+
+    Args:
+        dataset: ``synthetic-flowers`` or a hub id; unused if ``dataset_path`` is given.
+        dataset_path: a folder of pictures, or of a dataset in one of the hub's layouts.
+        image_size: side in pixels.
+        split: which split of a hub dataset.
+        cache_dir: where decoded images are kept; by default the user's cache folder.
+        skip_broken_images: leave out what cannot be decoded instead of raising.
+
+    Raises:
+        UsageError: if the pictures cannot be found, read or stored.
+    """
+    source = _find_source(dataset, dataset_path, image_size, split)
+    return ImageDataset(open_store(source, image_size, cache_dir=cache_dir, skip_broken_images=skip_broken_images))
+
+
+def _find_source(dataset: str, folder: Path | None, image_size: int, split: str) -> ImageSource:
+    if folder is not None:
+        folder = folder.expanduser().resolve()
+        if not folder.is_dir():
+            raise UsageError(f"--dataset_path {folder} is not a folder")
+        return HuggingFaceSource(folder, split) if is_dataset_folder(folder) else ImageFolder(folder)
+    if dataset == SYNTHETIC_FLOWERS:
+        return SyntheticFlowers(2 * image_size)
+    if Path(dataset).is_dir():
+        raise UsageError(f"--dataset {dataset} is a folder: name it with --dataset_path {dataset}")
+    return OxfordFlowersSource(dataset, split) if dataset == OXFORD_FLOWERS else HuggingFaceSource(dataset, split)

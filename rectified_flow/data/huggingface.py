@@ -1,0 +1,133 @@
+"""Pictures from the Hugging Face hub, or from a local folder in one of its layouts."""
+
+import io
+import logging
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from rectified_flow.data.image_folder import files_fingerprint, find_files
+from rectified_flow.errors import UsageError
+
+SAVED_TO_DISK = ("dataset_dict.json", "state.json")
+TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
+
+
+class HuggingFaceSource:
+    """An image column, and a label column if there is one, of a dataset that ``datasets`` reads.
+
+    Args:
+        source: a hub id, or a local folder written by ``save_to_disk`` or holding Parquet files.
+        split: which split to read.
+
+    Raises:
+        UsageError: when first read, if it cannot be loaded, or has no such split or no image column.
+    """
+
+    def __init__(self, source: str | Path, split: str = "train") -> None:
+        self.source, self.split = source, split
+        self.name = f"{Path(source).name if isinstance(source, Path) else source} {split}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        if isinstance(self.source, Path):  # so that an existing store opens without loading the dataset
+            return f"{files_fingerprint(self.source, find_files(self.source))} {self.split}"
+        return f"{self.source} {self.split} {self._rows._fingerprint}"
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        if self._label_column is None:
+            return []
+        feature = self._rows.features[self._label_column]
+        return list(getattr(feature, "names", None) or map(str, range(max(self._rows[self._label_column]) + 1)))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        row = self._rows[index]
+        image = row[self._image_column]
+        content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+        return Image.open(content), -1 if self._label_column is None else int(row[self._label_column])
+
+    def describe(self, index: int) -> str:
+        return f"row {index} of {self.name}"
+
+    @cached_property
+    def _image_column(self) -> str:
+        import datasets
+
+        for column, feature in self._rows.features.items():
+            if isinstance(feature, datasets.Image):
+                return str(column)
+        raise UsageError(f"{self.name} has no image column, only {', '.join(self._rows.features)}")
+
+    @cached_property
+    def _label_column(self) -> str | None:
+        import datasets
+
+        for column, feature in self._rows.features.items():
+            if isinstance(feature, datasets.ClassLabel):
+                return str(column)
+        for column in ("label", "labels"):
+            if getattr(self._rows.features.get(column), "dtype", "").startswith("int"):
+                return column
+        return None
+
+    @cached_property
+    def _rows(self) -> Any:
+        """The split, with its images left undecoded."""
+        import datasets
+
+        rows = self._load()
+        for column, feature in rows.features.items():
+            if isinstance(feature, datasets.Image):
+                rows = rows.cast_column(column, datasets.Image(decode=False))
+        return rows
+
+    def _load(self) -> Any:
+        import datasets
+
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        try:
+            if isinstance(self.source, Path) and any((self.source / name).exists() for name in SAVED_TO_DISK):
+                saved = datasets.load_from_disk(str(self.source))
+                splits = saved if isinstance(saved, dict) else {"train": saved}
+            else:
+                if isinstance(self.source, str) and not _hub_answers(self.source):
+                    datasets.config.HF_HUB_OFFLINE = True  # at once to the copy on disk, no minute of retries
+                splits = datasets.load_dataset(str(self.source))
+        except Exception as error:  # the library's own, the hub client's, the network's, the file system's
+            raise UsageError(self._why_not(error)) from error
+        if self.split not in splits:
+            raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
+        return splits[self.split]
+
+    def _why_not(self, error: Exception) -> str:
+        if isinstance(self.source, Path):
+            return f"--dataset_path {self.source} cannot be read as a dataset: {error}"
+        return (
+            f"--dataset {self.source} could not be loaded from the hub ({type(error).__name__}): check the name and the"
+            " network, or train without a download on --dataset synthetic-flowers or your own --dataset_path FOLDER"
+        )
+
+
+def _hub_answers(dataset: str) -> bool:
+    """Whether the hub can be reached; one that answers "no such dataset" can."""
+    import huggingface_hub
+
+    try:
+        huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
+    except huggingface_hub.errors.HfHubHTTPError:
+        return True
+    except Exception:  # the network library's own kinds
+        return False
+    return True
+
+
+def is_dataset_folder(folder: Path) -> bool:
+    """Whether ``folder`` holds a dataset in one of the hub's layouts rather than picture files."""
+    saved = any((folder / name).exists() for name in SAVED_TO_DISK)
+    return saved or any(file.suffix in TABLE_SUFFIXES for file in find_files(folder))

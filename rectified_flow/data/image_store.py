@@ -1,0 +1,261 @@
+"""Decode pictures once; afterwards every process reads the same uint8 memory map.
+
+A store is a folder: ``images.npy`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``. Its
+name is a hash of everything that shapes it, so a changed source, size or split is another store.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from filelock import FileLock
+from numpy.lib.format import open_memmap
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import Dataset
+from tqdm.auto import tqdm
+
+from rectified_flow.errors import UsageError
+
+STORE_VERSION = 1
+
+
+class ImageSource(Protocol):
+    """Where pictures come from before they are in a store."""
+
+    name: str
+    """What a person calls it: a hub id or a path."""
+    fingerprint: str
+    """Changes whenever the pictures do."""
+    class_names: list[str]
+    """Empty if the pictures have no labels."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        """Return picture and label (-1 for none), decoded or not yet; any exception means the picture is broken."""
+
+    def describe(self, index: int) -> str:
+        """Name one picture so that a person finds it."""
+
+
+class ImageDataset(Dataset[dict[str, Tensor]]):
+    """The pictures of a store.
+
+    Pickles as a path and a length; each process maps the file when it first reads, and all share one page cache.
+    Items are dicts of ``images`` (uint8 ``[3, s, s]``) and, if the source has labels, ``labels`` (int64 scalar);
+    ``__getitems__`` returns the same with a leading batch dimension.
+
+    Args:
+        path: a store's folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._length: int = self.info["length"]
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What the store's ``info.json`` says."""
+        return dict(json.loads((self.path / "info.json").read_text()))
+
+    @cached_property
+    def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All images, a read-only memory map ``[n, 3, s, s]``."""
+        return np.load(self.path / "images.npy", mmap_mode="r")
+
+    @cached_property
+    def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """All labels, a read-only memory map ``[n]``."""
+        return np.load(self.path / "labels.npy", mmap_mode="r")
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names by label; empty if there are no labels."""
+        return list(self.info["class_names"])
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of classes, None if there are no labels."""
+        return len(self.class_names) or None
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the pictures: equal fingerprints, equal data."""
+        return str(self.info["key"])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"index {index} is out of range for {len(self)} images")
+        return {key: value[0] for key, value in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        batch = {"images": torch.from_numpy(self.images[list(indices)])}
+        if self.num_classes is not None:
+            batch["labels"] = torch.from_numpy(self.labels[list(indices)])
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "_length": self._length}
+
+
+def default_cache_dir() -> Path:
+    """Where stores go unless told otherwise: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow")).expanduser()
+
+
+def open_store(
+    source: ImageSource,
+    image_size: int,
+    *,
+    cache_dir: Path | None = None,
+    skip_broken_images: bool = False,
+) -> Path:
+    """Return the folder of the store for ``source`` at ``image_size`` px, building it if it is not there.
+
+    One process builds while others wait for its lock. A store appears under its name only when it is whole, so a
+    build that was killed is done again and a half-built one is never read.
+
+    Raises:
+        UsageError: if a picture is broken and not to be skipped, there is none, or the cache folder cannot be written.
+    """
+    key = _key(source, image_size, skip_broken_images)
+    cache_dir = cache_dir or default_cache_dir()
+    path = cache_dir / f"{_slug(source.name)}-{image_size}px-{key}"
+    if path.exists():
+        return path
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock"):
+            if not path.exists():
+                _Build(source, image_size, key, skip_broken_images).into(path)
+        return path
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the image store {path}: {error.strerror or error}; name a folder with --cache_dir"
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Build:
+    source: ImageSource
+    image_size: int
+    key: str
+    skip_broken_images: bool
+
+    def into(self, path: Path) -> None:
+        if len(self.source) == 0:
+            raise UsageError(f"{self.source.name} holds no images")
+        stage = path.with_name(f"{path.name}.building")
+        shutil.rmtree(stage, ignore_errors=True)  # left by a build that was killed: we hold the lock
+        stage.mkdir()
+        try:
+            self._write(stage)
+            _sync_folder(stage)
+            stage.rename(path)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
+
+    def _write(self, stage: Path) -> None:
+        count, size = len(self.source), self.image_size
+        images = open_memmap(stage / "images.npy", mode="w+", dtype=np.uint8, shape=(count, 3, size, size))
+        labels, broken = [], []
+        for index, (pixels, label) in enumerate(self._decoded()):
+            if pixels is None:
+                broken.append(self.source.describe(index))
+            else:
+                images[len(labels)] = pixels
+                labels.append(label)
+        images.flush()
+        if not labels:
+            raise UsageError(f"none of the {count} images in {self.source.name} could be read")
+        if broken:
+            _truncate(stage / "images.npy", len(labels))
+            tqdm.write(f"skipped {len(broken)} broken images of {count}, the first one {broken[0]}")
+        np.save(stage / "labels.npy", np.asarray(labels, dtype=np.int64))
+        info = {
+            "key": self.key,
+            "source": self.source.name,
+            "length": len(labels),
+            "image_size": size,
+            "class_names": self.source.class_names,
+            "skipped": broken,
+        }
+        (stage / "info.json").write_text(json.dumps(info, indent=1))
+
+    def _decoded(self) -> Iterator[tuple[np.ndarray[Any, Any] | None, int]]:
+        """Decode in order, a chunk at a time, on all cores: the decoder releases the interpreter's lock."""
+        progress = tqdm(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
+        with progress, ThreadPoolExecutor() as pool:
+            for start in range(0, len(self.source), 256):  # no more in flight than a chunk
+                chunk = range(start, min(start + 256, len(self.source)))
+                for result in pool.map(self._decode, chunk):
+                    yield result
+                    progress.update()
+
+    def _decode(self, index: int) -> tuple[np.ndarray[Any, Any] | None, int]:
+        try:
+            image, label = self.source.load(index)
+            return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1), label
+        except Exception as error:  # every decoder fails in its own way
+            if self.skip_broken_images:
+                return None, -1
+            raise UsageError(
+                f"broken image {self.source.describe(index)} ({_first_line(error)}): "
+                "remove it, or pass --skip_broken_images"
+            ) from error
+
+
+def fit(image: Image.Image, size: int) -> Image.Image:
+    """Upright RGB ``image``, resized by its short side and centre-cropped to ``size`` px; transparency becomes white."""
+    image.draft("RGB", (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size; others ignore it
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.LANCZOS)
+
+
+def _key(source: ImageSource, image_size: int, skip_broken_images: bool) -> str:
+    shaped_by = (STORE_VERSION, source.fingerprint, image_size, skip_broken_images)
+    return blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() else "-" for c in name).strip("-")[-40:]
+
+
+def _truncate(path: Path, length: int) -> None:
+    """Rewrite the array file with its first ``length`` rows."""
+    whole = np.load(path, mmap_mode="r")
+    shorter = path.with_suffix(".tmp")
+    with shorter.open("wb") as file:
+        np.save(file, whole[:length])
+    shorter.replace(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        with suppress(OSError):  # some file systems cannot sync folders
+            os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,129 @@
+"""Flowers that this file draws: thousands of distinct, labelled pictures from a seed, without a download."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+SYNTHETIC_FLOWERS = "synthetic-flowers"
+SYNTHETIC_VERSION = 1
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+Colour = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Species:
+    """What all flowers of a class share. Lengths are in units of the flower's radius, colours are RGB in [0, 1]."""
+
+    name: str
+    petals: int
+    notch: float
+    """Depth of the gaps between petals, 0 (none) to 1 (down to the disc)."""
+    point: float
+    """Exponent of the petals' outline: below 1 blunt, above 1 pointed."""
+    petal: Colour
+    tip: Colour
+    disc: Colour
+    disc_radius: float
+    background: Colour
+    rows: int = 1
+    """Rings of petals, the inner ones smaller and turned by half a petal."""
+
+
+SPECIES = (
+    Species("daisy", 13, 0.75, 0.5, (0.97, 0.97, 0.95), (1.0, 1.0, 1.0), (0.95, 0.76, 0.12), 0.30, (0.25, 0.50, 0.22)),
+    Species("sunflower", 18, 0.5, 1.1, (0.98, 0.72, 0.05), (1.0, 0.85, 0.2), (0.32, 0.18, 0.08), 0.46, (0.45, 0.67, 0.9)),
+    Species("poppy", 4, 0.25, 0.4, (0.86, 0.10, 0.08), (0.95, 0.25, 0.15), (0.12, 0.10, 0.12), 0.22, (0.35, 0.52, 0.25)),
+    Species("violet", 5, 0.55, 0.5, (0.42, 0.20, 0.70), (0.62, 0.42, 0.88), (0.98, 0.85, 0.25), 0.14, (0.20, 0.35, 0.20)),
+    Species("rose", 6, 0.2, 0.4, (0.88, 0.18, 0.38), (0.98, 0.48, 0.58), (0.72, 0.08, 0.25), 0.16, (0.16, 0.30, 0.18), 3),
+    Species("cornflower", 10, 0.8, 0.8, (0.16, 0.30, 0.85), (0.40, 0.55, 0.98), (0.25, 0.12, 0.45), 0.24, (0.82, 0.78, 0.5)),
+    Species("lily", 6, 0.85, 1.3, (0.98, 0.55, 0.12), (1.0, 0.72, 0.35), (0.60, 0.25, 0.05), 0.12, (0.14, 0.28, 0.30)),
+    Species("cherry", 5, 0.5, 0.45, (0.98, 0.74, 0.82), (1.0, 0.90, 0.94), (0.85, 0.35, 0.45), 0.13, (0.62, 0.80, 0.95)),
+    Species("gentian", 5, 0.65, 1.2, (0.10, 0.15, 0.60), (0.25, 0.40, 0.85), (0.92, 0.95, 0.98), 0.18, (0.58, 0.60, 0.55)),
+    Species("buttercup", 5, 0.3, 0.4, (0.99, 0.86, 0.08), (1.0, 0.95, 0.45), (0.75, 0.65, 0.05), 0.20, (0.30, 0.60, 0.20)),
+    Species("dahlia", 12, 0.45, 0.9, (0.70, 0.08, 0.45), (0.95, 0.55, 0.80), (0.98, 0.75, 0.30), 0.14, (0.30, 0.40, 0.35), 3),
+    Species("jasmine", 6, 0.8, 0.7, (0.98, 0.97, 0.88), (1.0, 1.0, 1.0), (0.95, 0.88, 0.40), 0.11, (0.10, 0.22, 0.28)),
+)  # fmt: skip
+
+
+class SyntheticFlowers:
+    """``count`` pictures of ``side`` px, the species in turn; picture ``i`` is a function of (seed, i)."""
+
+    def __init__(self, side: int, *, count: int = 4096, seed: int = 0) -> None:
+        self.side, self.count, self.seed = side, count, seed
+        self.name = SYNTHETIC_FLOWERS
+        self.fingerprint = f"{SYNTHETIC_FLOWERS} {SYNTHETIC_VERSION} {side} {count} {seed}"
+        self.class_names = [species.name for species in SPECIES]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        label = index % len(SPECIES)
+        picture = draw_flower(SPECIES[label], self.side, np.random.default_rng((self.seed, index)))
+        return Image.fromarray(picture), label
+
+    def describe(self, index: int) -> str:
+        return f"flower {index}"
+
+
+def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Draw one flower ``[side, side, 3]``; ``rng`` decides place, size, turn, tilt and shades."""
+    x, y = _flower_coordinates(side, rng)
+    pixel = np.hypot(*np.gradient(x)).max()  # one pixel in units of the flower's radius
+    radius, angle = np.hypot(x, y), np.arctan2(y, x)
+
+    canvas = _background(species.background, side, rng)
+    shade = rng.normal(0, 0.05, 3).astype(np.float32)
+    for row in range(species.rows):
+        size = 1 - 0.27 * row
+        phase = angle * species.petals / 2 + row * np.pi / 2
+        outline = size * (1 - species.notch * (1 - np.abs(np.cos(phase)) ** species.point))
+        along = np.clip(radius / size, 0, 1)[..., None]
+        colour = np.asarray(species.petal) * (1 - along) + np.asarray(species.tip) * along
+        vein = 1 - 0.22 * np.abs(np.sin(phase))[..., None] - 0.10 * row
+        canvas = _over(canvas, colour * vein + shade, _coverage(outline - radius, pixel))
+    florets = 1 + 0.15 * np.sin(40 * radius) * np.sin(angle * 12)
+    canvas = _over(canvas, np.asarray(species.disc) * florets[..., None], _coverage(species.disc_radius - radius, pixel))
+    return (np.clip(canvas, 0, 1) * 255).round().astype(np.uint8)
+
+
+def _flower_coordinates(side: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Each pixel's place in a flower of radius 1 that was moved, turned and tilted away from the viewer."""
+    grid = (np.arange(side, dtype=np.float32) + 0.5) / side * 2 - 1
+    y, x = np.meshgrid(grid, grid, indexing="ij")
+    centre, radius = rng.uniform(-0.15, 0.15, 2), rng.uniform(0.6, 0.88)
+    x, y = (x - centre[0]) / radius, (y - centre[1]) / radius
+    tilt, turn = rng.uniform(0, 2 * np.pi), rng.uniform(0, 2 * np.pi)
+    x, y = _rotated(x, y, tilt)
+    x, y = _rotated(x / rng.uniform(0.75, 1.0), y, turn)
+    return x, y
+
+
+def _rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
+    cos, sin = np.float32(np.cos(angle)), np.float32(np.sin(angle))
+    return cos * x - sin * y, sin * x + cos * y
+
+
+def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
+    """A gradient from the colour to a darker one, in a random direction, with soft out-of-focus spots."""
+    grid = np.linspace(-1, 1, side, dtype=np.float32)
+    y, x = np.meshgrid(grid, grid, indexing="ij")
+    x, y = _rotated(x, y, rng.uniform(0, 2 * np.pi))
+    light = 1 + 0.25 * x
+    for _ in range(4):
+        place, width = rng.uniform(-1, 1, 2), rng.uniform(0.2, 0.5)
+        distance = ((x - place[0]) ** 2 + (y - place[1]) ** 2) / width**2
+        light = light + rng.uniform(-0.2, 0.2) * np.exp(-distance)
+    return np.asarray(colour, dtype=np.float32) * light[..., None]
+
+
+def _coverage(depth: Array, pixel: float) -> Array:
+    """How much of each pixel a shape covers, from the depth of the pixel's centre inside it."""
+    return np.clip(depth / pixel + 0.5, 0, 1)[..., None]
+
+
+def _over(below: Array, above: Array, coverage: Array) -> Array:
+    return (below * (1 - coverage) + above * coverage).astype(np.float32)

@@ -1,0 +1,8 @@
+"""The one error a person is meant to read."""
+
+
+class UsageError(ValueError):
+    """Input the run cannot start with: one sentence naming the flag or file and what to do.
+
+    The command-line programs print it without a traceback and exit with code 2.
+    """

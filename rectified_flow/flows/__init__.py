@@ -1,0 +1,5 @@
+"""Flows: objectives that hold a network, return a loss, and sample."""
+
+from rectified_flow.flows.rectified import RectifiedFlow
+
+__all__ = ["RectifiedFlow"]

@@ -1,0 +1,46 @@
+"""Distributions of the training time t in [0, 1], as one family on the logit axis.
+
+A logit-normal and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al. 2024, arXiv:2403.03206, sections 3.1
+and 5.3.2) meet there: the shift adds ``log s`` to the logit.
+"""
+
+from dataclasses import dataclass
+from math import log
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rectified_flow import randomness
+
+
+class TimeDistribution(Protocol):
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform times, moved towards the noise by ``shift > 1``."""
+
+    shift: float = 1.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        t = randomness.rand(purpose, (count,), device)
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+
+@dataclass(frozen=True)
+class LogitNormal:
+    """Times whose logit is normal with ``mean + log(shift)`` and ``std``.
+
+    The default extrapolates published settings, (-1.2, 1.2) at 32 px and (0.8, 0.8) at 256 px, to 64 px.
+    """
+
+    mean: float = -0.5
+    std: float = 1.2
+    shift: float = 1.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        z = randomness.randn(purpose, (count,), device)
+        return torch.sigmoid(z * self.std + self.mean + log(self.shift))

@@ -1,0 +1,5 @@
+"""Networks: tensors in, tensors out."""
+
+from rectified_flow.networks.unet import Unet
+
+__all__ = ["Unet"]

@@ -1,0 +1,253 @@
+"""A UNet of the ADM / DDPM++ kind for velocities and average velocities.
+
+Every operation has a forward-mode derivative (`torch.func.jvp`), alone, under bf16 autocast and inside a compiled loss:
+attention is written as matmul and softmax because the fused kernels have none, and the norm is spelled out while
+compiling because the compiler cannot push tangents through the native one.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from rectified_flow import randomness
+
+Resample = Literal["down", "up"]
+M = TypeVar("M", bound=nn.Module)
+
+
+class Unet(nn.Module):
+    """Predict a tensor of the shape of ``x`` from ``x``, the time and, if given, labels.
+
+    Residual blocks with scale-and-shift conditioning and resampling inside blocks follow ADM (Dhariwal & Nichol 2021,
+    arXiv:2105.05233, section 3). With the defaults at 64 px: 25 M parameters.
+
+    Args:
+        dim: channels at full resolution.
+        dim_mults: channels of each level as multiples of ``dim``; each level halves the side of the one before.
+        channels: channels of the images.
+        num_classes: number of labels, or None for an unconditional network; the label ``num_classes`` means "none".
+        image_size: side in pixels of the images to come; it decides which levels get attention.
+        attention_sides: sides in pixels of the levels with attention.
+        attention_head_dim: channels of one attention head.
+        blocks_per_level: residual blocks in each level on the way down; one more on the way up.
+        dropout: probability inside residual blocks.
+    """
+
+    def __init__(
+        self,
+        dim: int = 64,
+        dim_mults: Sequence[int] = (1, 2, 3, 4),
+        channels: int = 3,
+        num_classes: int | None = None,
+        *,
+        image_size: int = 64,
+        attention_sides: Sequence[int] = (16, 8),
+        attention_head_dim: int = 64,
+        blocks_per_level: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.channels = channels
+        self.num_classes = num_classes
+        self.downsampling = 2 ** (len(dim_mults) - 1)
+        self._check_side(image_size)
+
+        condition_dim = 4 * dim
+        self.time_embedding = TimeEmbedding(dim, condition_dim)
+        self.label_embedding = None if num_classes is None else nn.Embedding(num_classes + 1, condition_dim)
+
+        layers = 0
+
+        def block(dim_in: int, dim_out: int, side: int, resample: Resample | None = None) -> Block:
+            nonlocal layers
+            layers += 1
+            heads = max(1, dim_out // attention_head_dim) if side in attention_sides and resample is None else 0
+            return Block(dim_in, dim_out, condition_dim, heads, dropout, layers, resample)
+
+        widths = [dim * mult for mult in dim_mults]
+        sides = [image_size // 2**level for level in range(len(widths))]
+        self.conv_in = nn.Conv2d(channels, dim, 3, padding=1)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        width, skips = dim, [dim]
+        for level, (level_width, side) in enumerate(zip(widths, sides, strict=True)):
+            if level > 0:
+                self.down.append(block(width, width, side, "down"))
+                skips.append(width)
+            for _ in range(blocks_per_level):
+                self.down.append(block(width, level_width, side))
+                width = level_width
+                skips.append(width)
+
+        self.middle = nn.ModuleList([block(width, width, sides[-1]), block(width, width, side=0)])
+
+        for level, (level_width, side) in reversed(list(enumerate(zip(widths, sides, strict=True)))):
+            for _ in range(blocks_per_level + 1):
+                self.up.append(block(width + skips.pop(), level_width, side))
+                width = level_width
+            if level > 0:
+                self.up.append(block(width, width, side, "up"))
+
+        self.norm_out = GroupNorm(width)
+        self.conv_out = zero_init(nn.Conv2d(width, channels, 3, padding=1))
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+        """Evaluate the network.
+
+        Args:
+            x: images ``[b, c, h, w]``.
+            t: times ``[b]`` in [0, 1].
+            r: earlier times ``[b]`` for the average velocity over ``[r, t]``; None means ``r = t``.
+            labels: int64 ``[b]``, ``num_classes`` standing for "no label"; None means no label for any row.
+
+        Returns:
+            A tensor of the shape of ``x``.
+
+        Raises:
+            ValueError: if a side of ``x`` does not divide, or labels meet a network without classes.
+        """
+        self._check_side(x.shape[-2])
+        self._check_side(x.shape[-1])
+        condition = self.time_embedding(t, t if r is None else r)
+        if self.label_embedding is not None:
+            if labels is None:
+                labels = torch.full_like(t, self.label_embedding.num_embeddings - 1, dtype=torch.long)
+            condition = condition + self.label_embedding(labels)
+        elif labels is not None:
+            raise ValueError("labels were given to a Unet built without num_classes")
+        condition = F.silu(condition)
+
+        x = self.conv_in(x)
+        skips = [x]
+        for block in self.down:
+            x = block(x, condition)
+            skips.append(x)
+        for block in self.middle:
+            x = block(x, condition)
+        for block in self.up:
+            if block.resample is None:
+                x = torch.cat((x, skips.pop()), dim=1)
+            x = block(x, condition)
+        return self.conv_out(F.silu(self.norm_out(x)))
+
+    def _check_side(self, side: int) -> None:
+        if side % self.downsampling:
+            raise ValueError(f"image side {side} is not divisible by {self.downsampling}, as this Unet's levels need")
+
+
+class TimeEmbedding(nn.Module):
+    """Embed times ``t`` and intervals ``t - r``, both ``[b]``, into ``[b, dim_out]``, in float32.
+
+    Times stay unscaled in [0, 1]: scaling them, as diffusion networks do, multiplies the time derivative that mean flow
+    learns from. The interval's features vanish at ``r = t`` and its weights start at zero, so a network trained
+    without ``r`` is a valid start for one trained with it.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, dim: int, dim_out: int, max_frequency: float = 16.0) -> None:
+        super().__init__()
+        frequencies = torch.logspace(0, math.log10(max_frequency), dim // 2)
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.time = nn.Linear(dim // 2 * 2, dim_out)
+        self.interval = zero_init(nn.Linear(dim // 2 * 2, dim_out, bias=False))
+        self.out = nn.Linear(dim_out, dim_out)
+
+    def forward(self, t: Tensor, r: Tensor) -> Tensor:
+        with torch.autocast(t.device.type, enabled=False):
+            angles = t[:, None] * self.frequencies
+            gaps = (t - r)[:, None] * self.frequencies
+            hidden = self.time(torch.cat((angles.cos(), angles.sin()), dim=1))
+            hidden = hidden + self.interval(torch.cat((1 - gaps.cos(), gaps.sin()), dim=1))
+            return self.out(F.silu(hidden))
+
+
+class Block(nn.Module):
+    """A residual block, then attention if ``heads`` is not zero; ``resample`` halves or doubles the side."""
+
+    def __init__(
+        self,
+        dim_in: int,
+        dim_out: int,
+        condition_dim: int,
+        heads: int,
+        dropout: float,
+        layer: int,
+        resample: Resample | None,
+    ) -> None:
+        super().__init__()
+        self.resample = resample
+        self.dropout = dropout
+        self.layer = layer
+        self.norm1 = GroupNorm(dim_in)
+        self.conv1 = nn.Conv2d(dim_in, dim_out, 3, padding=1)
+        self.modulation = nn.Linear(condition_dim, 2 * dim_out)
+        self.norm2 = GroupNorm(dim_out)
+        self.conv2 = zero_init(nn.Conv2d(dim_out, dim_out, 3, padding=1))
+        self.skip = nn.Conv2d(dim_in, dim_out, 1) if dim_in != dim_out else nn.Identity()
+        self.attention = Attention(dim_out, heads) if heads else nn.Identity()
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        h = F.silu(self.norm1(x))
+        if self.resample is not None:
+            x, h = resampled(x, self.resample), resampled(h, self.resample)
+        h = self.conv1(h)
+        scale, shift = rearrange(self.modulation(condition), "b (two c) -> two b c 1 1", two=2)
+        h = F.silu(torch.addcmul(shift, self.norm2(h), scale + 1))
+        if self.training and self.dropout > 0:
+            h = randomness.dropout(h, self.dropout, self.layer)
+        return self.attention(self.skip(x) + self.conv2(h))
+
+
+class Attention(nn.Module):
+    """Self-attention over pixels with a residual connection (Vaswani et al. 2017, arXiv:1706.03762)."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = GroupNorm(dim)
+        self.qkv = nn.Conv2d(dim, 3 * dim, 1)
+        self.out = zero_init(nn.Conv2d(dim, dim, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = rearrange(self.qkv(self.norm(x)), "b (three n d) h w -> three b n (h w) d", three=3, n=self.heads)
+        q, k, v = qkv.unbind()
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1).to(v.dtype)
+        attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
+        return x + self.out(attended)
+
+
+class GroupNorm(nn.Module):
+    """Group normalisation (Wu & He 2018, arXiv:1803.08494) with a forward-mode derivative wherever it runs."""
+
+    def __init__(self, dim: int, max_groups: int = 32, min_channels: int = 4, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.groups = math.gcd(dim, min(max_groups, max(1, dim // min_channels)))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            # Weights in another precision than x would make the tangent's precision differ from the value's.
+            return F.group_norm(x, self.groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        grouped = rearrange(x.float(), "b (g c) h w -> b g (c h w)", g=self.groups)
+        variance, mean = torch.var_mean(grouped, dim=-1, keepdim=True, correction=0)
+        normed = ((grouped - mean) * torch.rsqrt(variance + self.eps)).reshape(x.shape)
+        return (normed * self.weight[:, None, None] + self.bias[:, None, None]).to(x.dtype)
+
+
+def resampled(x: Tensor, how: Resample) -> Tensor:
+    """Halve (mean of 2x2) or double (nearest) the sides of ``x`` ``[b, c, h, w]``."""
+    return F.avg_pool2d(x, 2) if how == "down" else F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+
+def zero_init(module: M) -> M:
+    """Set every parameter of ``module`` to zero, so that what it adds starts as nothing."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module

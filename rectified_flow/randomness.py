@@ -1,0 +1,115 @@
+"""Randomness as a function of (seed, purpose, step), never as a state.
+
+Training enters :func:`rows_of` around each forward pass. Every draw made inside is then drawn for the *global* batch
+and cut down to the rows this process holds, so a run draws the same numbers on any number of processes, with any
+gradient accumulation, and after any restart. Outside of it the draws come from torch's default generator.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one step's global batch that a forward pass works on.
+
+    Args:
+        seed: the run's seed.
+        step: the optimizer step the draws belong to.
+        total: rows in the global batch.
+        index: which of them are present, in order.
+    """
+
+    seed: int
+    step: int
+    total: int
+    index: slice | Sequence[int]
+
+
+class _Ambient:
+    rows: Rows | None = None
+    dropout_keys: Tensor | None = None
+
+
+_ambient = _Ambient()
+
+
+@contextmanager
+def rows_of(rows: Rows, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Make every draw inside the block a function of ``rows``; ``device`` is where dropout will happen."""
+    previous = _ambient.rows, _ambient.dropout_keys
+    _ambient.rows = rows
+    _ambient.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)
+    try:
+        yield
+    finally:
+        _ambient.rows, _ambient.dropout_keys = previous
+
+
+def mix(*values: int | str) -> int:
+    """Hash the values into 63 bits, the same on every machine and in every process."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def generator(device: torch.device | str, *values: int | str) -> torch.Generator:
+    """A generator whose stream is a function of ``values``."""
+    return torch.Generator(device).manual_seed(mix(*values))
+
+
+def randn(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Standard normal draws ``[b, ...]`` for this process's rows."""
+    rows = _ambient.rows
+    if rows is None:
+        return torch.randn(*shape, device=device)
+    stream = generator(device, rows.seed, purpose, rows.step)
+    return torch.randn(rows.total, *shape[1:], device=device, generator=stream)[rows.index]
+
+
+def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Uniform draws ``[b, ...]`` in [0, 1) for this process's rows."""
+    rows = _ambient.rows
+    if rows is None:
+        return torch.rand(*shape, device=device)
+    stream = generator(device, rows.seed, purpose, rows.step)
+    return torch.rand(rows.total, *shape[1:], device=device, generator=stream)[rows.index]
+
+
+def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Integer draws ``[b, ...]`` in [0, high) for this process's rows."""
+    rows = _ambient.rows
+    if rows is None:
+        return torch.randint(high, tuple(shape), device=device)
+    stream = generator(device, rows.seed, purpose, rows.step)
+    return torch.randint(high, (rows.total, *shape[1:]), device=device, generator=stream)[rows.index]
+
+
+def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
+    """Inverted dropout of ``x`` ``[b, ...]`` whose mask is a hash of (row's key, layer, element).
+
+    A hash needs no generator: the mask is the same in a second pass over the same rows (as mean flow makes), inside a
+    compiled graph, and on every number of processes.
+    """
+    keys = _ambient.dropout_keys
+    if keys is None:
+        return F.dropout(x, probability)
+    elements = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
+    bits = _murmur_finalizer(elements + layer * 0x3779B9)[None] ^ keys[:, None]
+    uniform = _murmur_finalizer(bits) & 0xFFFFFF
+    keep = (uniform >= int(probability * 2**24)).view_as(x)
+    return x * keep * (1 / (1 - probability))
+
+
+def _murmur_finalizer(x: Tensor) -> Tensor:
+    """The 32-bit finalizer of MurmurHash3 (Appleby, public domain) on int32 ``x``; logical shifts by masking."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * -0x7A143595
+    x = x ^ ((x >> 13) & 0x7FFFF)
+    x = x * -0x3D4D51CB
+    return x ^ ((x >> 16) & 0xFFFF)

@@ -1,0 +1,151 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is a folder ``step_00000100``: safetensors files, JSON documents, and a manifest with the size and hash of
+each. It is written beside its place, flushed, and renamed into it. Nothing in it is ever unpickled.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rectified_flow.errors import UsageError
+
+MANIFEST = "manifest.json"
+STAGE_PREFIX = ".writing-"
+
+
+def step_name(step: int) -> str:
+    """``step_00000100``, for files and folders that sort by step."""
+    return f"step_{step:08d}"
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    documents: Mapping[str, Any],
+    keep: int = 0,
+) -> Path:
+    """Write a checkpoint into ``folder`` and then remove all but the ``keep`` newest (0 keeps all).
+
+    Args:
+        folder: where the run's checkpoints are.
+        step: optimizer steps made.
+        tensors: file name to named tensors.
+        documents: file name to what JSON can hold.
+        keep: how many to keep.
+
+    Returns:
+        The checkpoint's folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for abandoned in folder.glob(f"{STAGE_PREFIX}*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
+    path, stage = folder / step_name(step), folder / f"{STAGE_PREFIX}{step_name(step)}"
+    stage.mkdir()
+    try:
+        for name, values in tensors.items():
+            save_file({key: value.detach().contiguous() for key, value in values.items()}, stage / name)
+        for name, document in documents.items():
+            (stage / name).write_text(json.dumps(document, indent=1))
+        files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in stage.iterdir()}
+        (stage / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
+        for written in [*stage.iterdir(), stage]:
+            _flush(written)
+        if path.exists():
+            shutil.rmtree(path)
+        stage.rename(path)
+        _flush(folder)
+    except BaseException:
+        shutil.rmtree(stage, ignore_errors=True)
+        raise
+    if keep:
+        for old in list_checkpoints(folder)[:-keep]:
+            shutil.rmtree(old)
+    return path
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, oldest first."""
+    return sorted(path for path in folder.glob("step_*") if (path / MANIFEST).exists())
+
+
+def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Path | None:
+    """The newest checkpoint in ``folder`` that is as it was written; ``warn`` hears of those that are not.
+
+    Raises:
+        UsageError: if there are checkpoints but every one is damaged.
+    """
+    checkpoints = list_checkpoints(folder)
+    for path in reversed(checkpoints):
+        problem = find_damage(path)
+        if problem is None:
+            return path
+        warn(f"ignoring checkpoint {path}: {problem}")
+    if checkpoints:
+        raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
+    return None
+
+
+def find_damage(path: Path) -> str | None:
+    """What is wrong with the checkpoint at ``path``, or None."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        for name, expected in manifest["files"].items():
+            if (path / name).stat().st_size != expected["size"]:
+                return f"{name} has the wrong size"
+            if _sha256(path / name) != expected["sha256"]:
+                return f"{name} was altered"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
+    """The checkpoint that ``path`` means: itself, or the newest one of a run's folder.
+
+    Raises:
+        UsageError: if there is none, or it is damaged.
+    """
+    if (path / MANIFEST).exists():
+        problem = find_damage(path)
+        if problem is not None:
+            raise UsageError(f"checkpoint {path} is damaged: {problem}")
+        return path
+    for folder in (path / "checkpoints", path):
+        newest = newest_checkpoint(folder, warn)
+        if newest is not None:
+            return newest
+    raise UsageError(f"there is no checkpoint at {path}")
+
+
+def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
+    """The named tensors of one of a checkpoint's safetensors files."""
+    return load_file(path / name, device=device)
+
+
+def load_document(path: Path, name: str) -> dict[str, Any]:
+    """One of a checkpoint's JSON documents."""
+    return dict(json.loads((path / name).read_text()))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError if path.is_dir() else ()):  # some file systems cannot flush a folder
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,243 @@
+"""Every flag of a training run: frozen, validated, and parsed from the command line."""
+
+from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from math import ceil
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
+from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.rectified import Loss, Prediction
+
+MixedPrecision = Literal["no", "bf16", "fp16"]
+Tracker = Literal["none", "tensorboard", "wandb"]
+DEFAULT_BATCH_SIZE = 64
+DEFAULT_TRAIN_NUM_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    dataset: str = OXFORD_FLOWERS
+    """Hub id of a dataset with an image column, or synthetic-flowers, which needs no download."""
+    dataset_path: Path | None = None
+    """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
+    image_size: int = 64
+    """Side of the images [px]; pictures are resized by their short side and cropped to the centre."""
+    horizontal_flip: bool = True
+    """Mirror half of the images."""
+    skip_broken_images: bool = False
+    """Leave out pictures that cannot be decoded, instead of stopping."""
+    cache_dir: Path | None = None
+    """Where decoded images are kept (default: $RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow)."""
+    num_workers: int = 0
+    """Loader processes per rank; 0 is fastest for decoded images, which are read straight from the memory map."""
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None
+    """How loader processes start (default: the platform's way)."""
+    persistent_workers: bool = False
+    """Keep loader processes from one pass to the next."""
+    pin_memory: bool = False
+    """Hand batches over in page-locked memory."""
+
+
+@dataclass(frozen=True)
+class NetworkFlags:
+    dim: int = 64
+    """Channels of the Unet at full resolution."""
+    dim_mults: tuple[int, ...] = (1, 2, 3, 4)
+    """Channels of each level as multiples of dim; each level halves the side."""
+    dropout: float = 0.1
+    """Dropout probability inside residual blocks."""
+    use_cfg: bool = False
+    """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
+
+
+@dataclass(frozen=True)
+class FlowFlags:
+    prediction: Prediction = "velocity"
+    """What the network predicts; the loss is that of the velocity in each case."""
+    loss: Loss = "mse"
+    """Distance between predicted and true velocity."""
+    time_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Where training times come from (0 is data, 1 is noise)."""
+    time_mean: float = -0.5
+    """Mean of the time's logit, for logit_normal."""
+    time_std: float = 1.2
+    """Standard deviation of the time's logit, for logit_normal."""
+    time_shift: float = 1.0
+    """Move times towards the noise (above 1) or the data (below 1)."""
+
+
+@dataclass(frozen=True)
+class OptimizationFlags:
+    batch_size: int | None = None
+    """Images per process and micro-batch (default: 64, or what --global_batch_size asks for)."""
+    global_batch_size: int | None = None
+    """Images per optimizer step over all processes and accumulation, instead of --batch_size."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches per optimizer step (default: 1, or what the two batch sizes ask for)."""
+    train_num_steps: int | None = None
+    """Optimizer steps (default: 100000); excludes --num_epochs."""
+    num_epochs: float | None = None
+    """Passes over the dataset; excludes --train_num_steps."""
+    learning_rate: float = 3e-4
+    """Peak learning rate of AdamW."""
+    lr_warmup_steps: int = 500
+    """Optimizer steps over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 leaves them alone."""
+    mixed_precision: MixedPrecision | None = None
+    """Precision of the forward pass (default: what the launcher's config says, else no)."""
+    use_ema: bool = True
+    """Keep an exponential moving average of the weights, in float32, for sampling."""
+    ema_decay: float = 0.9999
+    """Decay of the average per optimizer step; early in a run it is lower."""
+    seed: int = 0
+    """Every random draw of the run is a function of this, whatever the number of processes."""
+    compile: bool = False
+    """Compile the loss with torch.compile: slow to start, then faster."""
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    output_dir: Path = Path("runs/rectified-flow")
+    """Where the run writes its config, metrics, plot and samples."""
+    checkpoint_dir: Path | None = None
+    """Where checkpoints go (default: OUTPUT_DIR/checkpoints)."""
+    resume: str = "auto"
+    """auto goes on from the newest checkpoint if there is one; never; or the PATH of a checkpoint or run."""
+    save_every: int = 1000
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints to keep; 0 keeps all."""
+    sample_every: int = 1000
+    """Steps between sample grids; 0 draws one at the end only."""
+    num_samples: int = 64
+    """Images in a sample grid; 0 draws none."""
+    sample_steps: int = 16
+    """Intervals from noise to image in a sample grid."""
+    log_every: int = 50
+    """Steps between lines of metrics.jsonl."""
+    log_with: Tracker = "none"
+    """Also log to TensorBoard or Weights & Biases (WANDB_MODE=offline works without an account)."""
+    dry_run: bool = False
+    """Print the resolved config, the batch arithmetic and the model's size, and exit."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig(OutputFlags, OptimizationFlags, FlowFlags, NetworkFlags, DataFlags):
+    """A training run.
+
+    Raises:
+        UsageError: where a value makes no sense, or two exclude each other.
+    """
+
+    def __post_init__(self) -> None:
+        positive = "image_size dim batch_size global_batch_size gradient_accumulation_steps train_num_steps"
+        positive += " num_epochs learning_rate time_std time_shift sample_steps log_every"
+        for name in positive.split():
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"--{name} is {value}; it must be above 0")
+        natural = "num_workers lr_warmup_steps weight_decay max_grad_norm save_every keep_checkpoints sample_every"
+        natural += " num_samples seed"
+        for name in natural.split():
+            value = getattr(self, name)
+            _require(value >= 0, f"--{name} is {value}; it must not be below 0")
+        for name in ("dropout", "ema_decay"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+        _require(
+            len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
+            f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
+        )
+        divisor = 2 ** (len(self.dim_mults) - 1)
+        _require(
+            self.image_size % divisor == 0,
+            f"--image_size {self.image_size} is not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
+            f"--dim_mults need; take {max(1, round(self.image_size / divisor)) * divisor}",
+        )
+        _require(
+            self.train_num_steps is None or self.num_epochs is None,
+            "--train_num_steps and --num_epochs exclude each other; give one",
+        )
+        _require(
+            self.num_workers > 0 or not (self.persistent_workers or self.multiprocessing_context),
+            "--persistent_workers and --multiprocessing_context need --num_workers above 0",
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.checkpoint_dir or self.output_dir / "checkpoints"
+
+    def split_batch(self, world_size: int) -> GlobalBatch:
+        """Cut the global batch over processes and accumulation.
+
+        Raises:
+            UsageError: if the numbers do not divide.
+        """
+        if self.global_batch_size is None:
+            per_process = self.batch_size or DEFAULT_BATCH_SIZE
+            return GlobalBatch(per_process, world_size, self.gradient_accumulation_steps or 1)
+        total = self.global_batch_size
+        if self.batch_size is not None and self.gradient_accumulation_steps is None:
+            accumulation = max(1, total // (self.batch_size * world_size))
+        else:
+            accumulation = self.gradient_accumulation_steps or 1
+        batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
+        _require(
+            batch.total == total,
+            f"--global_batch_size {total} does not divide into {batch.per_process or 'images'} per process x "
+            f"{world_size} process{'es' * (world_size > 1)} x {accumulation} accumulation",
+        )
+        return batch
+
+    def total_steps(self, batch: GlobalBatch, dataset_length: int) -> int:
+        """Optimizer steps of the whole run."""
+        if self.num_epochs is not None:
+            return ceil(self.num_epochs * dataset_length / batch.total)
+        return self.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
+
+    def plain(self) -> dict[str, Any]:
+        """All flags as what JSON and trackers can hold."""
+        return {
+            name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
+
+
+C = TypeVar("C", bound=TrainingConfig)
+
+def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
+    """Read the command line into ``config_class``; ``--help`` and errors exit, silently if ``quiet``.
+
+    Raises:
+        UsageError: if the values make no valid config.
+    """
+    groups = {
+        base.__name__.removesuffix("Flags").lower(): base
+        for base in reversed(config_class.__mro__)
+        if base.__name__.endswith("Flags")
+    }
+    grouped = make_dataclass(
+        "Flags", [(title, group, field(default_factory=group)) for title, group in groups.items()], frozen=True
+    )
+    grouped.__doc__ = description
+    flags = tyro.cli(
+        Annotated[grouped, tyro.conf.OmitArgPrefixes],  # type: ignore[valid-type]
+        use_underscores=True,
+        console_outputs=not quiet,
+    )
+    values: dict[str, Any] = {}
+    for title, group in groups.items():
+        values |= {each.name: getattr(getattr(flags, title), each.name) for each in fields(group)}
+    return config_class(**values)
+
+
+def _require(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise UsageError(sentence)

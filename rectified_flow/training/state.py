@@ -1,0 +1,119 @@
+"""Everything a run must remember between two steps, and how it becomes a checkpoint and comes back."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from ema_pytorch import EMA
+from torch import Tensor, nn
+
+from rectified_flow.errors import UsageError
+from rectified_flow.training import checkpoint
+
+MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+STATE_FILE, CONFIG_FILE = "trainer.json", "config.json"
+
+
+class TrainingState:
+    """Weights, their average, the optimizer's moments and the counters.
+
+    There is no random state in it and no loader state: both are functions of the seed and the counters.
+
+    Args:
+        flow: the module in training, not wrapped.
+        ema: its average, or None.
+        optimizer: over ``parameters``, as prepared by Accelerate.
+        parameters: the trained parameters by name, in the optimizer's order.
+    """
+
+    def __init__(
+        self,
+        flow: nn.Module,
+        ema: EMA | None,
+        optimizer: AcceleratedOptimizer,
+        parameters: dict[str, nn.Parameter],
+    ) -> None:
+        self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
+        self.step = 0
+        self.images_seen = 0
+        self.loss_sum = torch.zeros((), device=next(iter(parameters.values())).device)
+        """Sum of this rank's losses since the last logged step."""
+        self.losses = 0
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """A checkpoint's tensors by file."""
+        moments = {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.optimizer.state[parameter].items()
+        }
+        files = {MODEL_FILE: network_of(self.flow).state_dict(), OPTIMIZER_FILE: moments}
+        if self.ema is not None:
+            files[EMA_FILE] = network_of(self.ema.ema_model).state_dict()
+        return files
+
+    def counters(self, loss_sum: float) -> dict[str, Any]:
+        """A checkpoint's numbers; ``loss_sum`` is the mean of it over ranks."""
+        scaler = self.optimizer.scaler
+        return {
+            "step": self.step,
+            "images_seen": self.images_seen,
+            "loss_sum": loss_sum,
+            "losses": self.losses,
+            "ema_step": None if self.ema is None else int(self.ema.step),
+            "grad_scaler": None if scaler is None else scaler.state_dict(),
+        }
+
+    def load(self, path: Path) -> None:
+        """Become what the checkpoint at ``path`` holds.
+
+        Raises:
+            UsageError: if it was made by another architecture.
+        """
+        _load_weights(network_of(self.flow), path, MODEL_FILE)
+        counters = checkpoint.load_document(path, STATE_FILE)
+        if self.ema is not None:
+            averaged = (path / EMA_FILE).exists()
+            _load_weights(network_of(self.ema.ema_model), path, EMA_FILE if averaged else MODEL_FILE)
+            self.ema.initted.fill_(True)
+            self.ema.step.fill_(counters["ema_step"] or 0)
+        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE))
+        if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
+            self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
+        self.step, self.images_seen = counters["step"], counters["images_seen"]
+        self.loss_sum.fill_(counters["loss_sum"])
+        self.losses = counters["losses"]
+
+    def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        numbered: dict[int, dict[str, Tensor]] = {}
+        for index, name in enumerate(self.parameters):
+            prefix = f"{name}."
+            numbered[index] = {
+                key.removeprefix(prefix): value
+                for key, value in moments.items()
+                if key.startswith(prefix) and "." not in key.removeprefix(prefix)
+            }
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def network_of(flow: nn.Module) -> nn.Module:
+    """The module whose weights are a flow's: its ``network``, if nothing outside of that has any."""
+    network = getattr(flow, "network", None)
+    if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
+        return network
+    return flow
+
+
+def _load_weights(network: nn.Module, path: Path, name: str) -> None:
+    saved = checkpoint.load_tensors(path, name)
+    wanted = network.state_dict()
+    for key in [*wanted, *saved]:
+        there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
+        if there != here:
+            raise UsageError(
+                f"checkpoint {path} is of another architecture ({key} is {there} there and {here} here): pass the "
+                "network flags in its config.json, or choose another --output_dir"
+            )
+    network.load_state_dict(saved)

@@ -1,0 +1,111 @@
+"""What a run tells: metrics.jsonl, the loss plot, sample grids, and Accelerate's trackers. Main process only."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor
+from torchvision.utils import make_grid
+
+from rectified_flow.training.checkpoint import step_name
+from rectified_flow.training.config import TrainingConfig
+
+
+class RunLog:
+    """The files in a run's output folder that are not checkpoints.
+
+    Args:
+        accelerator: whose trackers to feed.
+        config: the run's flags.
+        step: where the run starts; lines of later steps, left by a run that was killed, are dropped.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig, step: int) -> None:
+        self.accelerator = accelerator
+        self.folder = config.output_dir
+        self.metrics_path = self.folder / "metrics.jsonl"
+        _replace(self.folder / "config.json", json.dumps(config.plain(), indent=1))
+        kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
+        _replace(self.metrics_path, "".join(kept))
+
+    def metrics(self, step: int, **values: float) -> None:
+        """Add a line to metrics.jsonl and to the trackers."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps({"step": step, **values}) + "\n")
+        self.accelerator.log(values, step=step)
+
+    def samples(self, step: int, images: Tensor) -> Path:
+        """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
+        columns = max(1, round(len(images) ** 0.5))
+        grid = make_grid(images, nrow=columns, padding=2, pad_value=255).permute(1, 2, 0).cpu().numpy()
+        path = self.folder / "samples" / f"{step_name(step)}.png"
+        path.parent.mkdir(exist_ok=True)
+        unfinished = path.with_suffix(".tmp")
+        Image.fromarray(grid).save(unfinished, format="PNG")
+        unfinished.replace(path)
+        for tracker in self.accelerator.trackers:
+            tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
+        return path
+
+    def loss_plot(self) -> Path:
+        """Draw loss over step into loss.png and return its path."""
+        from matplotlib.figure import Figure  # takes a second to load
+
+        rows = [json.loads(line) for line in self._lines()]
+        steps, losses = np.array([(row["step"], row["loss"]) for row in rows]).reshape(-1, 2).T
+        figure = Figure(figsize=(8, 4.5), layout="constrained")
+        axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
+        axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
+        window = max(1, len(losses) // 20)
+        if len(losses) > window:
+            smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+            axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
+            axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+        path = self.folder / "loss.png"
+        unfinished = path.with_suffix(".tmp")
+        figure.savefig(unfinished, format="png", dpi=120)
+        unfinished.replace(path)
+        return path
+
+    def _lines(self) -> list[str]:
+        if not self.metrics_path.exists():
+            return []
+        with self.metrics_path.open() as file:
+            return [line for line in file if line.endswith("}\n")]  # a killed run may leave half a line
+
+
+class Throughput:
+    """Images per second of training proper; pauses do not count."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self._started = time.perf_counter()
+
+    def restart(self) -> float:
+        """The rate since the last restart; then count anew."""
+        now = time.perf_counter()
+        rate = self.images / max(1e-9, now - self._started)
+        self.images, self._started = 0, now
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent inside."""
+        entered = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - entered
+
+
+_IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
+
+
+def _replace(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)

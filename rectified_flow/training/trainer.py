@@ -1,0 +1,318 @@
+"""The training loop: move a batch, loss, backward, clip, step, EMA; at intervals log, draw samples, save."""
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from ema_pytorch import EMA
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm.auto import tqdm
+
+from rectified_flow.data.stream import StreamSampler, collate
+from rectified_flow.errors import UsageError
+from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.training import checkpoint
+from rectified_flow.training.collectives import check_equal_weights, gather_interleaved, mean_over_ranks, on_main
+from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.plan import describe_run, forward_flops
+from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState
+from rectified_flow.training.tracking import RunLog, Throughput
+
+Batch = dict[str, Tensor]
+
+
+class Trainer:
+    """Train a flow on a dataset, on however many processes were started.
+
+    Args:
+        flow: a module whose ``forward(**batch)`` returns the scalar loss. If it has ``sample(count, steps=...)``
+            returning images in [0, 1], grids of samples are drawn. Its ``network``, or else the whole of it, is saved.
+        dataset: map-style, with items that are ``image``, ``(image, label)``, or dicts of tensors.
+        config: the run's flags.
+
+    Raises:
+        UsageError: if the batch does not divide, the dataset is smaller than it, or the precision is not to be had.
+    """
+
+    def __init__(self, flow: nn.Module, dataset: Dataset[Any], config: TrainingConfig) -> None:
+        self.flow, self.dataset, self.config = flow, dataset, config
+        self.accelerator = build_accelerator(config)
+        self.device = self.accelerator.device
+        self.batch = config.split_batch(self.accelerator.num_processes)
+        self.length = len(dataset)  # type: ignore[arg-type]
+        if self.length < self.batch.total:
+            raise UsageError(
+                f"the dataset has {self.length} images, fewer than one global batch ({self.batch}): "
+                "pass a smaller --batch_size"
+            )
+        self.total_steps = config.total_steps(self.batch, self.length)
+        # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
+        self.flops = forward_flops(flow, collate([dataset[0]]))
+        ema = _average(flow, config.ema_decay, self.device) if config.use_ema else None
+        flow.to(self.device)
+        if config.compile:
+            flow.compile()
+        parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.AdamW(
+            parameters.values(),
+            lr=config.learning_rate,
+            betas=(0.9, 0.99),
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        self.wrapped, prepared = self.accelerator.prepare(flow, optimizer)
+        self.state = TrainingState(flow, ema, prepared, parameters)
+        self.throughput = Throughput()
+        self.log: RunLog | None = None
+        self.grad_norm = torch.zeros(())
+
+    def train(self) -> None:
+        """Train to the last step, from the newest checkpoint if there is one and the config says so."""
+        self._start()
+        if self.state.step >= self.total_steps:
+            self._say(f"already trained {self.state.step} of {self.total_steps} steps: raise --train_num_steps to go on")
+            return
+        batches = self._settle(self._batches())
+        written: dict[str, Path] = {}
+        self.throughput.restart()
+        with self._progress_bar() as bar:
+            while self.state.step < self.total_steps:
+                self._train_step(batches)
+                bar.update()
+                if self._is_due(self.config.log_every):
+                    bar.set_postfix_str(self._log_metrics())
+                with self.throughput.paused():
+                    if self._is_due(self.config.sample_every):
+                        written |= self._draw_samples()
+                    if self._is_due(self.config.save_every):
+                        written |= self._save()
+        self.accelerator.end_training()
+        for name, path in written.items():
+            self._say(f"{name:<11} {path}")
+
+    # One step
+
+    def _train_step(self, batches: Iterator[Batch]) -> None:
+        state, optimizer = self.state, self.state.optimizer
+        for group in optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        for micro_batch in range(self.batch.accumulation):
+            state.loss_sum += self._backward(next(batches), micro_batch)
+            state.losses += 1
+        self.grad_norm = self.accelerator.clip_grad_norm_(
+            state.parameters.values(), self.config.max_grad_norm or torch.inf
+        )
+        optimizer.step()
+        optimizer.zero_grad()
+        if state.ema is not None and not optimizer.step_was_skipped:
+            state.ema.update()
+        state.step += 1
+        state.images_seen += self.batch.total
+        self.throughput.images += self.batch.total
+
+    def _backward(self, batch: Batch, micro_batch: int) -> Tensor:
+        """Add the gradients of one micro-batch; only the last one of a step is summed over ranks."""
+        batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
+        mine = self.batch.rows(self.accelerator.process_index, micro_batch)
+        rows = Rows(self.config.seed, self.state.step, self.batch.total, mine)
+        last = micro_batch == self.batch.accumulation - 1
+        with rows_of(rows, self.device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
+            loss: Tensor = self.wrapped(**batch)
+            self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _learning_rate(self) -> float:
+        """A function of the step: linear warm-up, then constant."""
+        warmup = (self.state.step + 1) / max(1, self.config.lr_warmup_steps)
+        return self.config.learning_rate * min(1.0, warmup)
+
+    def _batches(self) -> Iterator[Batch]:
+        rank, position = self.accelerator.process_index, self.state.images_seen
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=StreamSampler(self.length, self.config.seed, self.batch, rank, position),  # type: ignore[arg-type]
+            collate_fn=collate,
+            num_workers=self.config.num_workers,
+            multiprocessing_context=self.config.multiprocessing_context,
+            persistent_workers=self.config.persistent_workers,
+            pin_memory=self.config.pin_memory,
+        )
+        return iter(loader)
+
+    def _settle(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Bring every process to the same start: equal weights, gradient buckets in their final order.
+
+        DistributedDataParallel reorders its buckets after the first backward pass, and a sum of more than two numbers
+        depends on their order: a pass thrown away makes the first step of a resumed run like any other.
+        """
+        if self.accelerator.num_processes == 1:
+            return batches
+        check_equal_weights(self.accelerator, self.flow)
+        first = next(batches)
+        self._backward(first, self.batch.accumulation - 1)
+        self.state.optimizer.zero_grad()
+        return chain([first], batches)
+
+    # At intervals
+
+    def _is_due(self, every: int) -> bool:
+        return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
+
+    def _log_metrics(self) -> str:
+        """Write down the mean loss since the last time; the only moment at which the device is waited for."""
+        state = self.state
+        loss = mean_over_ranks(self.accelerator, state.loss_sum / state.losses)
+        state.loss_sum.zero_()
+        state.losses = 0
+        rate = self.throughput.restart()
+        if self.log is not None:
+            self.log.metrics(
+                state.step,
+                images_seen=state.images_seen,
+                loss=loss,
+                learning_rate=self.state.optimizer.param_groups[0]["lr"],
+                grad_norm=float(self.grad_norm),
+                images_per_second=round(rate, 2),
+            )
+        return f"loss {loss:.4f}, {rate:.1f} img/s"
+
+    def _draw_samples(self) -> dict[str, Path]:
+        """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
+        flow = self.flow if self.state.ema is None else self.state.ema.ema_model
+        total, world = self.config.num_samples, self.accelerator.num_processes
+        if total == 0 or not hasattr(flow, "sample"):
+            return {}
+        share = -(-total // world)
+        mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
+        with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
+            images = flow.sample(share, steps=self.config.sample_steps)
+        images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
+        return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
+
+    # Checkpoints
+
+    def _start(self) -> None:
+        """Choose and load a checkpoint, open the run's files, tell what is about to happen."""
+        path = on_main(self.accelerator, self._choose_checkpoint)
+        if path is not None:
+            self.state.load(path)
+        on_main(self.accelerator, self._open_log)
+        if self.config.log_with != "none":
+            self.accelerator.init_trackers("rectified-flow", config=self.config.plain())
+        precision = self.accelerator.mixed_precision
+        place = f"{self.accelerator.num_processes} x {self.device.type}, precision {precision}"
+        for line in describe_run(self.config, self.flow, self.flops, self.batch, place, self.dataset):
+            self._say(line)
+        if path is not None:
+            self._say(f"{'resume':<11} step {self.state.step}, from {path}")
+
+    def _choose_checkpoint(self) -> Path | None:
+        folder, resume = self.config.checkpoints, self.config.resume
+        if resume == "never" and checkpoint.list_checkpoints(folder):
+            raise UsageError(f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew")
+        path = None if resume == "never" else checkpoint.newest_checkpoint(folder, warn=self._say)
+        if resume in ("auto", "never"):
+            return self._check_same_data(path)
+        named = checkpoint.resolve(Path(resume), warn=self._say)
+        if path is None:
+            return named
+        if named.resolve().parent == folder.resolve() and named.name < path.name:
+            raise UsageError(f"{folder} holds newer checkpoints than {named}: choose another --output_dir to branch off")
+        return self._check_same_data(path)  # the run went on from the named one before
+
+    def _check_same_data(self, path: Path | None) -> Path | None:
+        if path is not None:
+            there = checkpoint.load_document(path, STATE_FILE).get("dataset")
+            if there != self._dataset_identity():
+                raise UsageError(
+                    f"checkpoint {path} was trained on other pictures: choose another --output_dir; with "
+                    f"--resume {path} there, training goes on from its weights"
+                )
+        return path
+
+    def _dataset_identity(self) -> str:
+        return str(getattr(self.dataset, "fingerprint", f"{self.length} items"))
+
+    def _open_log(self) -> None:
+        try:
+            self.config.output_dir.mkdir(parents=True, exist_ok=True)
+            self.config.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.log = RunLog(self.accelerator, self.config, self.state.step)
+        except OSError as error:
+            raise UsageError(f"--output_dir {self.config.output_dir} cannot be written: {error.strerror}") from error
+
+    def _save(self) -> dict[str, Path]:
+        check_equal_weights(self.accelerator, self.flow)
+        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.loss_sum))
+        counters |= {"dataset": self._dataset_identity(), "seed": self.config.seed, "batch": str(self.batch)}
+        folder, last = self.config.checkpoints, self.state.step == self.total_steps
+
+        def write() -> dict[str, Path]:
+            assert self.log is not None
+            try:
+                documents = {STATE_FILE: counters, CONFIG_FILE: self.config.plain()}
+                path = checkpoint.save(
+                    folder, self.state.step, self.state.tensors(), documents, self.config.keep_checkpoints
+                )
+                return {"loss plot": self.log.loss_plot(), "checkpoint": path}
+            except Exception as error:  # a full disk comes as an error of each library's own kind
+                if last:
+                    raise UsageError(
+                        f"could not write the last checkpoint to {folder} ({error}): make room, run the same command"
+                    ) from error
+                self._say(f"warning: could not write a checkpoint to {folder} ({error}); training goes on")
+                return {}
+
+        return on_main(self.accelerator, write)
+
+    # Talking
+
+    def _say(self, line: str) -> None:
+        if self.accelerator.is_main_process:
+            tqdm.write(line)
+
+    def _progress_bar(self) -> "tqdm[Any]":
+        return tqdm(
+            total=self.total_steps,
+            initial=self.state.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not self.accelerator.is_main_process,
+        )
+
+
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """The run's Accelerator; a precision left unset is the launcher's.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where it would silently be float32.
+    """
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(int(PartialState().num_processes)).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
+    return accelerator
+
+
+def _average(flow: nn.Module, decay: float, device: torch.device) -> EMA:
+    """The moving average of ``flow``, its own counters left on the CPU so that reading them waits for no device."""
+    ema = EMA(
+        flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True
+    )
+    ema.ema_model.to(device).eval()
+    return ema
