@@ -7,8 +7,8 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
-from accelerate.utils import set_seed
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env, set_seed
 
 from rectified_flow.errors import UsageError
 from rectified_flow.training.config import TrainingConfig, parse
@@ -46,13 +46,36 @@ def join_processes() -> PartialState:
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
         # Without this, accelerate leaves several processes without a group and each believes it is alone.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    state = PartialState()
+    state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if state.num_processes != world_size:
-        sys.exit(
-            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train alone:"
-            " start them with torchrun, or with one of the commands in the README"
+        print(
+            f"error: {world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
+            "alone: start them with torchrun, or with one of the commands in the README",
+            file=sys.stderr,
         )
+        sys.exit(2)
     return state
+
+
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """The run's Accelerator; a precision left unset is the launcher's.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where it would silently be float32.
+    """
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(PartialState().num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+    )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
+    return accelerator
 
 
 def _leave(state: PartialState, sentence: str, code: int) -> NoReturn:

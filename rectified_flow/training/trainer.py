@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from ema_pytorch import EMA
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -21,6 +19,7 @@ from rectified_flow.randomness import Rows, rows_of
 from rectified_flow.training import checkpoint
 from rectified_flow.training.collectives import check_equal_weights, gather_interleaved, mean_over_ranks, on_main
 from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.launch import build_accelerator
 from rectified_flow.training.plan import describe_run, forward_flops
 from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState
 from rectified_flow.training.tracking import RunLog, Throughput
@@ -206,10 +205,7 @@ class Trainer:
         on_main(self.accelerator, self._open_log)
         if self.config.log_with != "none":
             self.accelerator.init_trackers("rectified-flow", config=self.config.plain())
-        precision = self.accelerator.mixed_precision
-        place = f"{self.accelerator.num_processes} x {self.device.type}, precision {precision}"
-        for line in describe_run(self.config, self.flow, self.flops, self.batch, place, self.dataset):
-            self._say(line)
+        self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
         if path is not None:
             self._say(f"{'resume':<11} step {self.state.step}, from {path}")
 
@@ -286,27 +282,6 @@ class Trainer:
             dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
         )
-
-
-def build_accelerator(config: TrainingConfig) -> Accelerator:
-    """The run's Accelerator; a precision left unset is the launcher's.
-
-    Raises:
-        UsageError: if fp16 is asked for on a CPU, where it would silently be float32.
-    """
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=config.output_dir,
-        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.split_batch(int(PartialState().num_processes)).accumulation, sync_with_dataloader=False
-        ),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-    )
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
-    return accelerator
 
 
 def _average(flow: nn.Module, decay: float, device: torch.device) -> EMA:

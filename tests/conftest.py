@@ -1,0 +1,29 @@
+"""Fixtures that several tests share."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_SILENT"] = "true"
+
+from rectified_flow.data.image_store import ImageDataset
+from tests.training.runs import tiny_dataset
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """One cache folder for the whole session, for programs that are started, too."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RECTIFIED_FLOW_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def flowers(cache_dir: Path) -> ImageDataset:
+    return tiny_dataset(cache_dir)

@@ -1,0 +1,104 @@
+"""Run a function on several ranks of a real process group, in a fraction of a second.
+
+A fork server imports everything once; ranks fork from it and meet through a file, so no ports are involved. Time-outs
+lie in layers: the process group's own, a stack dump in each rank, and the parent's deadline, after which all are killed.
+"""
+
+import datetime
+import faulthandler
+import multiprocessing as mp
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+COLLECTIVE_TIMEOUT = 30.0
+DEADLINE = 90.0
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(
+    [
+        "torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "torch.optim",
+        "accelerate", "accelerate.data_loader", "datasets", "ema_pytorch", "safetensors.torch", "matplotlib.figure",
+        "rectified_flow", "rectified_flow.training.launch", "tests.training.runs",
+    ]
+)  # fmt: skip
+
+
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+    """Call ``function(*args)`` on every rank of a gloo group and return the results by rank."""
+    with tempfile.TemporaryDirectory() as meeting:
+        processes, pipes = [], []
+        for rank in range(world_size):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_rank, args=(rank, world_size, f"{meeting}/store", theirs, function, args, deadline)
+            )
+            process.start()
+            theirs.close()
+            processes.append(process)
+            pipes.append(ours)
+        try:
+            return _collect(processes, pipes, deadline)
+        finally:
+            for process in processes:
+                if process.is_alive() and process.pid is not None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.join()
+
+
+def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
+    until = time.monotonic() + deadline
+    results: dict[int, Any] = {}
+    while len(results) < len(processes):
+        if time.monotonic() > until:
+            raise TimeoutError(f"ranks {sorted(set(range(len(processes))) - set(results))} did not finish")
+        for rank, pipe in enumerate(pipes):
+            if rank in results or not pipe.poll(0.01):
+                continue
+            try:
+                results[rank], failure = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                raise AssertionError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
+            if failure is not None:
+                raise AssertionError(f"rank {rank} failed:\n{failure}")
+    return [results[rank] for rank in range(len(processes))]
+
+
+def _rank(
+    rank: int,
+    world_size: int,
+    store_path: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    deadline: float,
+) -> None:
+    os.setsid()
+    faulthandler.dump_traceback_later(deadline, exit=True)
+    import torch
+    import torch.distributed as dist
+    from accelerate import PartialState
+
+    torch.set_num_threads(1)
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        if world_size > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+            os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+            store = dist.FileStore(store_path, world_size)
+            timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+        assert PartialState(cpu=True).num_processes == world_size
+        pipe.send((function(*args), None))
+    except BaseException:
+        pipe.send((None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,145 @@
+"""The same run whatever the number of processes, and whatever interrupts it."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rectified_flow.data.image_store import ImageDataset
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, metrics, tiny_config, train
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> "Runs":
+    return Runs(tmp_path_factory.mktemp("runs"), flowers)
+
+
+class Runs:
+    """Runs by name, each made once."""
+
+    def __init__(self, folder: Path, dataset: ImageDataset) -> None:
+        self.folder, self.dataset = folder, dataset
+
+    def get(self, name: str, world_size: int, **flags: Any) -> Path:
+        output_dir = self.folder / name
+        if not output_dir.exists():
+            self.go(output_dir, world_size, **flags)
+        return output_dir
+
+    def go(self, output_dir: Path, world_size: int, **flags: Any) -> None:
+        results = run_on_ranks(world_size, train, tiny_config(output_dir, **flags), self.dataset)
+        steps = flags.get("train_num_steps", STEPS)
+        assert results == [{"world_size": world_size, "step": steps}] * world_size
+
+    def straight(self, world_size: int) -> Path:
+        return self.get(f"straight-{world_size}", world_size)
+
+    def stopped_at_20(self, world_size: int) -> Path:
+        return self.get(f"stopped-{world_size}", world_size, train_num_steps=20)
+
+
+def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
+    folder = output_dir / "checkpoints" / f"step_{step:08d}"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+
+
+def assert_close(one: Path, other: Path) -> None:
+    expected, got = losses(one), losses(other)
+    assert list(expected) == list(got) == list(range(4, STEPS + 1, 4))
+    for step, loss in expected.items():
+        assert got[step] == pytest.approx(loss, rel=1e-4), f"step {step}"
+    for name in ("model.safetensors", "ema.safetensors"):
+        a = load_file(one / f"checkpoints/step_{STEPS:08d}" / name)
+        b = load_file(other / f"checkpoints/step_{STEPS:08d}" / name)
+        for key, value in a.items():
+            assert torch.linalg.vector_norm(value - b[key]) <= 1e-3 * torch.linalg.vector_norm(value), key
+
+
+def test_loss_falls(runs: Runs) -> None:
+    by_step = losses(runs.straight(1))
+    assert by_step[STEPS] < 0.85 * by_step[4]
+
+
+def test_accumulation_trains_alike(runs: Runs) -> None:
+    accumulated = runs.get("accumulated", 1, gradient_accumulation_steps=2)
+    assert_close(runs.straight(1), accumulated)
+
+
+def test_two_processes_train_alike(runs: Runs) -> None:
+    assert_close(runs.straight(1), runs.straight(2))
+
+
+def test_two_processes_with_accumulation_train_alike(runs: Runs) -> None:
+    assert_close(runs.straight(1), runs.get("2x2", 2, batch_size=4))
+
+
+def test_another_seed_trains_differently(runs: Runs) -> None:
+    """Else the comparisons above would prove nothing."""
+    other = losses(runs.get("seed-1", 1, seed=1, train_num_steps=4))
+    assert other[4] != pytest.approx(losses(runs.straight(1))[4], rel=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_resuming_is_byte_equal(runs: Runs, world_size: int) -> None:
+    straight = runs.straight(world_size)
+    stopped = runs.stopped_at_20(world_size)
+    resumed = runs.folder / f"resumed-{world_size}"
+    copy_tree(stopped, resumed)
+    runs.go(resumed, world_size)
+    assert weights(resumed) == weights(straight)
+    assert losses(resumed) == losses(straight)
+    assert weights(resumed, 20) != weights(straight)
+
+
+def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
+    moved = runs.folder / "moved"
+    copy_tree(runs.stopped_at_20(2), moved)
+    runs.go(moved, 1)
+    assert_close(runs.straight(2), moved)
+
+
+def test_a_checkpoint_between_log_lines_loses_no_loss(runs: Runs) -> None:
+    interrupted = runs.get("between", 1, train_num_steps=STEPS, save_every=6, log_every=STEPS)
+    whole = losses(interrupted)
+    again = runs.folder / "between-again"
+    copy_tree(interrupted, again)
+    for step in (40, 36):
+        remove_tree(again / f"checkpoints/step_{step:08d}")
+    runs.go(again, 1, save_every=6, log_every=STEPS)
+    assert losses(again) == pytest.approx(whole, rel=1e-6)
+
+
+def test_metrics_hold_what_they_promise(runs: Runs) -> None:
+    for row in metrics(runs.straight(2)):
+        keys = ["step", "images_seen", "loss", "learning_rate", "grad_norm", "images_per_second"]
+        assert list(row) == keys
+        assert row["images_seen"] == 16 * row["step"]
+        assert row["images_per_second"] > 0
+        assert row["grad_norm"] > 0
+        assert row["learning_rate"] == pytest.approx(1e-3 * min(1, row["step"] / 5))
+
+
+def test_a_run_leaves_its_files(runs: Runs) -> None:
+    output_dir = runs.straight(2)
+    left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
+    checkpoint_files = ["model", "ema", "optimizer"]
+    expected = {"config.json", "metrics.jsonl", "loss.png"}
+    for step in ("step_00000020", "step_00000040"):
+        expected |= {f"samples/{step}.png"}
+        expected |= {f"checkpoints/{step}/{name}.safetensors" for name in checkpoint_files}
+        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "trainer", "manifest")}
+    assert left == expected
+
+
+def copy_tree(source: Path, target: Path) -> None:
+    shutil.copytree(source, target)
+
+
+def remove_tree(path: Path) -> None:
+    shutil.rmtree(path)
