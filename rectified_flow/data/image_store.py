@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
+from rectified_flow.progress import progress_bar
 
 STORE_VERSION = 1
 
@@ -200,7 +201,7 @@ class _Build:
 
     def _decoded(self) -> Iterator[tuple[np.ndarray[Any, Any] | None, int]]:
         """Decode in order, a chunk at a time, on all cores: the decoder releases the interpreter's lock."""
-        progress = tqdm(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
+        progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
         with progress, ThreadPoolExecutor() as pool:
             for start in range(0, len(self.source), 256):  # no more in flight than a chunk
                 chunk = range(start, min(start + 256, len(self.source)))

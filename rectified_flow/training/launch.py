@@ -40,21 +40,27 @@ def join_processes() -> PartialState:
     """Join the processes started beside this one, on the CPU if there is no accelerator.
 
     Raises:
-        SystemExit: if processes were started together but do not see each other, and so would each train alone.
+        SystemExit: if there are more processes than GPUs, or they do not see each other and would each train alone.
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if 0 < gpus <= local_rank:
+        _refuse(f"process {local_rank + 1} of this machine has no GPU, there are only {gpus}: start {gpus} processes")
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
         # Without this, accelerate leaves several processes without a group and each believes it is alone.
         os.environ["ACCELERATE_USE_CPU"] = "true"
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if state.num_processes != world_size:
-        print(
-            f"error: {world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
-            "alone: start them with torchrun, or with one of the commands in the README",
-            file=sys.stderr,
+        _refuse(
+            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train alone: "
+            "start them with torchrun, or with one of the commands in the README"
         )
-        sys.exit(2)
     return state
+
+
+def _refuse(sentence: str) -> NoReturn:
+    print(f"error: {sentence}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def build_accelerator(config: TrainingConfig) -> Accelerator:

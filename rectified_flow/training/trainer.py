@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import UsageError
+from rectified_flow.progress import progress_bar
 from rectified_flow.randomness import Rows, rows_of
 from rectified_flow.training import checkpoint
 from rectified_flow.training.collectives import check_equal_weights, gather_interleaved, mean_over_ranks, on_main
@@ -275,11 +276,10 @@ class Trainer:
             tqdm.write(line)
 
     def _progress_bar(self) -> "tqdm[Any]":
-        return tqdm(
+        return progress_bar(
             total=self.total_steps,
             initial=self.state.step,
             unit="step",
-            dynamic_ncols=True,
             disable=not self.accelerator.is_main_process,
         )
 

@@ -1,0 +1,149 @@
+"""Check that this machine can train: versions, devices, data, processes, disk; each line says ok, or what to do."""
+
+import multiprocessing
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow.data import open_dataset
+from rectified_flow.data.image_store import default_cache_dir
+from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
+from rectified_flow.errors import UsageError
+
+PACKAGES = ("torch", "torchvision", "accelerate", "datasets", "ema-pytorch", "einops", "wandb", "safetensors", "tyro")
+FREE_BYTES_WANTED = 5 * 10**9
+
+
+@dataclass(frozen=True)
+class Flags:
+    dataset: str = OXFORD_FLOWERS
+    """Hub id of a dataset with an image column, or synthetic-flowers."""
+    dataset_path: Path | None = None
+    """Folder of your own pictures, or a local datasets folder."""
+    image_size: int = 64
+    """Side of the images [px]."""
+    output_dir: Path = Path("runs")
+    """Where runs will be written."""
+
+
+class Problem(Exception):
+    """What is wrong and what to do about it."""
+
+
+def main(flags: Flags) -> int:
+    """Run every check and return how many found a problem."""
+    checks: dict[str, Callable[[], str]] = {
+        "versions": check_versions,
+        "devices": check_devices,
+        "data": lambda: check_data(flags),
+        "start method": check_start_method,
+        "two processes": check_two_processes,
+        "disk": lambda: check_disk(flags.output_dir, default_cache_dir()),
+    }
+    problems = 0
+    for name, check in checks.items():
+        try:
+            verdict, text = "ok  ", check()
+        except (Problem, UsageError) as problem:
+            verdict, text = "TODO", str(problem)
+            problems += 1
+        print(f"{verdict}  {name:14} {text}", flush=True)
+    print("everything is ready" if problems == 0 else f"{problems} of {len(checks)} checks need you; see TODO above")
+    return problems
+
+
+def check_versions() -> str:
+    """The versions of Python and of the packages that matter."""
+    if sys.version_info < (3, 11):
+        raise Problem(f"Python {platform.python_version()} is too old: install 3.11 or newer")
+    return f"python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
+
+
+def check_devices() -> str:
+    """GPUs with their memory, or the number of cores."""
+    if torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return ", ".join(f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in properties)
+    if shutil.which("nvidia-smi"):
+        raise Problem(
+            f"there is an NVIDIA driver but torch {torch.__version__} sees no GPU: check CUDA_VISIBLE_DEVICES, and that "
+            "the driver is new enough for this torch"
+        )
+    if torch.accelerator.is_available():
+        return str(torch.accelerator.current_accelerator())
+    return f"no GPU; {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads: fit for small images and debugging"
+
+
+def check_data(flags: Flags) -> str:
+    """The dataset's size, and one batch read back."""
+    dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size)
+    images = dataset.__getitems__(range(min(8, len(dataset))))["images"]
+    return (
+        f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
+        f"mean {images.float().mean():.0f}; kept in {dataset.path}"
+    )
+
+
+def check_start_method() -> str:
+    """How loader processes start."""
+    return f"{multiprocessing.get_start_method()} (of {', '.join(multiprocessing.get_all_start_methods())})"
+
+
+def check_two_processes() -> str:
+    """Sum a number over two processes, on two GPUs where there are two."""
+    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            torch.multiprocessing.spawn(_all_reduce, args=(f"{folder}/store", backend), nprocs=2)
+        except Exception as error:
+            raise Problem(
+                f"an all-reduce over two processes with {backend} failed ({str(error).strip().splitlines()[-1]}): "
+                f"check that {socket.gethostname()} resolves, or set GLOO_SOCKET_IFNAME=lo"
+            ) from error
+    return f"an all-reduce over two processes works ({backend})"
+
+
+def _all_reduce(rank: int, store: str, backend: str) -> None:
+    dist.init_process_group(
+        backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    value = torch.tensor(float(rank + 1), device=f"cuda:{rank}" if backend == "nccl" else "cpu")
+    dist.all_reduce(value)
+    if value.item() != 3:
+        raise RuntimeError(f"1 + 2 came back as {value.item()}")
+    dist.destroy_process_group()
+
+
+def check_disk(*folders: Path) -> str:
+    """Free space where runs and decoded images go."""
+    lines = []
+    for folder in folders:
+        place = folder.resolve()
+        while not place.exists():
+            place = place.parent
+        if not os.access(place, os.W_OK):
+            raise Problem(f"{place} cannot be written: choose another --output_dir or --cache_dir")
+        free = shutil.disk_usage(place).free
+        if free < FREE_BYTES_WANTED:
+            raise Problem(f"only {free / 1e9:.1f} GB are free for {folder}: make room, a run keeps several checkpoints")
+        lines.append(f"{free / 1e9:.0f} GB free for {folder}")
+    return ", ".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(min(1, main(tyro.cli(Flags, description=__doc__, use_underscores=True))))

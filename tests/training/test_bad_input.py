@@ -1,0 +1,174 @@
+"""Bad input ends in one sentence, printed once, and exit code 2 in every process, on 1 and on 2 processes."""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import train_oxford
+from rectified_flow.training.launch import run
+from tests.ranks import run_on_ranks
+from tests.training.runs import tiny_config, train
+
+TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for index in range(20):
+        Image.new("RGB", (9, 12), (index * 10, 100, 200)).save(folder / f"{index:02}.png")
+    return folder
+
+
+def program(argv: list[str]) -> tuple[int, str]:
+    """Run train_oxford.py in this process; returns exit code and what it wrote to stderr."""
+    sys.argv = ["train_oxford.py", *argv]
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
+        code = 0
+        try:
+            run(train_oxford.main, train_oxford.TrainingConfig, "Train.")
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        sys.stderr.flush()
+        output.seek(0)
+        return code, output.read().decode()
+
+
+def assert_refused(world_size: int, flags: str, *expected: str) -> None:
+    results = run_on_ranks(world_size, program, flags.split(), deadline=40)
+    assert [code for code, _ in results] == [2] * world_size, results
+    written = "".join(text for _, text in results)
+    assert "Traceback" not in written
+    for words in expected:
+        assert written.count(words) == 1, written
+
+
+both = pytest.mark.parametrize("world_size", [1, 2])
+
+
+@both
+def test_missing_folder(world_size: int, tmp_path: Path) -> None:
+    assert_refused(world_size, f"{TINY} --dataset_path {tmp_path}/nowhere", f"{tmp_path}/nowhere is not a folder")
+
+
+@both
+def test_folder_without_images(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "readme.txt").write_text("no pictures here")
+    assert_refused(world_size, f"{TINY} --dataset_path {tmp_path}", "holds no images")
+
+
+@both
+def test_broken_jpeg(world_size: int, tmp_path: Path, pictures: Path) -> None:
+    folder = shutil.copytree(pictures, tmp_path / "pictures")
+    (folder / "holiday.JPG").write_bytes(b"\xff\xd8\xff\xe0 this is no JPEG")
+    flags = f"{TINY} --dataset_path {folder} --cache_dir {tmp_path}/cache"
+    assert_refused(world_size, flags, "holiday.JPG", "--skip_broken_images")
+    assert not list((tmp_path / "cache").glob("*/")), "a store was left half-built"
+
+
+@both
+def test_image_size_not_divisible(world_size: int) -> None:
+    assert_refused(world_size, f"{TINY} --image_size 9", "--image_size 9 is not divisible by 2")
+
+
+@both
+def test_dataset_smaller_than_the_global_batch(world_size: int, pictures: Path) -> None:
+    flags = f"{TINY} --dataset_path {pictures} --global_batch_size 64"
+    assert_refused(world_size, flags, "20 images, fewer than one global batch")
+
+
+@both
+def test_batch_not_dividing(world_size: int) -> None:
+    flags = f"{TINY} --global_batch_size 15 --batch_size 4"
+    assert_refused(world_size, flags, "--global_batch_size 15 does not divide")
+
+
+@both
+def test_unknown_flag(world_size: int) -> None:
+    assert_refused(world_size, f"{TINY} --batch_sise 4", "--batch_sise", "Perhaps you meant")
+
+
+@both
+def test_fp16_on_a_cpu(world_size: int) -> None:
+    assert_refused(world_size, f"{TINY} --mixed_precision fp16", "fp16 needs a GPU")
+
+
+@both
+def test_unwritable_output(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert_refused(world_size, f"{TINY} --output_dir {tmp_path}/file/run", "cannot be written")
+
+
+@both
+def test_checkpoint_of_another_architecture(world_size: int, tmp_path: Path) -> None:
+    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    assert (tmp_path / "checkpoints/step_00000001/manifest.json").exists()
+    flags = f"{TINY} --dim 16 --output_dir {tmp_path}"
+    assert_refused(world_size, flags, "of another architecture")
+
+
+def test_steps_and_epochs_exclude_each_other() -> None:
+    assert_refused(1, f"{TINY} --num_epochs 2", "--train_num_steps and --num_epochs exclude each other")
+
+
+def test_no_network_names_the_ways_out() -> None:
+    assert_refused(1, "--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or your own --dataset_path")
+
+
+def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
+    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    assert_refused(1, f"{TINY} --resume never --output_dir {tmp_path}", "already holds checkpoints")
+
+
+def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -> None:
+    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    flags = f"{TINY} --dataset_path {pictures} --output_dir {tmp_path}"
+    assert_refused(1, flags, "was trained on other pictures")
+
+
+def test_resuming_from_nowhere_is_refused(tmp_path: Path) -> None:
+    assert_refused(1, f"{TINY} --output_dir {tmp_path} --resume {tmp_path}/old", "there is no checkpoint at")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
+    flags = [*TINY.split(), "--save_every", "2", "--num_samples", "0", "--output_dir", str(tmp_path)]
+    run_on_ranks(1, program, flags)
+    weights = tmp_path / "checkpoints/step_00000004/model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    [(code, _)] = run_on_ranks(1, program, flags)
+    assert code == 0
+    assert weights.read_bytes() != bytes(content), "step 4 was not trained again from step 2"
+    content[-1] ^= 1
+    assert weights.read_bytes() == bytes(content)
+
+
+def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota on written bytes stands in for the disk."""
+    results = run_on_ranks(2, train_on_a_full_disk, tmp_path)
+    assert results == [{"world_size": 2, "step": 8}] * 2
+    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000008"]
+
+
+def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
+    from rectified_flow.training import checkpoint
+    from tests.training.runs import tiny_dataset
+
+    save_file = checkpoint.save_file
+
+    def full(tensors: object, path: Path) -> None:
+        if "step_00000004" in str(path) or "step_00000006" in str(path):
+            Path(path).write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        save_file(tensors, path)
+
+    checkpoint.save_file = full  # type: ignore[assignment]
+    config = tiny_config(output_dir, train_num_steps=8, save_every=2, num_samples=0)
+    return train(config, tiny_dataset(output_dir / "cache"))
