@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.utils import make_grid
 
+from rectified_flow.errors import UsageError
 from rectified_flow.training.checkpoint import step_name
 from rectified_flow.training.config import TrainingConfig
 
@@ -26,12 +27,33 @@ class RunLog:
     """
 
     def __init__(self, accelerator: Accelerator, config: TrainingConfig, step: int) -> None:
-        self.accelerator = accelerator
+        self.accelerator, self.config = accelerator, config
         self.folder = config.output_dir
         self.metrics_path = self.folder / "metrics.jsonl"
         _replace(self.folder / "config.json", json.dumps(config.plain(), indent=1))
         kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
         _replace(self.metrics_path, "".join(kept))
+
+    def start_trackers(self) -> None:
+        """Start what ``--log_with`` names.
+
+        Raises:
+            UsageError: if it does not start, for want of an account or a network.
+        """
+        if self.config.log_with == "none":
+            return
+        flags = {name: value if _is_simple(value) else str(value) for name, value in self.config.plain().items()}
+        try:
+            self.accelerator.init_trackers("rectified-flow", config=flags)
+        except Exception as error:  # each service has errors of its own
+            raise UsageError(
+                f"--log_with {self.config.log_with} does not start ({error}); WANDB_MODE=offline needs no account"
+            ) from error
+
+    def close(self) -> None:
+        """Let the trackers finish what they have to write."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def metrics(self, step: int, **values: float) -> None:
         """Add a line to metrics.jsonl and to the trackers."""
@@ -103,6 +125,10 @@ class Throughput:
 
 
 _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
+
+
+def _is_simple(value: object) -> bool:
+    return isinstance(value, bool | int | float | str)
 
 
 def _replace(path: Path, text: str) -> None:

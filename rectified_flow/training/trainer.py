@@ -93,7 +93,8 @@ class Trainer:
                         written |= self._draw_samples()
                     if self._is_due(self.config.save_every):
                         written |= self._save()
-        self.accelerator.end_training()
+        if self.log is not None:
+            self.log.close()
         for name, path in written.items():
             self._say(f"{name:<11} {path}")
 
@@ -204,8 +205,6 @@ class Trainer:
         if path is not None:
             self.state.load(path)
         on_main(self.accelerator, self._open_log)
-        if self.config.log_with != "none":
-            self.accelerator.init_trackers("rectified-flow", config=self.config.plain())
         self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
         if path is not None:
             self._say(f"{'resume':<11} step {self.state.step}, from {path}")
@@ -244,6 +243,7 @@ class Trainer:
             self.log = RunLog(self.accelerator, self.config, self.state.step)
         except OSError as error:
             raise UsageError(f"--output_dir {self.config.output_dir} cannot be written: {error.strerror}") from error
+        self.log.start_trackers()
 
     def _save(self) -> dict[str, Path]:
         check_equal_weights(self.accelerator, self.flow)

@@ -1,0 +1,158 @@
+"""The real programs, started as a person starts them."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.training.runs import losses
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+TRAIN = str(ROOT / "train_oxford.py")
+TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAIN]
+ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_machines", "1"]
+TINY = (
+    "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --learning_rate 1e-3"
+    " --lr_warmup_steps 5 --log_every 5 --num_samples 6 --sample_steps 2"
+).split()
+DEADLINE = 120
+
+
+def start(command: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE")}
+    return subprocess.Popen(
+        list(command),
+        cwd=cwd,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end; a launcher that hangs is killed with all it started."""
+    try:
+        output, _ = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for member in family:
+            member.kill()
+        raise
+    return process.returncode, output
+
+
+def launch(command: Sequence[str], cwd: Path, **environment: str) -> tuple[int, str]:
+    return finish(start(command, cwd, **environment))
+
+
+def test_torchrun_with_previews_checkpoints_and_wandb(tmp_path: Path) -> None:
+    flags = "--train_num_steps 10 --sample_every 5 --save_every 5 --log_with wandb --output_dir run"
+    code, output = launch([*TORCHRUN, *TINY, *flags.split()], tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
+    assert code == 0, output
+    assert "2 x cpu" in output
+    assert "8 per process x 2 processes x 1 accumulation = 16" in output
+    run = tmp_path / "run"
+    assert list(losses(run)) == [5, 10]
+    assert (run / "samples/step_00000005.png").exists()
+    assert (run / "checkpoints/step_00000010/manifest.json").exists()
+    assert list(tmp_path.rglob("*.wandb")), "wandb logged nothing"
+    assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
+
+
+def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "2", *TINY]
+    flags = "--train_num_steps 5 --log_with tensorboard --output_dir run"
+    code, output = launch([*command, *flags.split()], tmp_path)
+    assert code == 0, output
+    assert "2 x cpu" in output
+    assert list((tmp_path / "run").rglob("events.out.tfevents*")), "TensorBoard logged nothing"
+
+
+def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--dry_run"]
+    code, output = launch(command, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert code == 0, output
+    assert "1 x cpu, float32" in output
+    assert re.search(r"global_batch_size +16\n", output)
+    assert not list(tmp_path.iterdir()), "a dry run left something behind"
+
+
+def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
+    config = ["--config_file", str(ROOT / "accelerate_config.yaml"), "--num_processes", "2"]
+    code, output = launch([*ACCELERATE, *config, TRAIN, *TINY, "--train_num_steps", "5"], tmp_path)
+    assert code == 0, output
+    assert "2 x cpu, bf16" in output
+    run = tmp_path / "runs/rectified-flow"
+    assert 0.5 < losses(run)[5] < 2
+    assert json.loads((run / "config.json").read_text())["mixed_precision"] is None
+
+
+def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, output = launch([*TORCHRUN, *TINY, "--lerning_rate", "1"], tmp_path)
+    assert code != 0
+    assert output.count("Perhaps you meant") == 1, output
+    assert "exitcode  : 2" in output
+    assert time.monotonic() - began < 60
+
+
+def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> None:
+    code, output = launch([*TORCHRUN, *TINY, "--dataset_path", "nowhere"], tmp_path)
+    assert code != 0
+    assert output.count("is not a folder") == 1, output
+    assert "exitcode  : 2" in output
+
+
+def test_a_run_killed_again_and_again_ends_like_one_never_killed(tmp_path: Path) -> None:
+    flags = [*TINY, "--train_num_steps", "60", "--save_every", "3", "--num_samples", "0"]
+    command = [sys.executable, TRAIN, *flags]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    code, output = launch([*command, "--output_dir", str(straight)], tmp_path)
+    assert code == 0, output
+    for checkpoint in ("step_00000006", "step_00000024"):
+        process = start([*command, "--output_dir", str(killed)], tmp_path)
+        while not (killed / "checkpoints" / checkpoint).exists() and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        finish(process)
+        assert not (killed / "checkpoints/step_00000060").exists(), "killed too late"
+    code, output = launch([*command, "--output_dir", str(killed)], tmp_path)
+    assert code == 0, output
+    assert "resume" in output
+    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
+        one, other = (run / "checkpoints/step_00000060" / name for run in (straight, killed))
+        assert one.read_bytes() == other.read_bytes(), name
+    assert losses(killed) == losses(straight)
+    code, output = launch([*command, "--output_dir", str(killed)], tmp_path)
+    assert code == 0
+    assert "already trained 60 of 60 steps" in output
+
+
+def test_compiled_training_has_the_losses_of_eager(tmp_path: Path) -> None:
+    flags = [*TINY, "--train_num_steps", "6", "--log_every", "1", "--num_samples", "0"]
+    for name, extra in (("eager", []), ("compiled", ["--compile"])):
+        code, output = launch([sys.executable, TRAIN, *flags, *extra, "--output_dir", name], tmp_path)
+        assert code == 0, output
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
+
+
+def test_validate_setup(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/validate_setup.py"), "--image_size", "8", "--dataset"]
+    code, output = launch([*command, "synthetic-flowers"], tmp_path)
+    assert code == 0, output
+    assert output.count("ok  ") == 6
+    assert "(8, 3, 8, 8) torch.uint8" in output
+    assert "all-reduce over two processes works" in output
+    code, output = launch([*command, "somebody/nothing"], tmp_path)
+    assert code == 1
+    assert re.search("TODO +data .*could not be loaded from the hub", output)

@@ -1,0 +1,191 @@
+"""The Unet: sizes, conditions, and derivatives."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import jvp
+from torch.utils.flop_counter import FlopCounterMode
+
+from rectified_flow.networks import Unet
+from rectified_flow.networks.unet import Attention, Block, GroupNorm, TimeEmbedding
+from rectified_flow.randomness import Rows, rows_of
+
+
+def small(**settings: object) -> Unet:
+    """A Unet of 8 px with weights that are not zero, so that what it computes shows."""
+    torch.manual_seed(0)
+    unet = Unet(**{"dim": 16, "dim_mults": (1, 2), "image_size": 8, "attention_sides": (4,), **settings})  # type: ignore[arg-type]
+    for parameter in unet.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return unet
+
+
+def inputs(count: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    t = torch.rand(count)
+    return torch.randn(count, 3, 8, 8), t, t * torch.rand(count)
+
+
+def test_default_size() -> None:
+    unet = Unet()
+    assert sum(parameter.numel() for parameter in unet.parameters()) == pytest.approx(25.1e6, rel=0.01)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        unet(torch.zeros(1, 3, 64, 64), torch.zeros(1))
+    assert counter.get_total_flops() == pytest.approx(17.7e9, rel=0.01)
+
+
+def test_attention_only_at_16_and_8_px() -> None:
+    unet = Unet(dim=8)
+    sides: list[int] = []
+    for module in unet.modules():
+        if isinstance(module, Attention):
+            module.register_forward_hook(lambda _m, args, _out: sides.append(args[0].shape[-1]))
+    unet(torch.zeros(1, 3, 64, 64), torch.zeros(1))
+    assert sides == [16, 16, 8, 8, 8, 8, 8, 8, 16, 16, 16]
+
+
+def test_it_starts_at_zero() -> None:
+    x, t, _ = inputs()
+    assert torch.equal(Unet(dim=16, dim_mults=(1, 2), image_size=8)(x, t), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize(("shape", "side"), [((10, 8), 10), ((8, 6), 6)])
+def test_a_side_that_does_not_divide_is_named(shape: tuple[int, int], side: int) -> None:
+    unet = Unet(dim=8, dim_mults=(1, 1, 1), image_size=8)
+    with pytest.raises(ValueError, match=f"image side {side} is not divisible by 4"):
+        unet(torch.zeros(1, 3, *shape), torch.zeros(1))
+
+
+def test_other_sides_than_planned_for() -> None:
+    unet = Unet(dim=8, dim_mults=(1, 1, 1), image_size=8)
+    assert unet(torch.zeros(1, 3, 12, 8), torch.zeros(1)).shape == (1, 3, 12, 8)
+
+
+def test_without_r_it_is_the_velocity_at_r_equal_t() -> None:
+    unet = small()
+    x, t, r = inputs()
+    assert torch.equal(unet(x, t), unet(x, t, r=t))
+    assert not torch.allclose(unet(x, t), unet(x, t, r=r))
+
+
+def test_the_interval_is_untouched_by_training_without_r() -> None:
+    unet = small()
+    x, t, _ = inputs()
+    unet(x, t).square().mean().backward()
+    interval = unet.time_embedding.interval.weight.grad
+    assert interval is not None
+    assert torch.equal(interval, torch.zeros_like(interval))
+
+
+def test_labels() -> None:
+    unet = small(num_classes=5)
+    x, t, _ = inputs()
+    none = unet(x, t)
+    assert torch.equal(none, unet(x, t, labels=torch.full((3,), 5)))
+    assert not torch.allclose(none, unet(x, t, labels=torch.tensor([0, 1, 2])))
+    with pytest.raises(ValueError, match="without num_classes"):
+        small()(x, t, labels=torch.tensor([0, 1, 2]))
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    """DistributedDataParallel refuses parameters without one."""
+    unet = small(num_classes=5)
+    x, t, _ = inputs()
+    unet(x, t).square().mean().backward()
+    assert [name for name, parameter in unet.named_parameters() if parameter.grad is None] == []
+
+
+def test_group_norm_is_torchs() -> None:
+    norm = GroupNorm(64)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = torch.randn(2, 64, 5, 5)
+    reference = torch.nn.GroupNorm(16, 64)
+    reference.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(norm(x), reference(x))
+
+
+def test_forward_mode_derivative_is_the_limit_of_differences() -> None:
+    unet = small().double()
+    x, t, r = (value.double() for value in inputs())
+    direction = torch.randn_like(x)
+    _, derivative = jvp(unet, (x, t, r), (direction, torch.ones_like(t), torch.zeros_like(r)))
+    h = 1e-6
+    difference = (unet(x + h * direction, t + h, r) - unet(x - h * direction, t - h, r)) / (2 * h)
+    torch.testing.assert_close(derivative, difference, rtol=1e-5, atol=1e-7)
+    assert derivative.norm() > 1
+
+
+def test_forward_mode_derivative_under_bf16_autocast() -> None:
+    unet = small(dropout=0.1)
+    x, t, r = inputs()
+    tangents = torch.randn_like(x), torch.ones_like(t), torch.zeros_like(r)
+    with rows_of(Rows(0, 0, 3, slice(None))):
+        value, derivative = jvp(unet, (x, t, r), tangents)
+        with torch.autocast("cpu", torch.bfloat16):
+            value_16, derivative_16 = jvp(unet, (x, t, r), tangents)
+    assert value_16.dtype == derivative_16.dtype == torch.bfloat16
+    assert (value_16 - value).norm() < 0.03 * value.norm()
+    assert (derivative_16 - derivative).norm() < 0.06 * derivative.norm()
+
+
+def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
+    """In a process of its own: a failed attempt leaves torch unable to try again."""
+    program = """
+        import torch
+        from torch.func import jvp
+        from rectified_flow.randomness import Rows, rows_of
+        from tests.networks.test_unet import inputs, small
+
+        unet = small(dropout=0.1)
+        x, t, r = inputs()
+
+        def loss(x, t, r):
+            with torch.no_grad():
+                _, du = jvp(unet, (x, t, r), (torch.ones_like(x), torch.ones_like(t), torch.zeros_like(r)))
+            return (unet(x, t, r) + (t - r)[:, None, None, None] * du).square().mean()
+
+        def gradient(function):
+            unet.zero_grad()
+            function(x, t, r).backward()
+            return torch.cat([p.grad.flatten() for p in unet.parameters()])
+
+        with rows_of(Rows(0, 0, 3, slice(None))):
+            eager = gradient(loss)
+            compiled = gradient(torch.compile(loss, backend="aot_eager", fullgraph=True))
+        assert eager.norm() > 0
+        print(float((compiled - eager).norm() / eager.norm()))
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert float(run.stdout) < 1e-5
+
+
+def test_dropout_acts_in_training_only() -> None:
+    unet = small(dropout=0.5)
+    x, t, _ = inputs()
+    assert not torch.equal(unet(x, t), unet(x, t))
+    unet.eval()
+    assert torch.equal(unet(x, t), unet(x, t))
+
+
+def test_time_embedding_stays_float32_under_autocast() -> None:
+    embedding = TimeEmbedding(16, 64)
+    t = torch.tensor([0.5, 0.50001])
+    with torch.autocast("cpu", torch.bfloat16):
+        out = embedding(t, t)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, embedding(t, t))
+    assert not torch.equal(out[0], out[1])
+
+
+def test_blocks_have_layers_of_their_own() -> None:
+    """Two blocks with one number would drop the same elements."""
+    layers = [module.layer for module in Unet(dim=8).modules() if isinstance(module, Block)]
+    assert len(layers) == len(set(layers))
