@@ -1,6 +1,5 @@
 """Check that this machine can train: versions, devices, data, processes, disk; each line says ok, or what to do."""
 
-import multiprocessing
 import os
 import platform
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import torch.multiprocessing as mp
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -41,7 +40,7 @@ class Flags:
     """Where runs will be written."""
 
 
-class Problem(Exception):
+class ProblemError(Exception):
     """What is wrong and what to do about it."""
 
 
@@ -59,7 +58,7 @@ def main(flags: Flags) -> int:
     for name, check in checks.items():
         try:
             verdict, text = "ok  ", check()
-        except (Problem, UsageError) as problem:
+        except (ProblemError, UsageError) as problem:
             verdict, text = "TODO", str(problem)
             problems += 1
         print(f"{verdict}  {name:14} {text}", flush=True)
@@ -69,8 +68,6 @@ def main(flags: Flags) -> int:
 
 def check_versions() -> str:
     """The versions of Python and of the packages that matter."""
-    if sys.version_info < (3, 11):
-        raise Problem(f"Python {platform.python_version()} is too old: install 3.11 or newer")
     return f"python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
@@ -80,9 +77,9 @@ def check_devices() -> str:
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return ", ".join(f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in properties)
     if shutil.which("nvidia-smi"):
-        raise Problem(
-            f"there is an NVIDIA driver but torch {torch.__version__} sees no GPU: check CUDA_VISIBLE_DEVICES, and that "
-            "the driver is new enough for this torch"
+        raise ProblemError(
+            f"there is an NVIDIA driver but torch {torch.__version__} sees no GPU: check CUDA_VISIBLE_DEVICES, and "
+            "that the driver is new enough for this torch"
         )
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_accelerator())
@@ -101,7 +98,7 @@ def check_data(flags: Flags) -> str:
 
 def check_start_method() -> str:
     """How loader processes start."""
-    return f"{multiprocessing.get_start_method()} (of {', '.join(multiprocessing.get_all_start_methods())})"
+    return f"{mp.get_start_method()} (of {', '.join(mp.get_all_start_methods())})"
 
 
 def check_two_processes() -> str:
@@ -109,9 +106,11 @@ def check_two_processes() -> str:
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            torch.multiprocessing.spawn(_all_reduce, args=(f"{folder}/store", backend), nprocs=2)
+            mp.spawn(  # type: ignore[attr-defined]
+                _all_reduce, args=(f"{folder}/store", backend), nprocs=2
+            )
         except Exception as error:
-            raise Problem(
+            raise ProblemError(
                 f"an all-reduce over two processes with {backend} failed ({str(error).strip().splitlines()[-1]}): "
                 f"check that {socket.gethostname()} resolves, or set GLOO_SOCKET_IFNAME=lo"
             ) from error
@@ -137,10 +136,12 @@ def check_disk(*folders: Path) -> str:
         while not place.exists():
             place = place.parent
         if not os.access(place, os.W_OK):
-            raise Problem(f"{place} cannot be written: choose another --output_dir or --cache_dir")
+            raise ProblemError(f"{place} cannot be written: choose another --output_dir or --cache_dir")
         free = shutil.disk_usage(place).free
         if free < FREE_BYTES_WANTED:
-            raise Problem(f"only {free / 1e9:.1f} GB are free for {folder}: make room, a run keeps several checkpoints")
+            raise ProblemError(
+                f"only {free / 1e9:.1f} GB are free for {folder}: make room, a run keeps several checkpoints"
+            )
         lines.append(f"{free / 1e9:.0f} GB free for {folder}")
     return ", ".join(lines)
 

@@ -1,7 +1,7 @@
 """Run a function on several ranks of a real process group, in a fraction of a second.
 
 A fork server imports everything once; ranks fork from it and meet through a file, so no ports are involved. Time-outs
-lie in layers: the process group's own, a stack dump in each rank, and the parent's deadline, after which all are killed.
+lie in layers: the process group's own, a stack dump in each rank, and the parent's deadline, when all are killed.
 """
 
 import datetime
@@ -84,6 +84,7 @@ def _rank(
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     torch.set_num_threads(1)
     os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -92,7 +93,7 @@ def _rank(
         if world_size > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-            store = dist.FileStore(store_path, world_size)
+            store = FileStore(store_path, world_size)
             timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert PartialState(cpu=True).num_processes == world_size

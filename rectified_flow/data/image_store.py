@@ -36,10 +36,14 @@ class ImageSource(Protocol):
 
     name: str
     """What a person calls it: a hub id or a path."""
-    fingerprint: str
-    """Changes whenever the pictures do."""
-    class_names: list[str]
-    """Empty if the pictures have no labels."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever the pictures do."""
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names by label; empty if the pictures have no labels."""
 
     def __len__(self) -> int: ...
 
@@ -175,7 +179,8 @@ class _Build:
     def _write(self, stage: Path) -> None:
         count, size = len(self.source), self.image_size
         images = open_memmap(stage / "images.npy", mode="w+", dtype=np.uint8, shape=(count, 3, size, size))
-        labels, broken = [], []
+        labels: list[int] = []
+        broken: list[str] = []
         for index, (pixels, label) in enumerate(self._decoded()):
             if pixels is None:
                 broken.append(self.source.describe(index))
@@ -223,7 +228,7 @@ class _Build:
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """Upright RGB ``image``, resized by its short side and centre-cropped to ``size`` px; transparency becomes white."""
+    """Upright RGB ``image``, resized by its short side, centre-cropped to ``size`` px; transparency becomes white."""
     image.draft("RGB", (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size; others ignore it
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:

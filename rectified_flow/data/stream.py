@@ -1,7 +1,8 @@
 """The sample stream: which images the global batch at a position holds, found without state.
 
-A position is the number of images consumed so far. Positions ``[e n, (e + 1) n)`` of a dataset of ``n`` images are epoch
-``e``: a permutation that is a function of (seed, e), so each epoch visits every image once and batches run across its end.
+A position is the number of images consumed so far. Positions ``[e n, (e + 1) n)`` of a dataset of ``n`` images are
+epoch ``e``: a permutation that is a function of (seed, e), so each epoch visits every image once and batches run across
+its end.
 """
 
 from collections.abc import Iterator, Sequence
@@ -106,7 +107,7 @@ class StreamSampler:
 def collate(items: Any) -> dict[str, Tensor]:
     """Make the dict of tensors that a flow takes by keyword.
 
-    Accepts what a dataset's ``__getitems__`` already batched, or a list of dicts, ``image``, or ``(image, label)`` items.
+    Accepts what a dataset's ``__getitems__`` has batched, or a list of dicts, ``image``, or ``(image, label)`` items.
     """
     batch = items if isinstance(items, dict) else default_collate(items)
     if isinstance(batch, Tensor):

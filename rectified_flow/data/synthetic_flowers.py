@@ -9,7 +9,7 @@ from PIL import Image
 SYNTHETIC_FLOWERS = "synthetic-flowers"
 SYNTHETIC_VERSION = 1
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
+Array = np.ndarray[Any, np.dtype[np.floating[Any]]]
 Colour = tuple[float, float, float]
 
 
@@ -86,7 +86,9 @@ def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.nda
         vein = 1 - 0.22 * np.abs(np.sin(phase))[..., None] - 0.10 * row
         canvas = _over(canvas, colour * vein + shade, _coverage(outline - radius, pixel))
     florets = 1 + 0.15 * np.sin(40 * radius) * np.sin(angle * 12)
-    canvas = _over(canvas, np.asarray(species.disc) * florets[..., None], _coverage(species.disc_radius - radius, pixel))
+    canvas = _over(
+        canvas, np.asarray(species.disc) * florets[..., None], _coverage(species.disc_radius - radius, pixel)
+    )
     return (np.clip(canvas, 0, 1) * 255).round().astype(np.uint8)
 
 
@@ -97,9 +99,8 @@ def _flower_coordinates(side: int, rng: np.random.Generator) -> tuple[Array, Arr
     centre, radius = rng.uniform(-0.15, 0.15, 2), rng.uniform(0.6, 0.88)
     x, y = (x - centre[0]) / radius, (y - centre[1]) / radius
     tilt, turn = rng.uniform(0, 2 * np.pi), rng.uniform(0, 2 * np.pi)
-    x, y = _rotated(x, y, tilt)
-    x, y = _rotated(x / rng.uniform(0.75, 1.0), y, turn)
-    return x, y
+    along, across = _rotated(x, y, tilt)
+    return _rotated(along / rng.uniform(0.75, 1.0), across, turn)
 
 
 def _rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
@@ -111,8 +112,7 @@ def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
     """A gradient from the colour to a darker one, in a random direction, with soft out-of-focus spots."""
     grid = np.linspace(-1, 1, side, dtype=np.float32)
     y, x = np.meshgrid(grid, grid, indexing="ij")
-    x, y = _rotated(x, y, rng.uniform(0, 2 * np.pi))
-    light = 1 + 0.25 * x
+    light = 1 + 0.25 * _rotated(x, y, rng.uniform(0, 2 * np.pi))[0]
     for _ in range(4):
         place, width = rng.uniform(-1, 1, 2), rng.uniform(0.2, 0.5)
         distance = ((x - place[0]) ** 2 + (y - place[1]) ** 2) / width**2

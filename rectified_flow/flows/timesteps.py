@@ -1,7 +1,7 @@
 """Distributions of the training time t in [0, 1], as one family on the logit axis.
 
-A logit-normal and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al. 2024, arXiv:2403.03206, sections 3.1
-and 5.3.2) meet there: the shift adds ``log s`` to the logit.
+A logit-normal and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al. 2024, arXiv:2403.03206, sections
+3.1 and 5.3.2) meet there: the shift adds ``log s`` to the logit.
 """
 
 from dataclasses import dataclass

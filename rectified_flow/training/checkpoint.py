@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -145,7 +144,9 @@ def _sha256(path: Path) -> str:
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        with suppress(OSError if path.is_dir() else ()):  # some file systems cannot flush a folder
-            os.fsync(descriptor)
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot flush a folder
+            raise
     finally:
         os.close(descriptor)

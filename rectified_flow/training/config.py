@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import tyro
 
@@ -212,6 +212,7 @@ class TrainingConfig(OutputFlags, OptimizationFlags, FlowFlags, NetworkFlags, Da
 
 C = TypeVar("C", bound=TrainingConfig)
 
+
 def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
     """Read the command line into ``config_class``; ``--help`` and errors exit, silently if ``quiet``.
 
@@ -227,8 +228,9 @@ def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
         "Flags", [(title, group, field(default_factory=group)) for title, group in groups.items()], frozen=True
     )
     grouped.__doc__ = description
-    flags = tyro.cli(
-        Annotated[grouped, tyro.conf.OmitArgPrefixes],  # type: ignore[valid-type]
+    flags: Any = tyro.cli(
+        grouped,
+        config=(tyro.conf.OmitArgPrefixes,),
         use_underscores=True,
         console_outputs=not quiet,
     )

@@ -42,8 +42,8 @@ def join_processes() -> PartialState:
     Raises:
         SystemExit: if there are more processes than GPUs, or they do not see each other and would each train alone.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if 0 < gpus <= local_rank:
         _refuse(f"process {local_rank + 1} of this machine has no GPU, there are only {gpus}: start {gpus} processes")
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
@@ -52,8 +52,8 @@ def join_processes() -> PartialState:
     state = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     if state.num_processes != world_size:
         _refuse(
-            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train alone: "
-            "start them with torchrun, or with one of the commands in the README"
+            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
+            "alone: start them with torchrun, or with one of the commands in the README"
         )
     return state
 

@@ -1,7 +1,6 @@
 """The training loop: move a batch, loss, backward, clip, step, EMA; at intervals log, draw samples, save."""
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -77,7 +76,9 @@ class Trainer:
         """Train to the last step, from the newest checkpoint if there is one and the config says so."""
         self._start()
         if self.state.step >= self.total_steps:
-            self._say(f"already trained {self.state.step} of {self.total_steps} steps: raise --train_num_steps to go on")
+            self._say(
+                f"already trained {self.state.step} of {self.total_steps} steps: raise --train_num_steps to go on"
+            )
             return
         batches = self._settle(self._batches())
         written: dict[str, Path] = {}
@@ -138,7 +139,7 @@ class Trainer:
         rank, position = self.accelerator.process_index, self.state.images_seen
         loader = DataLoader(
             self.dataset,
-            batch_sampler=StreamSampler(self.length, self.config.seed, self.batch, rank, position),  # type: ignore[arg-type]
+            batch_sampler=StreamSampler(self.length, self.config.seed, self.batch, rank, position),
             collate_fn=collate,
             num_workers=self.config.num_workers,
             multiprocessing_context=self.config.multiprocessing_context,
@@ -187,13 +188,14 @@ class Trainer:
     def _draw_samples(self) -> dict[str, Path]:
         """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
         flow = self.flow if self.state.ema is None else self.state.ema.ema_model
+        sample: Callable[..., Tensor] | None = getattr(flow, "sample", None)
         total, world = self.config.num_samples, self.accelerator.num_processes
-        if total == 0 or not hasattr(flow, "sample"):
+        if total == 0 or sample is None:
             return {}
         share = -(-total // world)
         mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
         with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
-            images = flow.sample(share, steps=self.config.sample_steps)
+            images = sample(share, steps=self.config.sample_steps)
         images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
         return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
 
@@ -212,7 +214,9 @@ class Trainer:
     def _choose_checkpoint(self) -> Path | None:
         folder, resume = self.config.checkpoints, self.config.resume
         if resume == "never" and checkpoint.list_checkpoints(folder):
-            raise UsageError(f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew")
+            raise UsageError(
+                f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew"
+            )
         path = None if resume == "never" else checkpoint.newest_checkpoint(folder, warn=self._say)
         if resume in ("auto", "never"):
             return self._check_same_data(path)
@@ -220,7 +224,9 @@ class Trainer:
         if path is None:
             return named
         if named.resolve().parent == folder.resolve() and named.name < path.name:
-            raise UsageError(f"{folder} holds newer checkpoints than {named}: choose another --output_dir to branch off")
+            raise UsageError(
+                f"{folder} holds newer checkpoints than {named}: choose another --output_dir to branch off"
+            )
         return self._check_same_data(path)  # the run went on from the named one before
 
     def _check_same_data(self, path: Path | None) -> Path | None:
@@ -286,8 +292,6 @@ class Trainer:
 
 def _average(flow: nn.Module, decay: float, device: torch.device) -> EMA:
     """The moving average of ``flow``, its own counters left on the CPU so that reading them waits for no device."""
-    ema = EMA(
-        flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True
-    )
+    ema = EMA(flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True)
     ema.ema_model.to(device).eval()
     return ema

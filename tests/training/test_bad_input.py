@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from torch import Tensor
 
 import train_oxford
+from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config, train
@@ -32,7 +34,7 @@ def program(argv: list[str]) -> tuple[int, str]:
         os.dup2(output.fileno(), 2)
         code = 0
         try:
-            run(train_oxford.main, train_oxford.TrainingConfig, "Train.")
+            run(train_oxford.main, TrainingConfig, "Train.")
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
         sys.stderr.flush()
@@ -161,14 +163,14 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
     from rectified_flow.training import checkpoint
     from tests.training.runs import tiny_dataset
 
-    save_file = checkpoint.save_file
+    save_file = checkpoint.save_file  # type: ignore[attr-defined]
 
-    def full(tensors: object, path: Path) -> None:
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
         if "step_00000004" in str(path) or "step_00000006" in str(path):
             Path(path).write_bytes(b"half a file")
             raise OSError(28, "No space left on device")
         save_file(tensors, path)
 
-    checkpoint.save_file = full  # type: ignore[assignment]
+    checkpoint.save_file = full  # type: ignore[attr-defined,assignment]
     config = tiny_config(output_dir, train_num_steps=8, save_every=2, num_samples=0)
     return train(config, tiny_dataset(output_dir / "cache"))

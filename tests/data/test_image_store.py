@@ -1,0 +1,197 @@
+"""Stores: decoded once, whole or absent, shared by every process."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.image_store import ImageDataset, fit, open_store
+from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
+from rectified_flow.errors import UsageError
+
+FORK = multiprocessing.get_context("fork")
+
+
+class Slow(SyntheticFlowers):
+    """Counts how many pictures are decoded, and takes its time over each."""
+
+    def __init__(self, count: int, decoded: Path) -> None:
+        super().__init__(8, count=count)
+        self.decoded = decoded
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        with self.decoded.open("a") as file:
+            file.write(".")
+        time.sleep(0.005)
+        return super().load(index)
+
+
+def open_slow(cache_dir: Path, decoded: Path) -> ImageDataset:
+    return ImageDataset(open_store(Slow(100, decoded), 4, cache_dir=cache_dir))
+
+
+def test_items_and_batches(flowers: ImageDataset) -> None:
+    batch = flowers.__getitems__([5, 0, 5])
+    assert batch["images"].shape == (3, 3, 8, 8)
+    assert batch["images"].dtype == torch.uint8
+    assert batch["labels"].tolist() == [5, 0, 5]
+    assert torch.equal(flowers[5]["images"], batch["images"][0])
+    assert flowers[-1]["labels"] == (len(flowers) - 1) % len(SPECIES)
+    assert flowers.class_names[1] == "sunflower"
+    with pytest.raises(IndexError, match="46 images"):
+        flowers[46]
+
+
+def test_writing_into_a_batch_leaves_the_store_alone(flowers: ImageDataset) -> None:
+    before = flowers[0]["images"].clone()
+    flowers.__getitems__([0])["images"].zero_()
+    assert torch.equal(flowers[0]["images"], before)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_it_pickles_as_a_recipe(flowers: ImageDataset, used: bool) -> None:
+    dataset = ImageDataset(flowers.path)
+    if used:
+        dataset[0]
+    content = pickle.dumps(dataset)
+    assert len(content) < 500
+    assert torch.equal(pickle.loads(content)[3]["images"], flowers[3]["images"])
+
+
+def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
+    """Reading all of a large store adds next to nothing that belongs to the process alone."""
+    path = tmp_path / "store"
+    path.mkdir()
+    pixels = 48 * 2**20
+    np.save(path / "images.npy", np.ones((pixels // (3 * 64 * 64), 3, 64, 64), np.uint8))
+    np.save(path / "labels.npy", np.zeros(pixels // (3 * 64 * 64), np.int64))
+    (path / "info.json").write_text(f'{{"length": {pixels // (3 * 64 * 64)}, "class_names": [], "key": "x"}}')
+    dataset = ImageDataset(path)
+    dataset.__getitems__([0])
+    shared, private = mapped_memory()
+    for start in range(0, len(dataset), 64):
+        dataset.__getitems__(range(start, min(start + 64, len(dataset))))
+    shared_after, private_after = mapped_memory()
+    assert shared_after - shared > 0.9 * pixels, "the store was not read: a test that cannot fail"
+    assert private_after - private < 0.05 * pixels
+
+
+def mapped_memory() -> tuple[int, int]:
+    """Bytes of this process that belong to files, and those that are its own."""
+    regions = psutil.Process().memory_maps()
+    private = sum(region.anonymous for region in regions)
+    return sum(region.rss for region in regions) - private, private
+
+
+def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:
+    decoded = tmp_path / "decoded"
+    builders = [FORK.Process(target=open_slow, args=(tmp_path / "cache", decoded)) for _ in range(4)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(30)
+        assert builder.exitcode == 0
+    assert len(decoded.read_text()) == 100
+
+
+def test_a_build_that_was_killed_is_done_again(tmp_path: Path) -> None:
+    cache, decoded = tmp_path / "cache", tmp_path / "decoded"
+    builder = FORK.Process(target=open_slow, args=(cache, decoded))
+    builder.start()
+    while not decoded.exists() or len(decoded.read_text()) < 20:
+        time.sleep(0.002)
+    assert builder.pid is not None
+    os.kill(builder.pid, signal.SIGKILL)
+    builder.join()
+    assert [path for path in cache.iterdir() if path.suffix == ".building"], "killed too late"
+    dataset = open_slow(cache, decoded)
+    assert len(dataset) == 100
+    assert dataset.images.min() < dataset.images.max()
+    assert torch.equal(dataset[99]["images"], ImageDataset(open_store(SyntheticFlowers(8, count=100), 4))[99]["images"])
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
+
+
+def test_what_shapes_a_store_names_it(tmp_path: Path) -> None:
+    paths = {
+        open_store(SyntheticFlowers(8, count=count, seed=seed), size, cache_dir=tmp_path)
+        for count, seed, size in [(4, 0, 4), (5, 0, 4), (4, 1, 4), (4, 0, 8), (4, 0, 4)]
+    }
+    assert len(paths) == 4
+
+
+def test_a_folder_that_changed_is_another_store(tmp_path: Path) -> None:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    Image.new("RGB", (8, 8), "red").save(folder / "a.png")
+    first = open_store(ImageFolder(folder), 4, cache_dir=tmp_path)
+    Image.new("RGB", (8, 8), "blue").save(folder / "b.png")
+    second = open_store(ImageFolder(folder), 4, cache_dir=tmp_path)
+    assert len(ImageDataset(first)) == 1
+    assert len(ImageDataset(second)) == 2
+
+
+def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
+    for index in range(5):
+        Image.new("RGB", (8, 8), (50 * index, 0, 0)).save(tmp_path / f"{index}.png")
+    whole = (tmp_path / "2.png").read_bytes()
+    (tmp_path / "2.png").write_bytes(whole[: len(whole) - 25])
+    with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken_images"):
+        open_store(ImageFolder(tmp_path), 4)
+    dataset = ImageDataset(open_store(ImageFolder(tmp_path), 4, skip_broken_images=True))
+    assert len(dataset) == 4
+    assert dataset.images.shape == (4, 3, 4, 4)
+    assert dataset.images[:, 0, 0, 0].tolist() == [0, 50, 150, 200]
+    assert dataset.info["skipped"] == [str(tmp_path / "2.png")]
+
+
+def test_all_images_broken(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(b"nothing")
+    with pytest.raises(UsageError, match="none of the 1 images"):
+        open_store(ImageFolder(tmp_path), 4, skip_broken_images=True)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="name a folder with --cache_dir"):
+        open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path / "file" / "cache")
+
+
+def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:
+    path = open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path)
+    (tmp_path / f"{path.name}.lock").unlink()
+    assert open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path) == path
+    assert not (tmp_path / f"{path.name}.lock").exists(), "opening wrote to the cache"
+
+
+def test_fit_takes_the_centre_by_the_short_side() -> None:
+    image = Image.new("RGB", (30, 10), "black")
+    image.paste((255, 255, 255), (10, 0, 20, 10))
+    assert np.asarray(fit(image, 5)).min() > 200
+    assert fit(image, 5).size == (5, 5)
+
+
+def test_fit_understands_every_mode() -> None:
+    transparent = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
+    assert fit(transparent, 4).getpixel((0, 0)) == (255, 255, 255)
+    for mode in ("L", "1", "P", "CMYK", "LA", "I;16"):
+        assert fit(Image.new(mode, (8, 6)), 4).mode == "RGB"
+
+
+def test_fit_turns_a_photograph_upright(tmp_path: Path) -> None:
+    image = Image.new("RGB", (8, 8), "black")
+    image.paste((255, 255, 255), (0, 0, 8, 4))  # bright above, but the camera lay on its side
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    image.save(tmp_path / "photo.png", exif=exif)
+    upright = np.asarray(fit(Image.open(tmp_path / "photo.png"), 8))[..., 0]
+    assert upright[:, 6:].min() > 200
+    assert upright[:, :2].max() < 50

@@ -1,0 +1,125 @@
+"""Where pictures come from: folders, the hub's layouts, and our own drawing."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rectified_flow.data import OxfordFlowersDataset, open_dataset
+from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.oxford_flowers import FLOWER_NAMES
+from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
+from rectified_flow.errors import UsageError
+
+
+def save_picture(path: Path, red: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = {".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF"}.get(path.suffix.lower())
+    Image.new("RGB", (10, 8), (red, 100, 200)).save(path, kind)
+
+
+def hub_layout(folder: Path, names: list[str], labels: list[int]) -> Path:
+    """Parquet files as the hub keeps them, one 10 px picture per label."""
+    pictures = [Image.new("RGB", (10, 10), (10 * label, 0, 0)) for label in labels]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    rows = datasets.Dataset.from_dict({"image": pictures, "label": labels}, features=features)
+    (folder / "data").mkdir(parents=True)
+    rows.to_parquet(folder / "data/train-00000-of-00001.parquet")
+    return folder
+
+
+def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
+    names = ["a.jpg", "b.JPG", "c.Jpeg", "d.png", "e.WEBP", "f.bmp", "g.tiff", "h.TIF"]
+    for name in names:
+        save_picture(tmp_path / name)
+    for ignored in ("notes.txt", ".hidden.png"):
+        (tmp_path / ignored).write_text("not a picture")
+    folder = ImageFolder(tmp_path)
+    assert sorted(file.name for file in folder.files) == sorted(names)
+    dataset = open_dataset("", tmp_path, image_size=4)
+    assert len(dataset) == len(names)
+    assert dataset.num_classes is None
+    assert list(dataset[0]) == ["images"]
+    assert torch.all((dataset.__getitems__(range(8))["images"][:, 2].int() - 200).abs() < 8)
+
+
+def test_subfolders_are_classes(tmp_path: Path) -> None:
+    for name in ("rose/1.png", "rose/more/2.png", "daisy/1.png"):
+        save_picture(tmp_path / name)
+    dataset = open_dataset("", tmp_path, image_size=4)
+    assert dataset.class_names == ["daisy", "rose"]
+    assert dataset.labels.tolist() == [0, 1, 1]
+
+
+def test_a_picture_beside_the_subfolders_means_no_classes(tmp_path: Path) -> None:
+    save_picture(tmp_path / "rose/1.png")
+    save_picture(tmp_path / "loose.png")
+    assert ImageFolder(tmp_path).class_names == []
+
+
+def test_the_hubs_layout(tmp_path: Path) -> None:
+    folder = hub_layout(tmp_path / "set", ["cat", "dog"], [1, 0, 1])
+    dataset = open_dataset("", folder, image_size=4)
+    assert dataset.class_names == ["cat", "dog"]
+    assert dataset.labels.tolist() == [1, 0, 1]
+    assert dataset.images[:, 0, 0, 0].tolist() == [10, 0, 10]
+    with pytest.raises(UsageError, match="has no split 'test', only train"):
+        open_dataset("", folder, image_size=4, split="test")
+
+
+def test_saved_to_disk(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"picture": [Image.new("RGB", (10, 10))] * 3, "label": [2, 0, 1]})
+    rows.cast_column("picture", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    dataset = open_dataset("", tmp_path / "saved", image_size=4)
+    assert dataset.class_names == ["0", "1", "2"]
+    assert dataset.labels.tolist() == [2, 0, 1]
+
+
+def test_no_image_column(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match="has no image column, only text"):
+        open_dataset("", tmp_path / "saved", image_size=4)
+
+
+def test_a_broken_row_is_named(tmp_path: Path) -> None:
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": b"no picture", "path": None}]}, features=features)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match="broken image row 0 of saved train"):
+        open_dataset("", tmp_path / "saved", image_size=4)
+
+
+def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
+    """The hub's class names are Oxford ids in text order: label 1 is id 10."""
+    names = sorted(str(number) for number in range(1, 103))
+    folder = hub_layout(tmp_path / "flowers", names, [0, 1, names.index("54")])
+    dataset = OxfordFlowersDataset(4, source=folder)
+    assert len(dataset.class_names) == len(FLOWER_NAMES) == len(set(FLOWER_NAMES)) == 102
+    shown = [dataset.class_names[label] for label in dataset.labels]
+    assert shown == ["pink primrose", "globe thistle", "sunflower"]
+
+
+def test_synthetic_flowers_are_distinct_and_repeatable() -> None:
+    flowers = SyntheticFlowers(32, count=600)
+    pictures = [np.asarray(flowers.load(index)[0]) for index in range(600)]
+    assert len({picture.tobytes() for picture in pictures}) == 600
+    assert np.array_equal(np.asarray(SyntheticFlowers(32).load(17)[0]), pictures[17])
+    assert not np.array_equal(np.asarray(SyntheticFlowers(32, seed=1).load(17)[0]), pictures[17])
+
+
+def test_synthetic_flowers_show_their_class() -> None:
+    """The mean picture of a class is nearer to its flowers than that of other classes."""
+    flowers = SyntheticFlowers(32, count=600)
+    pictures = np.stack([np.asarray(flowers.load(index)[0], dtype=float).ravel() for index in range(600)])
+    labels = np.arange(600) % len(SPECIES)
+    means = np.stack([pictures[:360][labels[:360] == label].mean(axis=0) for label in range(len(SPECIES))])
+    nearest = ((pictures[360:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert (nearest == labels[360:]).mean() > 0.9
+
+
+def test_a_folder_given_as_a_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name it with --dataset_path"):
+        open_dataset(str(tmp_path), image_size=4)

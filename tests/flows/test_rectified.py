@@ -1,0 +1,177 @@
+"""Rectified flow against closed forms, and how it treats images and labels."""
+
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.flows import RectifiedFlow
+from rectified_flow.flows.images import random_horizontal_flip, to_signed, to_unit
+from rectified_flow.flows.rectified import Prediction
+from rectified_flow.flows.timesteps import Uniform
+from rectified_flow.randomness import Rows, rows_of
+from tests.analytic import Optimal, image_gaussian
+
+COUNT = 60_000
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("prediction", get_args(Prediction))
+def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(prediction: Prediction) -> None:
+    data = image_gaussian()
+    network = Optimal(data, prediction)
+    flow = RectifiedFlow(network, prediction=prediction)
+    # Away from the ends, where clean and noise predictions are divided by a clipped number.
+    t = (0.1 + 0.8 * torch.rand(COUNT)).double()
+    loss = flow.objective(data.sample(COUNT), torch.randn(COUNT, 3, 4, 4, dtype=torch.float64), t)
+    assert loss.item() == pytest.approx(data.floor(t).mean().item(), rel=5e-3)
+    loss.backward()
+    for parameter in flow.parameters():
+        assert parameter.grad is not None
+        assert abs(parameter.grad.item()) < 0.03
+
+    with torch.no_grad():
+        network.offset.add_(0.1)
+    loss = flow.objective(data.sample(COUNT), torch.randn(COUNT, 3, 4, 4, dtype=torch.float64), t)
+    loss.backward()
+    assert network.offset.grad is not None
+    assert abs(network.offset.grad.item()) > 0.1, "a test of zero gradients that cannot fail"
+
+
+@pytest.mark.parametrize("prediction", get_args(Prediction))
+def test_sampling_lands_on_the_flow_map(prediction: Prediction) -> None:
+    data = image_gaussian()
+    flow = RectifiedFlow(Optimal(data, prediction), prediction=prediction)
+    flow.min_divisor = 1e-3
+    noise = torch.randn(8, 3, 4, 4)
+    images = flow.sample(noise=noise, steps=200)
+    exact = to_unit(data.flow_map(noise.double(), 1.0, 0.0))
+    assert (images - exact).abs().max() < 2e-3
+    assert images.dtype == torch.float32
+    assert ((exact > 0) & (exact < 1)).float().mean() > 0.5, "clipping hides what is compared"
+
+
+def test_uniform_times_have_the_pi_over_two_floor() -> None:
+    """The floor averaged over uniform times is pi/2 times the mean standard deviation."""
+    data = image_gaussian()
+    flow = RectifiedFlow(Optimal(data, "velocity"), time_distribution=Uniform())
+    loss = flow(data.sample(COUNT)).item()
+    assert loss == pytest.approx(torch.pi / 2 * data.variance.sqrt().mean().item(), rel=0.01)
+
+
+def test_pseudo_huber() -> None:
+    """Far from zero it is the root of the mean square, near zero half the square over c."""
+    flow = RectifiedFlow(Constant(0.0), loss="pseudo_huber")
+    t = torch.full((2,), 0.5)
+    x_0 = torch.zeros(2, 3, 4, 4)
+    far, near = torch.full_like(x_0, 2.0), torch.full_like(x_0, 1e-5)
+    assert flow.objective(x_0, far, t).item() == pytest.approx(2.0, rel=1e-3)
+    assert flow.objective(x_0, near, t).item() == pytest.approx(1e-10 / (2 * 0.00054), rel=1e-2)
+
+
+def test_steps_are_intervals() -> None:
+    network = Constant(1.0)
+    flow = RectifiedFlow(network, image_shape=(3, 4, 4))
+    flow.sample(2, steps=5, solver="euler")
+    assert network.times == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+    network.times.clear()
+    flow.sample(2, steps=5)
+    assert len(network.times) == 10
+    with pytest.raises(ValueError, match="steps is 0"):
+        flow.sample(2, steps=0)
+
+
+def test_the_shape_is_remembered_or_asked_for() -> None:
+    flow = RectifiedFlow(Constant(0.0))
+    with pytest.raises(ValueError, match="image shape"):
+        flow.sample(2)
+    flow(torch.zeros(1, 3, 4, 6, dtype=torch.uint8))
+    assert flow.sample(2, steps=1).shape == (2, 3, 4, 6)
+
+
+def test_a_generator_decides_the_sample() -> None:
+    flow = RectifiedFlow(Constant(0.0), image_shape=(3, 4, 4))
+    one, again = (flow.sample(2, steps=1, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, flow.sample(2, steps=1, generator=torch.Generator().manual_seed(6)))
+
+
+def test_sampling_leaves_the_mode_as_it_was() -> None:
+    network = Constant(0.0)
+    flow = RectifiedFlow(network, image_shape=(3, 4, 4))
+    flow.sample(1, steps=1)
+    assert network.modes == [False, False]
+    assert flow.training
+
+
+def test_uint8_survives_the_way_there_and_back() -> None:
+    images = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)
+    signed = to_signed(images)
+    assert (signed.min().item(), signed.max().item()) == (-1, 1)
+    assert torch.equal(to_unit(signed).mul(255).round().to(torch.uint8), images)
+
+
+def test_half_of_the_images_are_mirrored() -> None:
+    x = torch.arange(4.0).expand(1000, 1, 2, 4)
+    flipped = random_horizontal_flip(x)
+    mirrored = (flipped == x.flip(-1)).flatten(1).all(dim=1)
+    kept = (flipped == x).flatten(1).all(dim=1)
+    assert torch.equal(mirrored, ~kept)
+    assert 430 < mirrored.sum() < 570
+
+
+def test_labels_are_dropped_at_their_rate() -> None:
+    network = Constant(0.0, num_classes=7)
+    flow = RectifiedFlow(network, label_dropout=0.1)
+    labels = torch.arange(20_000) % 7
+    flow(torch.zeros(20_000, 1, 1, 1), labels)
+    [seen] = network.labels
+    assert seen is not None
+    dropped = seen == 7
+    assert dropped.float().mean() == pytest.approx(0.1, abs=0.01)
+    assert torch.equal(seen[~dropped], labels[~dropped])
+
+
+def test_labels_are_ignored_without_classes_and_drawn_when_missing() -> None:
+    RectifiedFlow(Constant(0.0))(torch.zeros(2, 1, 1, 1), torch.tensor([0, 1]))
+    network = Constant(0.0, num_classes=3)
+    RectifiedFlow(network, image_shape=(1, 1, 1)).sample(300, steps=1)
+    assert network.labels[0] is not None
+    assert set(network.labels[0].tolist()) == {0, 1, 2}
+
+
+def test_a_batch_in_parts_has_the_loss_of_the_whole() -> None:
+    flow = RectifiedFlow(Constant(0.0), horizontal_flip=True)
+    images = torch.randint(256, (8, 3, 4, 4), dtype=torch.uint8)
+    with rows_of(Rows(seed=3, step=5, total=8, index=slice(None))):
+        whole = flow(images)
+    parts = []
+    for part in (slice(0, None, 2), slice(1, None, 2)):
+        with rows_of(Rows(seed=3, step=5, total=8, index=part)):
+            parts.append(flow(images[part]))
+    assert whole.item() == pytest.approx(sum(part.item() for part in parts) / 2, rel=1e-6)
+    with rows_of(Rows(seed=3, step=6, total=8, index=slice(None))):
+        assert flow(images).item() != pytest.approx(whole.item(), rel=1e-4)
+
+
+class Constant(nn.Module):
+    """Predicts one number everywhere and remembers how it was called."""
+
+    def __init__(self, value: float, num_classes: int | None = None) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(value))
+        self.num_classes = num_classes
+        self.times: list[float] = []
+        self.modes: list[bool] = []
+        self.labels: list[Tensor | None] = []
+
+    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
+        self.times.append(t[0].item())
+        self.modes.append(self.training)
+        self.labels.append(labels)
+        return torch.zeros_like(x) + self.value

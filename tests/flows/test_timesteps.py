@@ -1,0 +1,30 @@
+"""Time distributions against their closed forms."""
+
+import pytest
+import torch
+
+from rectified_flow.flows.timesteps import LogitNormal, Uniform
+
+CPU = torch.device("cpu")
+QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_logit_normal_quantiles(shift: float) -> None:
+    times = LogitNormal(-0.5, 1.2, shift).sample(200_000, CPU)
+    z = torch.special.ndtri(QUANTILES)
+    unshifted = torch.sigmoid(-0.5 + 1.2 * z)
+    expected = shift * unshifted / (1 + (shift - 1) * unshifted)
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_uniform_quantiles(shift: float) -> None:
+    times = Uniform(shift).sample(200_000, CPU)
+    expected = shift * QUANTILES / (1 + (shift - 1) * QUANTILES)
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)

@@ -1,0 +1,120 @@
+"""Checkpoints are whole or absent, found in order, and refused when damaged."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rectified_flow.errors import UsageError
+from rectified_flow.training import checkpoint
+
+
+FORK = multiprocessing.get_context("fork")
+
+
+def write(folder: Path, step: int, keep: int = 0) -> Path:
+    tensors = {"model.safetensors": {"weight": torch.full((64, 64), float(step))}}
+    return checkpoint.save(folder, step, tensors, {"trainer.json": {"step": step}}, keep)
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    assert path == tmp_path / "step_00000007"
+    assert torch.equal(checkpoint.load_tensors(path, "model.safetensors")["weight"], torch.full((64, 64), 7.0))
+    assert checkpoint.load_document(path, "trainer.json") == {"step": 7}
+    assert checkpoint.find_damage(path) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000007"]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 5, 20, 100):
+        write(tmp_path, step, keep=2)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_00000020", "step_00000100"]
+    assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000100"
+
+
+def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path) -> None:
+    for step, damage in ((1, flip_bit), (2, cut), (3, Path.unlink)):
+        weights = write(tmp_path, step) / "model.safetensors"
+        damage(weights)
+        assert checkpoint.find_damage(weights.parent) is not None
+    warnings: list[str] = []
+    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
+        checkpoint.newest_checkpoint(tmp_path, warnings.append)
+    assert len(warnings) == 3
+    whole = write(tmp_path, 0)
+    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == whole
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_failure_while_writing_leaves_the_others(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 2, {}, {"trainer.json": object()}, keep=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_checkpoint_or_a_run_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoints", 3)
+    assert (
+        checkpoint.resolve(path) == checkpoint.resolve(tmp_path) == checkpoint.resolve(tmp_path / "checkpoints") == path
+    )
+    flip_bit(path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"is damaged: model\.safetensors was altered"):
+        checkpoint.resolve(path)
+
+
+def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
+    """A pickle where weights are expected does nothing but fail, even with a manifest that vouches for it."""
+    path = write(tmp_path, 1)
+    victim = tmp_path / "executed"
+    weights = path / "model.safetensors"
+    weights.write_bytes(b"cos\nsystem\n(S'touch " + str(victim).encode() + b"'\ntR.")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = {"size": weights.stat().st_size, "sha256": checkpoint._sha256(weights)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.find_damage(path) is None
+    with pytest.raises(Exception, match=r"(?i)header"):
+        checkpoint.load_tensors(path, "model.safetensors")
+    assert not victim.exists()
+
+
+def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
+    for attempt in range(12):
+        folder = tmp_path / str(attempt)
+        writer = FORK.Process(target=write_forever, args=(folder,))
+        writer.start()
+        while not checkpoint.list_checkpoints(folder):
+            time.sleep(0.001)
+        time.sleep(0.0137 * attempt)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        found = checkpoint.list_checkpoints(folder)
+        assert found
+        assert [checkpoint.find_damage(path) for path in found] == [None] * len(found)
+        write(folder, 10**7)
+        assert not list(folder.glob(f"{checkpoint.STAGE_PREFIX}*")), "what the killed one left was not removed"
+
+
+def write_forever(folder: Path) -> None:
+    for step in range(10**6):
+        write(folder, step, keep=3)

@@ -1,0 +1,137 @@
+"""Flags: the set is frozen, what they say is checked, and the batch arithmetic adds up."""
+
+import sys
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow.errors import UsageError
+from rectified_flow.training.config import TrainingConfig, parse
+
+FLAGS = """
+dataset dataset_path image_size horizontal_flip skip_broken_images cache_dir num_workers multiprocessing_context
+persistent_workers pin_memory dim dim_mults dropout use_cfg prediction loss time_distribution time_mean time_std
+time_shift batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs learning_rate
+lr_warmup_steps weight_decay max_grad_norm mixed_precision use_ema ema_decay seed compile output_dir checkpoint_dir
+resume save_every keep_checkpoints sample_every num_samples sample_steps log_every log_with dry_run
+"""
+
+
+def parse_words(monkeypatch: pytest.MonkeyPatch, words: str) -> TrainingConfig:
+    monkeypatch.setattr(sys, "argv", ["train_oxford.py", *words.split()])
+    return parse(TrainingConfig, "Train a flow.")
+
+
+def test_the_flags_are_these() -> None:
+    """A flag that goes, or changes its name, breaks somebody's scripts."""
+    assert [field.name for field in fields(TrainingConfig)] == FLAGS.split()
+
+
+def test_help_is_grouped_and_names_every_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as end:
+        parse_words(monkeypatch, "--help")
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    titles = ["data options", "network options", "flow options", "optimization options", "output options"]
+    places = [text.index(title) for title in titles]
+    assert places == sorted(places)
+    for flag in FLAGS.split():
+        assert f"--{flag}" in text
+    for unit in ("[px]", "Optimizer steps", "per process", "(default: 100000)", "excludes --num_epochs"):
+        assert unit in text
+    assert "Train a flow." in text
+
+
+def test_underscores_and_hyphens(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse_words(monkeypatch, "--batch-size 3 --dim_mults 1 2 --no_use_ema --no-horizontal-flip --num_epochs 2")
+    assert (config.batch_size, config.dim_mults, config.num_epochs) == (3, (1, 2), 2)
+    assert not config.use_ema
+    assert not config.horizontal_flip
+
+
+def test_a_typo_is_an_error_with_a_suggestion(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_words(monkeypatch, "--learning_rat 1")
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "Perhaps you meant" in error
+    assert "--learning_rate FLOAT" in error
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        TrainingConfig().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ({"image_size": 20}, "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults need; take 16"),
+        ({"image_size": 0}, "--image_size is 0; it must be above 0"),
+        ({"train_num_steps": 5, "num_epochs": 1}, "--train_num_steps and --num_epochs exclude each other"),
+        ({"learning_rate": -1}, "--learning_rate is -1; it must be above 0"),
+        ({"log_every": 0}, "--log_every is 0; it must be above 0"),
+        ({"save_every": -1}, "--save_every is -1; it must not be below 0"),
+        ({"dropout": 1.0}, "--dropout is 1.0; it must be at least 0 and below 1"),
+        ({"ema_decay": 1.0}, "--ema_decay is 1.0"),
+        ({"dim_mults": ()}, "--dim_mults is ()"),
+        ({"persistent_workers": True}, "need --num_workers above 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        TrainingConfig(**flags)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "expected"),
+    [
+        ({}, 1, "64 per process x 1 process x 1 accumulation = 64"),
+        ({"batch_size": 16}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
+        (
+            {"batch_size": 16, "gradient_accumulation_steps": 2},
+            4,
+            "16 per process x 4 processes x 2 accumulation = 128",
+        ),
+        ({"global_batch_size": 128}, 8, "16 per process x 8 processes x 1 accumulation = 128"),
+        ({"global_batch_size": 128, "batch_size": 8}, 4, "8 per process x 4 processes x 4 accumulation = 128"),
+        ({"global_batch_size": 128, "gradient_accumulation_steps": 4}, 2, "16 per process x 2 processes x 4 accumu"),
+    ],
+)
+def test_batch_arithmetic(flags: dict[str, Any], world_size: int, expected: str) -> None:
+    assert str(TrainingConfig(**flags).split_batch(world_size)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size"),
+    [
+        ({"global_batch_size": 100}, 8),
+        ({"global_batch_size": 100, "batch_size": 16}, 1),
+        ({"global_batch_size": 4, "batch_size": 8}, 1),
+        ({"global_batch_size": 4}, 8),
+        ({"global_batch_size": 64, "batch_size": 16, "gradient_accumulation_steps": 2}, 1),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_size: int) -> None:
+    with pytest.raises(UsageError, match=f"--global_batch_size {flags['global_batch_size']} does not divide"):
+        TrainingConfig(**flags).split_batch(world_size)
+
+
+def test_lengths() -> None:
+    batch = TrainingConfig(batch_size=10).split_batch(1)
+    assert TrainingConfig().total_steps(batch, 25) == 100_000
+    assert TrainingConfig(num_epochs=2).total_steps(batch, 25) == 5
+    assert TrainingConfig(num_epochs=0.5).total_steps(batch, 25) == 2
+
+
+def test_folders() -> None:
+    assert TrainingConfig(output_dir=Path("a")).checkpoints == Path("a/checkpoints")
+    assert TrainingConfig(checkpoint_dir=Path("b")).checkpoints == Path("b")

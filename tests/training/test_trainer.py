@@ -1,0 +1,164 @@
+"""The trainer with other people's datasets and flows, and what it does at the edges."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.flows import RectifiedFlow
+from rectified_flow.networks import Unet
+from rectified_flow.training import Trainer, TrainingConfig
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, tiny_config, train
+
+
+class Autoencoder(nn.Module):
+    """A flow of nobody's kind: other batch keys, no network, no samples, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, points: Tensor, weights: Tensor) -> Tensor:
+        return ((self.layer(points) - points).square().mean(dim=1) * weights * self.scale).mean()
+
+
+class Points(Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"points": torch.arange(4.0) + index / 50, "weights": torch.tensor(1.0)}
+
+
+def train_autoencoder(output_dir: Path) -> int:
+    Trainer(Autoencoder(), Points(), tiny_config(output_dir, train_num_steps=8)).train()
+    return torch.distributed.get_world_size()
+
+
+def train_on_tensors(output_dir: Path, with_labels: bool) -> None:
+    images, labels = torch.rand(20, 3, 8, 8) * 2 - 1, torch.arange(20) % 4
+    dataset = TensorDataset(images, labels) if with_labels else TensorDataset(images)
+    network = Unet(8, (1, 2), num_classes=4 if with_labels else None, image_size=8)
+    Trainer(RectifiedFlow(network), dataset, tiny_config(output_dir, train_num_steps=4)).train()
+
+
+def train_and_compare_ranks(output_dir: Path, dataset: ImageDataset) -> list[Tensor]:
+    """The weights and the average of this rank; the main one's weights were made to differ before the wrapping."""
+    torch.manual_seed(torch.distributed.get_rank())
+    flow = RectifiedFlow(Unet(8, (1, 2), image_size=8))
+    trainer = Trainer(flow, dataset, tiny_config(output_dir, train_num_steps=3))
+    trainer.train()
+    assert trainer.state.ema is not None
+    return [
+        torch.cat([p.detach().flatten() for p in each.parameters()]) for each in (flow, trainer.state.ema.ema_model)
+    ]
+
+
+def make_a_rank_differ(output_dir: Path, dataset: ImageDataset) -> str:
+    trainer = Trainer(RectifiedFlow(Unet(8, (1, 2), image_size=8)), dataset, tiny_config(output_dir, train_num_steps=3))
+    if torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            next(iter(trainer.flow.parameters())).add_(1e-3)
+    with pytest.raises(RuntimeError) as problem:
+        trainer.train()
+    return str(problem.value)
+
+
+def test_any_flow_and_any_dataset(tmp_path: Path) -> None:
+    assert run_on_ranks(2, train_autoencoder, tmp_path) == [2, 2]
+    by_step = losses(tmp_path)
+    assert by_step[8] < by_step[4]
+    assert set(load_file(tmp_path / "checkpoints/step_00000008/model.safetensors")) == {
+        "layer.weight",
+        "layer.bias",
+        "scale",
+    }
+    assert not (tmp_path / "samples").exists()
+
+
+@pytest.mark.parametrize("with_labels", [True, False])
+def test_datasets_of_tuples(tmp_path: Path, with_labels: bool) -> None:
+    run_on_ranks(1, train_on_tensors, tmp_path, with_labels)
+    assert (tmp_path / "samples/step_00000004.png").exists()
+
+
+def test_ranks_hold_equal_weights_and_averages(tmp_path: Path, flowers: ImageDataset) -> None:
+    (weights, average), (weights_1, average_1) = run_on_ranks(2, train_and_compare_ranks, tmp_path, flowers)
+    assert torch.equal(weights, weights_1)
+    assert torch.equal(average, average_1)
+    assert not torch.equal(weights, average)
+
+
+def test_a_rank_with_other_weights_is_named(tmp_path: Path, flowers: ImageDataset) -> None:
+    messages = run_on_ranks(2, make_a_rank_differ, tmp_path, flowers)
+    assert messages == ["the weights on rank 1 differ from those on rank 0"] * 2
+
+
+def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, train_num_steps=2, use_cfg=False)
+    run_on_ranks(1, train, config, flowers)
+    network = Unet(8, (1, 2), image_size=8, attention_sides=(4,))
+    for name in ("model.safetensors", "ema.safetensors"):
+        network.load_state_dict(load_file(tmp_path / "checkpoints/step_00000002" / name))
+
+
+def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
+    for precision in ("no", "bf16"):
+        run_on_ranks(1, train, tiny_config(tmp_path / precision, mixed_precision=precision), flowers)
+    expected, got = losses(tmp_path / "no"), losses(tmp_path / "bf16")
+    assert got != expected, "bf16 was not used"
+    assert got == pytest.approx(expected, rel=0.03)
+    saved = load_file(tmp_path / "bf16/checkpoints/step_00000040/ema.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+
+
+def test_samples_are_the_same_on_any_number_of_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
+    """Five samples on two ranks: one of them is drawn twice and dropped. One step, so that weights hardly differ."""
+    from PIL import Image
+
+    grids = []
+    for world_size in (1, 2):
+        output_dir = tmp_path / str(world_size)
+        run_on_ranks(world_size, train, tiny_config(output_dir, train_num_steps=1), flowers)
+        grids.append(torch.tensor(list(Image.open(output_dir / "samples/step_00000001.png").tobytes())))
+    assert (grids[0] - grids[1]).abs().max() <= 1
+    assert grids[0].float().std() > 30
+
+
+def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
+    workers = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
+    for name, flags in (("without", {}), ("with", workers)):
+        run_on_ranks(1, train, tiny_config(tmp_path / name, train_num_steps=8, **flags), flowers)
+    assert losses(tmp_path / "without") == losses(tmp_path / "with")
+
+
+def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageDataset) -> None:
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, use_ema=False), flowers)
+    assert (tmp_path / "samples/step_00000002.png").exists()
+    assert not (tmp_path / "checkpoints/step_00000002/ema.safetensors").exists()
+
+
+def branch_off(config: TrainingConfig, dataset: ImageDataset) -> str:
+    with pytest.raises(ValueError, match="newer checkpoints") as refusal:
+        train(config, dataset)
+    return str(refusal.value)
+
+
+def test_resuming_from_a_named_checkpoint(tmp_path: Path, flowers: ImageDataset) -> None:
+    old = tiny_config(tmp_path / "old", train_num_steps=8, save_every=4)
+    run_on_ranks(1, train, old, flowers)
+    named = tmp_path / "old/checkpoints/step_00000004"
+    new = tiny_config(tmp_path / "new", train_num_steps=8, save_every=4, resume=str(named))
+    run_on_ranks(1, train, new, flowers)
+    weights = "checkpoints/step_00000008/model.safetensors"
+    assert (tmp_path / "new" / weights).read_bytes() == (tmp_path / "old" / weights).read_bytes()
+    assert list(losses(tmp_path / "new")) == [8]
+    back = tiny_config(tmp_path / "old", train_num_steps=8, resume=str(named))
+    [sentence] = run_on_ranks(1, branch_off, back, flowers)
+    assert "choose another --output_dir" in sentence
