@@ -60,7 +60,7 @@ def save(
         for written in [*stage.iterdir(), stage]:
             _flush(written)
         if path.exists():
-            shutil.rmtree(path)
+            _remove(path)
         stage.rename(path)
         _flush(folder)
     except BaseException:
@@ -68,7 +68,7 @@ def save(
         raise
     if keep:
         for old in list_checkpoints(folder)[:-keep]:
-            shutil.rmtree(old)
+            _remove(old)
     return path
 
 
@@ -134,6 +134,13 @@ def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor
 def load_document(path: Path, name: str) -> dict[str, Any]:
     """One of a checkpoint's JSON documents."""
     return dict(json.loads((path / name).read_text()))
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint; one that is half removed does not look like one."""
+    leaving = path.with_name(f"{STAGE_PREFIX}{path.name}.old")
+    path.rename(leaving)
+    shutil.rmtree(leaving)
 
 
 def _sha256(path: Path) -> str:

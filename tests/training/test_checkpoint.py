@@ -13,7 +13,6 @@ import torch
 from rectified_flow.errors import UsageError
 from rectified_flow.training import checkpoint
 
-
 FORK = multiprocessing.get_context("fork")
 
 
@@ -98,13 +97,13 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
 
 
 def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
-    for attempt in range(12):
+    for attempt in range(30):
         folder = tmp_path / str(attempt)
         writer = FORK.Process(target=write_forever, args=(folder,))
         writer.start()
         while not checkpoint.list_checkpoints(folder):
             time.sleep(0.001)
-        time.sleep(0.0137 * attempt)
+        time.sleep(0.0071 * attempt)
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
