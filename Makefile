@@ -14,8 +14,8 @@ install: $(READY)  ## create .venv and install requirements.txt
 
 demo: $(READY)  ## train a small rectified flow on drawn flowers: some 5 minutes on 2 CPU cores
 	$(BIN)/python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 2 --dropout 0 \
-		--batch_size 32 --train_num_steps 800 --learning_rate 1e-3 --lr_warmup_steps 50 --ema_decay 0.995 \
-		--mixed_precision bf16 --sample_every 200 --sample_steps 8 --save_every 200 --log_every 10 --output_dir runs/demo
+		--batch_size 16 --train_num_steps 900 --learning_rate 1e-3 --lr_warmup_steps 50 --ema_decay 0.99 \
+		--sample_every 300 --sample_steps 8 --save_every 300 --log_every 10 --output_dir runs/demo
 
 test: $(READY_DEV)  ## run all tests
 	$(BIN)/python -m pytest

@@ -10,7 +10,6 @@ import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
-from torchvision.utils import make_grid
 
 from rectified_flow.errors import UsageError
 from rectified_flow.training.checkpoint import step_name
@@ -63,6 +62,8 @@ class RunLog:
 
     def samples(self, step: int, images: Tensor) -> Path:
         """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
+        from torchvision.utils import make_grid  # takes seconds to load
+
         columns = max(1, round(len(images) ** 0.5))
         grid = make_grid(images, nrow=columns, padding=2, pad_value=255).permute(1, 2, 0).cpu().numpy()
         path = self.folder / "samples" / f"{step_name(step)}.png"
