@@ -96,8 +96,8 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the pictures: equal fingerprints, equal data."""
-        return str(self.info["key"])
+        """Hash of all pixels and labels: equal data has equal fingerprints, wherever it came from."""
+        return str(self.info["content"])
 
     def __len__(self) -> int:
         return self._length
@@ -147,7 +147,7 @@ def open_store(
         cache_dir.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock"):
             if not path.exists():
-                _Build(source, image_size, key, skip_broken_images).into(path)
+                _Build(source, image_size, skip_broken_images).into(path)
         return path
     except OSError as error:
         raise UsageError(
@@ -159,7 +159,6 @@ def open_store(
 class _Build:
     source: ImageSource
     image_size: int
-    key: str
     skip_broken_images: bool
 
     def into(self, path: Path) -> None:
@@ -181,12 +180,14 @@ class _Build:
         images = open_memmap(stage / "images.npy", mode="w+", dtype=np.uint8, shape=(count, 3, size, size))
         labels: list[int] = []
         broken: list[str] = []
+        content = blake2b(digest_size=16)
         for index, (pixels, label) in enumerate(self._decoded()):
             if pixels is None:
                 broken.append(self.source.describe(index))
             else:
                 images[len(labels)] = pixels
                 labels.append(label)
+                content.update(pixels.tobytes())
         images.flush()
         if not labels:
             raise UsageError(f"none of the {count} images in {self.source.name} could be read")
@@ -194,8 +195,9 @@ class _Build:
             _truncate(stage / "images.npy", len(labels))
             tqdm.write(f"skipped {len(broken)} broken images of {count}, the first one {broken[0]}")
         np.save(stage / "labels.npy", np.asarray(labels, dtype=np.int64))
+        content.update(repr(labels).encode())
         info = {
-            "key": self.key,
+            "content": content.hexdigest(),
             "source": self.source.name,
             "length": len(labels),
             "image_size": size,

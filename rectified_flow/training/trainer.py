@@ -234,7 +234,7 @@ class Trainer:
             there = checkpoint.load_document(path, STATE_FILE).get("dataset")
             if there != self._dataset_identity():
                 raise UsageError(
-                    f"checkpoint {path} was trained on other pictures: choose another --output_dir; with "
+                    f"checkpoint {path} was trained on other pictures or at another size: choose another --output_dir; with "
                     f"--resume {path} there, training goes on from its weights"
                 )
         return path
@@ -268,9 +268,9 @@ class Trainer:
             except Exception as error:  # a full disk comes as an error of each library's own kind
                 if last:
                     raise UsageError(
-                        f"could not write the last checkpoint to {folder} ({error}): make room, run the same command"
+                        f"could not save the last step to {folder} ({error}): make room, run the same command again"
                     ) from error
-                self._say(f"warning: could not write a checkpoint to {folder} ({error}); training goes on")
+                self._say(f"warning: could not save to {folder} ({error}); training goes on")
                 return {}
 
         return on_main(self.accelerator, write)

@@ -74,7 +74,7 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
     pixels = 48 * 2**20
     np.save(path / "images.npy", np.ones((pixels // (3 * 64 * 64), 3, 64, 64), np.uint8))
     np.save(path / "labels.npy", np.zeros(pixels // (3 * 64 * 64), np.int64))
-    (path / "info.json").write_text(f'{{"length": {pixels // (3 * 64 * 64)}, "class_names": [], "key": "x"}}')
+    (path / "info.json").write_text(f'{{"length": {pixels // (3 * 64 * 64)}, "class_names": []}}')
     dataset = ImageDataset(path)
     dataset.__getitems__([0])
     shared, private = mapped_memory()
@@ -137,6 +137,18 @@ def test_a_folder_that_changed_is_another_store(tmp_path: Path) -> None:
     second = open_store(ImageFolder(folder), 4, cache_dir=tmp_path)
     assert len(ImageDataset(first)) == 1
     assert len(ImageDataset(second)) == 2
+
+
+def test_equal_pictures_have_equal_fingerprints(tmp_path: Path) -> None:
+    """Else a run could not go on after its pictures were copied to another machine."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (8, 8), "red").save(tmp_path / name / "a.png")
+    os.utime(tmp_path / "there/a.png", (0, 0))
+    Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
+    here, there, other = (ImageDataset(open_store(ImageFolder(tmp_path / name), 4)) for name in ("here", "there", ""))
+    assert here.path != there.path
+    assert here.fingerprint == there.fingerprint != other.fingerprint
 
 
 def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
