@@ -80,6 +80,7 @@ class Trainer:
                 f"already trained {self.state.step} of {self.total_steps} steps: raise --train_num_steps to go on"
             )
             return
+        self.flow.train()
         batches = self._settle(self._batches())
         written: dict[str, Path] = {}
         self.throughput.restart()
@@ -234,8 +235,8 @@ class Trainer:
             there = checkpoint.load_document(path, STATE_FILE).get("dataset")
             if there != self._dataset_identity():
                 raise UsageError(
-                    f"checkpoint {path} was trained on other pictures or at another size: choose another --output_dir; with "
-                    f"--resume {path} there, training goes on from its weights"
+                    f"checkpoint {path} was trained on other pictures or at another size: choose another --output_dir; "
+                    f"with --resume {path} there, training goes on from its weights"
                 )
         return path
 
