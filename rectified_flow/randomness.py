@@ -93,14 +93,14 @@ def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device 
 def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     """Inverted dropout of ``x`` ``[b, ...]`` whose mask is a hash of (row's key, layer, element).
 
-    A hash needs no generator: the mask is the same in a second pass over the same rows (as mean flow makes), inside a
-    compiled graph, and on every number of processes.
+    A hash needs no generator: the mask is the same in a second pass over the same rows or the first few of them (as
+    mean flow makes), inside a compiled graph, and on every number of processes.
     """
     keys = _ambient.dropout_keys
     if keys is None:
         return F.dropout(x, probability)
     elements = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
-    bits = _murmur_finalizer(elements + layer * 0x3779B9)[None] ^ keys[:, None]
+    bits = _murmur_finalizer(elements + layer * 0x3779B9)[None] ^ keys[: len(x), None]
     uniform = _murmur_finalizer(bits) & 0xFFFFFF
     keep = (uniform >= int(probability * 2**24)).view_as(x)
     return x * keep * (1 / (1 - probability))

@@ -31,6 +31,15 @@ class Gaussian:
         ratio = self.marginal(times[1]) / self.marginal(times[0])
         return (1 - r) * self.mean + ratio.sqrt() * (x - (1 - t) * self.mean)
 
+    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor) -> Tensor:
+        """(x - flow_map(x, t, r)) / (t - r), in a form that holds at r = t."""
+        at_t, at_r = self.marginal(t), self.marginal(r)
+        gain = (t + r - self.variance * (2 - t - r)) / (at_t + (at_t * at_r).sqrt())
+        return -self.mean + gain * (x - (1 - t) * self.mean)
+
+    def float(self) -> "Gaussian":
+        return Gaussian(self.mean.float(), self.variance.float())
+
     def clean(self, x: Tensor, t: Tensor) -> Tensor:
         """E[x_0 | x_t = x]."""
         return self.mean + (1 - t) * self.variance / self.marginal(t) * (x - (1 - t) * self.mean)

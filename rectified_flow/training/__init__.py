@@ -1,6 +1,6 @@
 """Training: flags, processes, the loop, and what a run leaves on disk."""
 
-from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig
 from rectified_flow.training.trainer import Trainer
 
-__all__ = ["Trainer", "TrainingConfig"]
+__all__ = ["MeanFlowConfig", "RectifiedFlowConfig", "Trainer", "TrainingConfig"]

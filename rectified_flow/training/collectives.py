@@ -26,9 +26,12 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
-def mean_over_ranks(accelerator: Accelerator, value: Tensor) -> float:
-    """The mean of a scalar over all processes."""
-    return float(accelerator.reduce(value, reduction="mean"))
+def mean_over_ranks(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, float]:
+    """The mean of each scalar over all processes, in one reduction."""
+    if not values:
+        return {}
+    means = accelerator.reduce(torch.stack(list(values.values())).float(), reduction="mean")
+    return dict(zip(values, means.tolist(), strict=True))
 
 
 def gather_interleaved(accelerator: Accelerator, share: Tensor, total: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Every flag of a training run: frozen, validated, and parsed from the command line."""
 
+import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
 from math import ceil
 from pathlib import Path
@@ -10,6 +11,7 @@ import tyro
 from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.mean import ObjectiveName
 from rectified_flow.flows.rectified import Loss, Prediction
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -52,22 +54,6 @@ class NetworkFlags:
     """Dropout probability inside residual blocks."""
     use_cfg: bool = False
     """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
-
-
-@dataclass(frozen=True)
-class FlowFlags:
-    prediction: Prediction = "velocity"
-    """What the network predicts; the loss is that of the velocity in each case."""
-    loss: Loss = "mse"
-    """Distance between predicted and true velocity."""
-    time_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
-    """Where training times come from (0 is data, 1 is noise)."""
-    time_mean: float = -0.5
-    """Mean of the time's logit, for logit_normal."""
-    time_std: float = 1.2
-    """Standard deviation of the time's logit, for logit_normal."""
-    time_shift: float = 1.0
-    """Move times towards the noise (above 1) or the data (below 1)."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +104,8 @@ class OutputFlags:
     """Steps between sample grids; 0 draws one at the end only."""
     num_samples: int = 64
     """Images in a sample grid; 0 draws none."""
-    sample_steps: int = 16
-    """Intervals from noise to image in a sample grid."""
+    sample_steps: int | None = None
+    """Intervals from noise to image in a sample grid (default: 16 for a rectified flow, 1 for a mean flow)."""
     log_every: int = 50
     """Steps between lines of metrics.jsonl."""
     log_with: Tracker = "none"
@@ -129,8 +115,8 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class TrainingConfig(OutputFlags, OptimizationFlags, FlowFlags, NetworkFlags, DataFlags):
-    """A training run.
+class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
+    """A training run, whatever the flow.
 
     Raises:
         UsageError: where a value makes no sense, or two exclude each other.
@@ -138,10 +124,9 @@ class TrainingConfig(OutputFlags, OptimizationFlags, FlowFlags, NetworkFlags, Da
 
     def __post_init__(self) -> None:
         positive = "image_size dim batch_size global_batch_size gradient_accumulation_steps train_num_steps"
-        positive += " num_epochs learning_rate time_std time_shift sample_steps log_every"
+        positive += " num_epochs learning_rate sample_steps log_every"
         for name in positive.split():
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"--{name} is {value}; it must be above 0")
+            _require_positive(self, name)
         natural = "num_workers lr_warmup_steps weight_decay max_grad_norm save_every keep_checkpoints sample_every"
         natural += " num_samples seed"
         for name in natural.split():
@@ -210,6 +195,74 @@ class TrainingConfig(OutputFlags, OptimizationFlags, FlowFlags, NetworkFlags, Da
         }
 
 
+@dataclass(frozen=True)
+class RectifiedFlowFlags:
+    prediction: Prediction = "velocity"
+    """What the network predicts; the loss is that of the velocity in each case."""
+    loss: Loss = "mse"
+    """Distance between predicted and true velocity."""
+    time_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
+    """Where training times come from (0 is data, 1 is noise)."""
+    time_mean: float = -0.5
+    """Mean of the time's logit, for logit_normal."""
+    time_std: float = 1.2
+    """Standard deviation of the time's logit, for logit_normal."""
+    time_shift: float = 1.0
+    """Move times towards the noise (above 1) or the data (below 1)."""
+
+
+@dataclass(frozen=True)
+class RectifiedFlowConfig(RectifiedFlowFlags, TrainingConfig):
+    """A training run of a rectified flow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_positive(self, "time_std")
+        _require_positive(self, "time_shift")
+
+
+@dataclass(frozen=True)
+class MeanFlowFlags:
+    objective: ObjectiveName = "improved_mean_flow"
+    """Which of the papers' objectives to learn by."""
+    mean_fraction: float = 0.5
+    """Share of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
+    weight_power: float = 0.75
+    """Rows are weighted by their squared error to minus this power; 0 weights all alike."""
+    weight_epsilon: float = 1e-3
+    """Added to the squared error before the power."""
+    time_mean: float = -0.6
+    """Mean of the logit of the time t."""
+    time_std: float = 1.6
+    """Standard deviation of the logit of the time t."""
+    earlier_mean: float = -4.0
+    """Mean of the logit of the earlier time r."""
+    earlier_std: float = 1.6
+    """Standard deviation of the logit of the earlier time r."""
+    guidance_scale: float = 1.0
+    """Guidance inside what is learned, so that sampling needs none; with --use_cfg."""
+    guidance_mixing: float = 0.0
+    """Share of the network's own velocity in it; the effective scale is guidance_scale / (1 - guidance_mixing)."""
+    init_from: Path | None = None
+    """Start from the weights of this checkpoint or run, of a rectified flow for example."""
+
+
+@dataclass(frozen=True)
+class MeanFlowConfig(MeanFlowFlags, TrainingConfig):
+    """A training run of a mean flow."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("time_std", "earlier_std"):
+            _require_positive(self, name)
+        _require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
+        _require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")
+        _require(
+            self.use_cfg or (self.guidance_scale, self.guidance_mixing) == (1, 0),
+            "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
+        )
+
+
 C = TypeVar("C", bound=TrainingConfig)
 
 
@@ -220,7 +273,7 @@ def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
         UsageError: if the values make no valid config.
     """
     groups = {
-        base.__name__.removesuffix("Flags").lower(): base
+        re.sub("(?<!^)(?=[A-Z])", "_", base.__name__.removesuffix("Flags")).lower(): base
         for base in reversed(config_class.__mro__)
         if base.__name__.endswith("Flags")
     }
@@ -238,6 +291,12 @@ def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
     for title, group in groups.items():
         values |= {each.name: getattr(getattr(flags, title), each.name) for each in fields(group)}
     return config_class(**values)
+
+
+def _require_positive(config: "TrainingConfig", name: str) -> None:
+    """Raise a UsageError if a flag that was given is not above 0."""
+    value = getattr(config, name)
+    _require(value is None or value > 0, f"--{name} is {value}; it must be above 0")
 
 
 def _require(condition: bool, sentence: str) -> None:

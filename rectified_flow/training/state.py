@@ -37,9 +37,19 @@ class TrainingState:
         self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
         self.step = 0
         self.images_seen = 0
-        self.loss_sum = torch.zeros((), device=next(iter(parameters.values())).device)
-        """Sum of this rank's losses since the last logged step."""
-        self.losses = 0
+        self.sums: dict[str, Tensor] = {}
+        """This rank's loss, and what else its flow logs, summed since the last logged step."""
+        self.summands = 0
+
+    def count(self, values: dict[str, Tensor]) -> None:
+        """Add one forward pass to the sums; nothing waits for the device."""
+        for name, value in values.items():
+            self.sums[name] = self.sums.get(name, 0) + value.detach()
+        self.summands += 1
+
+    def clear_sums(self) -> None:
+        """Start a new mean."""
+        self.sums, self.summands = {}, 0
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """A checkpoint's tensors by file."""
@@ -53,14 +63,14 @@ class TrainingState:
             files[EMA_FILE] = network_of(self.ema.ema_model).state_dict()
         return files
 
-    def counters(self, loss_sum: float) -> dict[str, Any]:
-        """A checkpoint's numbers; ``loss_sum`` is the mean of it over ranks."""
+    def counters(self, sums: dict[str, float]) -> dict[str, Any]:
+        """A checkpoint's numbers; ``sums`` are the means of this state's over ranks."""
         scaler = self.optimizer.scaler
         return {
             "step": self.step,
             "images_seen": self.images_seen,
-            "loss_sum": loss_sum,
-            "losses": self.losses,
+            "sums": sums,
+            "summands": self.summands,
             "ema_step": None if self.ema is None else int(self.ema.step),
             "grad_scaler": None if scaler is None else scaler.state_dict(),
         }
@@ -82,8 +92,9 @@ class TrainingState:
         if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
             self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
         self.step, self.images_seen = counters["step"], counters["images_seen"]
-        self.loss_sum.fill_(counters["loss_sum"])
-        self.losses = counters["losses"]
+        device = next(iter(self.parameters.values())).device
+        self.sums = {name: torch.tensor(value, device=device) for name, value in counters["sums"].items()}
+        self.summands = counters["summands"]
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
         numbered: dict[int, dict[str, Tensor]] = {}
@@ -96,6 +107,16 @@ class TrainingState:
             }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+
+def load_network(network: nn.Module, path: Path) -> None:
+    """Give ``network`` the weights of a checkpoint or run, the averaged ones if there are any.
+
+    Raises:
+        UsageError: if there is none, or it is of another architecture.
+    """
+    path = checkpoint.resolve(path)
+    _load_weights(network, path, EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE)
 
 
 def network_of(flow: nn.Module) -> nn.Module:

@@ -33,6 +33,8 @@ class Trainer:
     Args:
         flow: a module whose ``forward(**batch)`` returns the scalar loss. If it has ``sample(count, steps=...)``
             returning images in [0, 1], grids of samples are drawn. Its ``network``, or else the whole of it, is saved.
+            Scalars it leaves in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is
+            set before each step, from 0 to 1.
         dataset: map-style, with items that are ``image``, ``(image, label)``, or dicts of tensors.
         config: the run's flags.
 
@@ -104,11 +106,12 @@ class Trainer:
 
     def _train_step(self, batches: Iterator[Batch]) -> None:
         state, optimizer = self.state, self.state.optimizer
+        if hasattr(self.flow, "progress"):
+            self.flow.progress = state.step / self.total_steps  # type: ignore[assignment]
         for group in optimizer.param_groups:
             group["lr"] = self._learning_rate()
         for micro_batch in range(self.batch.accumulation):
-            state.loss_sum += self._backward(next(batches), micro_batch)
-            state.losses += 1
+            state.count(self._backward(next(batches), micro_batch))
         self.grad_norm = self.accelerator.clip_grad_norm_(
             state.parameters.values(), self.config.max_grad_norm or torch.inf
         )
@@ -120,8 +123,8 @@ class Trainer:
         state.images_seen += self.batch.total
         self.throughput.images += self.batch.total
 
-    def _backward(self, batch: Batch, micro_batch: int) -> Tensor:
-        """Add the gradients of one micro-batch; only the last one of a step is summed over ranks."""
+    def _backward(self, batch: Batch, micro_batch: int) -> dict[str, Tensor]:
+        """Add the gradients of one micro-batch, those of a step's last summed over ranks; returns what to log."""
         batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
         mine = self.batch.rows(self.accelerator.process_index, micro_batch)
         rows = Rows(self.config.seed, self.state.step, self.batch.total, mine)
@@ -129,7 +132,7 @@ class Trainer:
         with rows_of(rows, self.device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
             loss: Tensor = self.wrapped(**batch)
             self.accelerator.backward(loss)
-        return loss.detach()
+        return {"loss": loss} | getattr(self.flow, "logged", {})
 
     def _learning_rate(self) -> float:
         """A function of the step: linear warm-up, then constant."""
@@ -171,20 +174,19 @@ class Trainer:
     def _log_metrics(self) -> str:
         """Write down the mean loss since the last time; the only moment at which the device is waited for."""
         state = self.state
-        loss = mean_over_ranks(self.accelerator, state.loss_sum / state.losses)
-        state.loss_sum.zero_()
-        state.losses = 0
+        means = mean_over_ranks(self.accelerator, {name: total / state.summands for name, total in state.sums.items()})
+        state.clear_sums()
         rate = self.throughput.restart()
         if self.log is not None:
             self.log.metrics(
                 state.step,
                 images_seen=state.images_seen,
-                loss=loss,
+                **means,
                 learning_rate=self.state.optimizer.param_groups[0]["lr"],
                 grad_norm=float(self.grad_norm),
                 images_per_second=round(rate, 2),
             )
-        return f"loss {loss:.4f}, {rate:.1f} img/s"
+        return ", ".join([*(f"{name} {value:.4f}" for name, value in means.items()), f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
         """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
@@ -196,7 +198,7 @@ class Trainer:
         share = -(-total // world)
         mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
         with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
-            images = sample(share, steps=self.config.sample_steps)
+            images = sample(share, **({"steps": self.config.sample_steps} if self.config.sample_steps else {}))
         images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
         return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
 
@@ -254,7 +256,7 @@ class Trainer:
 
     def _save(self) -> dict[str, Path]:
         check_equal_weights(self.accelerator, self.flow)
-        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.loss_sum))
+        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums))
         counters |= {"dataset": self._dataset_identity(), "seed": self.config.seed, "batch": str(self.batch)}
         folder, last = self.config.checkpoints, self.state.step == self.total_steps
 

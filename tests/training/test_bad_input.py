@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 import train_oxford
-from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.config import RectifiedFlowConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config, train
@@ -34,7 +34,7 @@ def program(argv: list[str]) -> tuple[int, str]:
         os.dup2(output.fileno(), 2)
         code = 0
         try:
-            run(train_oxford.main, TrainingConfig, "Train.")
+            run(train_oxford.main, RectifiedFlowConfig, "Train.")
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
         sys.stderr.flush()

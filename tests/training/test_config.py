@@ -8,39 +8,55 @@ from typing import Any
 import pytest
 
 from rectified_flow.errors import UsageError
-from rectified_flow.training.config import TrainingConfig, parse
+from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig, parse
 
-FLAGS = """
+SHARED = """
 dataset dataset_path image_size horizontal_flip skip_broken_images cache_dir num_workers multiprocessing_context
-persistent_workers pin_memory dim dim_mults dropout use_cfg prediction loss time_distribution time_mean time_std
-time_shift batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs learning_rate
-lr_warmup_steps weight_decay max_grad_norm mixed_precision use_ema ema_decay seed compile output_dir checkpoint_dir
-resume save_every keep_checkpoints sample_every num_samples sample_steps log_every log_with dry_run
+persistent_workers pin_memory dim dim_mults dropout use_cfg batch_size global_batch_size
+gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps weight_decay max_grad_norm
+mixed_precision use_ema ema_decay seed compile output_dir checkpoint_dir resume save_every keep_checkpoints
+sample_every num_samples sample_steps log_every log_with dry_run
 """
+RECTIFIED = SHARED + "prediction loss time_distribution time_mean time_std time_shift"
+MEAN = SHARED + (
+    "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
+    "guidance_mixing init_from"
+)
 
 
-def parse_words(monkeypatch: pytest.MonkeyPatch, words: str) -> TrainingConfig:
+def parse_words(
+    monkeypatch: pytest.MonkeyPatch, words: str, config_class: type[TrainingConfig] = RectifiedFlowConfig
+) -> TrainingConfig:
     monkeypatch.setattr(sys, "argv", ["train_oxford.py", *words.split()])
-    return parse(TrainingConfig, "Train a flow.")
+    return parse(config_class, "Train a flow.")
 
 
-def test_the_flags_are_these() -> None:
+@pytest.mark.parametrize(("config_class", "flags"), [(RectifiedFlowConfig, RECTIFIED), (MeanFlowConfig, MEAN)])
+def test_the_flags_are_these(config_class: type[TrainingConfig], flags: str) -> None:
     """A flag that goes, or changes its name, breaks somebody's scripts."""
-    assert [field.name for field in fields(TrainingConfig)] == FLAGS.split()
+    assert [field.name for field in fields(config_class)] == flags.split()
 
 
+@pytest.mark.parametrize(
+    ("config_class", "flags", "title"),
+    [(RectifiedFlowConfig, RECTIFIED, "rectified_flow options"), (MeanFlowConfig, MEAN, "mean_flow options")],
+)
 def test_help_is_grouped_and_names_every_flag(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    config_class: type[TrainingConfig],
+    flags: str,
+    title: str,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
-        parse_words(monkeypatch, "--help")
+        parse_words(monkeypatch, "--help", config_class)
     assert end.value.code == 0
     text = capsys.readouterr().out
-    titles = ["data options", "network options", "flow options", "optimization options", "output options"]
+    titles = ["data options", "network options", "optimization options", "output options", title]
     places = [text.index(title) for title in titles]
     assert places == sorted(places)
-    for flag in FLAGS.split():
+    for flag in flags.split():
         assert f"--{flag}" in text
     for unit in ("[px]", "Optimizer steps", "per process", "(default: 100000)", "excludes --num_epochs"):
         assert unit in text
@@ -83,11 +99,15 @@ def test_it_is_frozen() -> None:
         ({"ema_decay": 1.0}, "--ema_decay is 1.0"),
         ({"dim_mults": ()}, "--dim_mults is ()"),
         ({"persistent_workers": True}, "need --num_workers above 0"),
+        ({"mean_fraction": 1.5}, "--mean_fraction is 1.5; it must be in [0, 1]"),
+        ({"earlier_std": 0}, "--earlier_std is 0; it must be above 0"),
+        ({"guidance_scale": 2}, "need labels: pass --use_cfg"),
+        ({"guidance_mixing": 1.0, "use_cfg": True}, "--guidance_mixing is 1.0; it must be in [0, 1)"),
     ],
 )
 def test_what_makes_no_sense_is_refused(flags: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        TrainingConfig(**flags)
+        MeanFlowConfig(**flags)
     assert sentence in str(refusal.value)
 
 

@@ -1,0 +1,116 @@
+"""What all flows share: how images, labels and noise enter, and in which state sampling happens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import randomness
+from rectified_flow.flows.images import random_horizontal_flip, to_signed
+
+
+class Flow(nn.Module):
+    """A module that holds a network, whose ``forward(images, labels)`` is the loss and which can ``sample``.
+
+    Time is the noise level: ``x_t = (1 - t) x_0 + t noise``, so ``t = 0`` is data, ``t = 1`` is noise and the velocity
+    along the way is ``noise - x_0``.
+
+    Args:
+        network: called ``network(x, t, ...)``; it gets labels if it has ``num_classes``.
+        label_dropout: probability of training a row without its label (Ho & Salimans 2022, arXiv:2207.12598).
+        horizontal_flip: mirror half of the training images.
+        image_shape: ``(c, h, w)`` to sample; remembered from the first training batch if not given.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        label_dropout: float = 0.0,
+        horizontal_flip: bool = False,
+        image_shape: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.num_classes: int | None = getattr(network, "num_classes", None)
+        self.label_dropout = label_dropout
+        self.horizontal_flip = horizontal_flip
+        self.image_shape = image_shape
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the objective in place, its draws left outside; no saved name changes."""
+        self.objective = torch.compile(self.objective, *args, **kwargs)  # type: ignore[has-type]
+
+    def _call(self, x: Tensor, t: Tensor, labels: Tensor | None, **conditions: Tensor) -> Tensor:
+        """The network's output in float32; labels only where it has classes."""
+        if self.num_classes is not None:
+            return self.network(x, t, labels=labels, **conditions).float()
+        return self.network(x, t, **conditions).float()
+
+    def _draw_batch(self, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Data in [-1, 1], noise, and labels as the objective takes them."""
+        x_0 = to_signed(images)
+        self.image_shape = self.image_shape or tuple(x_0.shape[1:])
+        if self.horizontal_flip:
+            x_0 = random_horizontal_flip(x_0)
+        noise = randomness.randn("noise", x_0.shape, x_0.device)
+        return x_0, noise, self._drop_labels(labels)
+
+    def _drop_labels(self, labels: Tensor | None) -> Tensor | None:
+        if labels is None or self.num_classes is None or self.label_dropout == 0:
+            return labels
+        dropped = randomness.rand("label dropout", labels.shape, labels.device) < self.label_dropout
+        return labels.masked_fill(dropped, self.num_classes)
+
+    def _draw_start(
+        self, batch_size: int, labels: Tensor | None, noise: Tensor | None, generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Noise to start sampling from, and labels: what was given, the rest drawn."""
+        device = next(self.network.parameters()).device
+        count = len(noise) if noise is not None else len(labels) if labels is not None else batch_size
+        if noise is None:
+            noise = self._draw_noise(count, device, generator)
+        if labels is None and self.num_classes is not None:
+            labels = _draw_labels(self.num_classes, count, device, generator)
+        return noise.float(), labels
+
+    def _draw_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        if self.image_shape is None:
+            raise ValueError("the flow does not know its image shape yet: give noise, or image_shape when building it")
+        shape = (count, *self.image_shape)
+        if generator is not None:
+            return torch.randn(shape, device=device, generator=generator)
+        return randomness.randn("sample noise", shape, device)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        was_training = self.training
+        self.eval()
+        try:
+            yield
+        finally:
+            self.train(was_training)
+
+
+def time_grid(steps: int) -> list[float]:
+    """``steps`` equal intervals from noise (1) to data (0).
+
+    Raises:
+        ValueError: if ``steps`` is not positive.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; sampling needs at least 1")
+    return torch.linspace(1, 0, steps + 1).tolist()
+
+
+def expand(t: Tensor, x: Tensor) -> Tensor:
+    """``t`` ``[b]`` with trailing ones, to multiply ``x`` ``[b, ...]``."""
+    return t.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _draw_labels(num_classes: int, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    if generator is not None:
+        return torch.randint(num_classes, (count,), device=device, generator=generator)
+    return randomness.randint("sample labels", num_classes, (count,), device)

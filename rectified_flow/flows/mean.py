@@ -1,0 +1,251 @@
+"""Mean flow: learn the average velocity over an interval, and generate in one step.
+
+The average velocity ``u(x_t, r, t)`` over ``[r, t]`` satisfies the mean flow identity ``u + (t - r) du/dt = v``, where
+``du/dt`` is taken along the flow with ``r`` fixed (Geng et al. 2025, arXiv:2505.13447, eq. 6). One residual serves the
+family that grew from it:
+
+    V = u + (t - r) * stopgrad(derivative of u along w),      loss on V - v,
+
+with the direction ``w`` the conditional velocity, the network's own, or a blend; and the derivative exact (a
+forward-mode product) or a finite step, which needs no forward mode.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+
+from rectified_flow.flows.flow import Flow, expand, time_grid
+from rectified_flow.flows.images import to_unit
+from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
+
+ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "shortcut"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A member of the family.
+
+    Args:
+        blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
+        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1]; 0 is the exact derivative.
+        own_target: for rows with ``r < t``, learn from the network's own first step instead of the velocity.
+    """
+
+    blend: float = 0.0
+    step: Callable[[float], float] = lambda _progress: 0.0
+    own_target: bool = False
+
+
+def sigmoid_step(progress: float, sharpness: float = 25.0, smallest: float = 0.005) -> float:
+    """From 1, trajectory flow matching, to 0, mean flow (Zhang et al. 2025, arXiv:2510.20771, section 4)."""
+    step = 1 - 1 / (1 + exp(-sharpness * (progress - 0.5)))
+    return 1.0 if step > 1 - smallest else 0.0 if step < smallest else step
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "mean_flow": Objective(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
+    "improved_mean_flow": Objective(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
+    "alpha_flow": Objective(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
+    "shortcut": Objective(step=lambda _progress: 0.5, own_target=True),  # Frans et al. 2024, arXiv:2410.12557
+}
+
+
+class MeanFlow(Flow):
+    """A one-step generator.
+
+    Args:
+        network: called ``network(x, t, r=r)``, with ``labels`` if it has ``num_classes``; forward mode must pass
+            through it unless the objective takes finite steps only.
+        objective: a name from the papers, or an :class:`Objective` of your own.
+        mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
+        weight_power: rows are weighted by ``(squared error + weight_epsilon) ** -weight_power``, the squared error
+            summed over elements (arXiv:2505.13447, section 4.3); 0 weights all alike, 1 makes the loss blind to size.
+        weight_epsilon: see ``weight_power``.
+        time_distribution: of ``t``.
+        earlier_distribution: of ``r``, which is ``t`` where it comes out later.
+        guidance_scale: of the velocity that is learned, inside the target (arXiv:2505.13447, section 4.2); needs a
+            network with classes and ``label_dropout``. Rows without a label are left alone.
+        guidance_mixing: how much of the network's own conditional velocity is in the target; the effective scale is
+            ``guidance_scale / (1 - guidance_mixing)``.
+        settings: those of :class:`Flow`.
+
+    Attributes:
+        progress: of training, in [0, 1]; set by the trainer, read by objectives with a schedule.
+        logged: what the last forward pass has to tell besides its loss: ``unweighted_loss``, the mean squared error.
+
+    Raises:
+        ValueError: if the fraction is not in [0, 1], or guidance has no classes to work with.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        objective: ObjectiveName | Objective = "improved_mean_flow",
+        mean_fraction: float = 0.5,
+        weight_power: float = 0.75,
+        weight_epsilon: float = 1e-3,
+        time_distribution: TimeDistribution | None = None,
+        earlier_distribution: TimeDistribution | None = None,
+        guidance_scale: float = 1.0,
+        guidance_mixing: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(network, **settings)
+        if not 0 <= mean_fraction <= 1:
+            raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
+        self.guided = guidance_scale != 1 or guidance_mixing != 0
+        if self.guided and self.num_classes is None:
+            raise ValueError("guidance needs a network with num_classes")
+        self.member = OBJECTIVES[objective] if isinstance(objective, str) else objective
+        self.mean_fraction = mean_fraction
+        self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
+        self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
+        self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
+        self.guidance_scale, self.guidance_mixing = guidance_scale, guidance_mixing
+        self.progress = 0.0
+        self.logged: dict[str, Tensor] = {}
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Draw noise and intervals for a batch and return the scalar loss.
+
+        The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
+        strided rows of the global batch, the same rows on any number of them.
+
+        Args:
+            images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
+            labels: int64 ``[b]``; ignored by a network without classes.
+        """
+        x_0, noise, labels = self._draw_batch(images, labels)
+        t = self.time_distribution.sample(len(x_0), x_0.device)
+        earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
+        count = round(self.mean_fraction * len(x_0))
+        r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
+        step = self.member.step(self.progress)
+        loss, mean_square = self.objective(x_0, noise, t, r, labels, count, step > 0, t.new_tensor(step))
+        self.logged = {"unweighted_loss": mean_square}
+        return loss
+
+    def objective(
+        self,
+        x_0: Tensor,
+        noise: Tensor,
+        t: Tensor,
+        r: Tensor,
+        labels: Tensor | None = None,
+        count: int | None = None,
+        finite: bool = False,
+        step: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The loss and the mean squared error as a function of every draw.
+
+        Args:
+            x_0: data ``[b, ...]``.
+            noise: ``[b, ...]``.
+            t: times ``[b]``.
+            r: earlier times ``[b]``, equal to ``t`` in all rows after the first ``count``.
+            labels: int64 ``[b]``, dropped already.
+            count: rows that need the derivative; all of them if not given.
+            finite: whether to take a finite step for it.
+            step: scalar, the finite step as a fraction of ``t - r``.
+        """
+        count = len(x_0) if count is None else count
+        times = expand(t, x_0)
+        x_t = (1 - times) * x_0 + times * noise
+        u = self.average_velocity(x_t, t, r, labels)  # with gradient, before all that is without: see autocast's cache
+        with torch.no_grad():
+            v = self._guide(noise - x_0, x_t, t, labels)
+            change, target = torch.zeros_like(u), v
+            if count > 0:
+                # Copies, for a compiled derivative wants tangents laid out like their values.
+                u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
+                labels_ = None if labels is None else labels[:count]
+                change_, target_ = self._correction(u_, x_, v_, t_, r_, labels_, step if finite else None)
+                change, target = torch.cat((change_, change[count:])), torch.cat((target_, v[count:]))
+        residual = u + change - target
+        square = residual.square().flatten(1).sum(dim=1)
+        weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
+        return (weight * square).mean(), square.detach().mean() / residual[0].numel()
+
+    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
+        return self._call(x, t, labels, r=r)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        batch_size: int = 1,
+        *,
+        steps: int = 1,
+        labels: Tensor | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Generate images, float32 ``[b, c, h, w]`` in [0, 1], with one network call per step.
+
+        Args:
+            batch_size: how many, where neither ``labels`` nor ``noise`` says so.
+            steps: intervals between noise and image, each crossed with its average velocity.
+            labels: int64 ``[b]``; drawn uniformly if a conditional network is given none.
+            noise: ``[b, c, h, w]`` to start from, standard normal; drawn if not given.
+            generator: source of what is drawn, on the network's device.
+
+        Raises:
+            ValueError: if ``steps`` is not positive, or the flow has not seen an image shape yet.
+        """
+        times = time_grid(steps)
+        x, labels = self._draw_start(batch_size, labels, noise, generator)
+        with self._evaluating():
+            for t, r in pairwise(times):
+                x = x - (t - r) * self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), labels)
+        return to_unit(x)
+
+    def _correction(
+        self,
+        u: Tensor,
+        x: Tensor,
+        v: Tensor,
+        t: Tensor,
+        r: Tensor,
+        labels: Tensor | None,
+        step: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What is added to ``u`` before it is compared, and with what; without ``step`` the derivative is exact."""
+        if step is None:
+            direction = self._blend(v, x, t, labels)
+            _, derivative, *_ = jvp(
+                lambda x, t, r: self.average_velocity(x, t, r, labels),
+                (x, t, r),
+                (direction, torch.ones_like(t), torch.zeros_like(r)),
+            )
+            return expand(t - r, x) * derivative, v
+        gap = step * (t - r)
+        between = t - gap
+        if self.member.own_target:
+            direction = v = self.average_velocity(x, t, between, labels)
+        else:
+            direction = self._blend(v, x, t, labels)
+        there = self.average_velocity(x - expand(gap, x) * direction, between, r, labels)
+        return (1 - step) / step * (u - there), v
+
+    def _blend(self, v: Tensor, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
+        if self.member.blend == 0:
+            return v
+        own = self.average_velocity(x, t, t, labels)
+        return own if self.member.blend == 1 else torch.lerp(v, own, self.member.blend)
+
+    def _guide(self, v: Tensor, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
+        if not self.guided or labels is None:
+            return v
+        nobody = torch.full_like(labels, self.num_classes or 0)
+        unconditional = self.average_velocity(x, t, t, nobody)
+        guided = self.guidance_scale * v + (1 - self.guidance_scale - self.guidance_mixing) * unconditional
+        if self.guidance_mixing:
+            guided = guided + self.guidance_mixing * self.average_velocity(x, t, t, labels)
+        return torch.where(expand(labels == nobody, x), v, guided)

@@ -1,0 +1,42 @@
+"""From flags to the parts of a run that all flows have."""
+
+from rectified_flow.data import ImageDataset, open_dataset
+from rectified_flow.networks import Unet
+from rectified_flow.training.config import TrainingConfig
+
+LABEL_DROPOUT = 0.1
+
+
+def build_dataset(config: TrainingConfig) -> ImageDataset:
+    """Open the pictures, decoding them first if that has not been done.
+
+    Raises:
+        UsageError: if they cannot be found, read or stored.
+    """
+    return open_dataset(
+        config.dataset,
+        config.dataset_path,
+        image_size=config.image_size,
+        cache_dir=config.cache_dir,
+        skip_broken_images=config.skip_broken_images,
+    )
+
+
+def build_network(config: TrainingConfig, num_classes: int | None) -> Unet:
+    """The Unet; the classes count only with ``--use_cfg``."""
+    return Unet(
+        config.dim,
+        config.dim_mults,
+        num_classes=num_classes if config.use_cfg else None,
+        image_size=config.image_size,
+        dropout=config.dropout,
+    )
+
+
+def flow_settings(config: TrainingConfig) -> dict[str, object]:
+    """What every flow is told about images and labels."""
+    return {
+        "label_dropout": LABEL_DROPOUT,
+        "horizontal_flip": config.horizontal_flip,
+        "image_shape": (3, config.image_size, config.image_size),
+    }

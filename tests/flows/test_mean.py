@@ -1,0 +1,236 @@
+"""Mean flow against closed forms: every member of the family, and the slips that are easily made."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import jvp
+
+from rectified_flow.flows import MeanFlow, RectifiedFlow
+from rectified_flow.flows import mean as mean_module
+from rectified_flow.flows.images import to_unit
+from rectified_flow.flows.mean import OBJECTIVES, Objective, sigmoid_step
+from rectified_flow.networks import Unet
+from rectified_flow.randomness import Rows, rows_of
+from tests.analytic import Gaussian, image_gaussian
+
+COUNT = 60_000
+
+
+class Optimal(nn.Module):
+    """The exact average velocity, plus parameters that are zero there: an offset, a gain and a slope in time."""
+
+    def __init__(self, data: Gaussian) -> None:
+        super().__init__()
+        self.data = data
+        self.errors = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor) -> Tensor:
+        offset, gain, slope = self.errors
+        times = (each.reshape(-1, 1, 1, 1) for each in (t, r))
+        t_, r_ = times
+        return self.data.average_velocity(x, t_, r_) + offset + gain * x + slope * (t_ - r_)
+
+
+def draws(data: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x_0 = data.sample(COUNT).float()
+    t = 0.2 + 0.7 * torch.rand(COUNT)
+    return x_0, torch.randn(COUNT, 3, 4, 4), t, t * torch.rand(COUNT)
+
+
+def evaluate(objective: Objective | str, step: float = 0.0) -> tuple[float, float]:
+    """Mean squared error at the optimum, and the norm of its gradient there."""
+    data = image_gaussian().float()
+    flow = MeanFlow(Optimal(data), objective=objective, weight_power=0)  # type: ignore[arg-type]
+    x_0, noise, t, r = draws(data)
+    loss, mean_square = flow.objective(x_0, noise, t, r, finite=step > 0, step=torch.tensor(step))
+    (loss / x_0[0].numel()).backward()
+    gradient = flow.network.errors.grad
+    assert isinstance(gradient, Tensor)
+    return mean_square.item(), gradient.norm().item()
+
+
+def floor(blend: float) -> float:
+    """Sum of lam / V(t) * (blend + (1 - blend) * sqrt(V(r) / V(t)))^2, averaged over elements and draws."""
+    data = image_gaussian().float()
+    _, _, t, r = draws(data)
+    at_t, at_r = (data.marginal(each.reshape(-1, 1, 1, 1)) for each in (t, r))
+    factor = blend + (1 - blend) * (at_r / at_t).sqrt()
+    return (data.variance / at_t * factor**2).mean().item()
+
+
+@pytest.mark.parametrize(
+    ("objective", "blend"), [("mean_flow", 0.0), ("improved_mean_flow", 1.0), (Objective(0.4), 0.4)]
+)
+def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(objective: Any, blend: float) -> None:
+    mean_square, gradient = evaluate(objective)
+    assert mean_square == pytest.approx(floor(blend), rel=5e-3)
+    assert gradient < 0.02
+
+
+def test_a_shortcut_of_the_optimum_is_exact() -> None:
+    """Two exact half steps make the whole one: no error at all."""
+    mean_square, gradient = evaluate("shortcut", step=0.5)
+    assert mean_square < 1e-8
+    assert gradient < 1e-4
+
+
+def test_a_finite_step_tends_to_the_derivative() -> None:
+    """Its bias is of the order of the step: the gradient at the optimum shrinks with it."""
+    steps = (0.4, 0.2, 0.1)
+    gradients = [evaluate("alpha_flow", step)[1] for step in steps]
+    assert gradients[0] > 1.6 * gradients[1] > 2.5 * gradients[2]
+    mean_square, _ = evaluate("alpha_flow", 0.01)
+    assert mean_square == pytest.approx(floor(0.0), rel=0.03)
+
+
+def slipped(name: str) -> Callable[..., Any]:
+    """``torch.func.jvp`` with a slip in its tangents or its result."""
+
+    def wrong(function: Any, primals: Any, tangents: Any) -> Any:
+        dx, dt, dr = tangents
+        tangents = {
+            "tangent of r not zero": (dx, dt, torch.ones_like(dr)),
+            "tangent of t zero": (dx, torch.zeros_like(dt), dr),
+            "direction negated": (-dx, dt, dr),
+        }.get(name, tangents)
+        value, derivative, *_ = jvp(function, primals, tangents)
+        _, t, r = primals
+        gap = (t - r).reshape(-1, 1, 1, 1)
+        return value, {"sign of t - r": -derivative, "factor missing": derivative / gap}.get(name, derivative)
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "slip",
+    ["tangent of r not zero", "tangent of t zero", "direction negated", "sign of t - r", "factor missing"],
+)
+@pytest.mark.parametrize("objective", ["mean_flow", "improved_mean_flow"])
+def test_slips_show(slip: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very numbers the tests above compare move far out of their tolerance."""
+    monkeypatch.setattr(mean_module, "jvp", slipped(slip))
+    mean_square, gradient = evaluate(objective)
+    expected = floor(1.0 if objective == "improved_mean_flow" else 0.0)
+    assert gradient > 0.1 or abs(mean_square / expected - 1) > 0.03
+
+
+def test_a_missing_stop_gradient_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the value as it is; only the gradient tells."""
+    monkeypatch.setattr(torch, "no_grad", torch.enable_grad)
+    mean_square, gradient = evaluate("mean_flow")
+    assert mean_square == pytest.approx(floor(0.0), rel=5e-3)
+    assert gradient > 0.1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_sampling_with_the_exact_average_lands_on_the_flow_map(steps: int) -> None:
+    data = image_gaussian().float()
+    torch.manual_seed(0)
+    noise = torch.randn(8, 3, 4, 4)
+    images = MeanFlow(Optimal(data)).sample(noise=noise, steps=steps)
+    exact = to_unit(data.flow_map(noise, 1.0, 0.0))
+    torch.testing.assert_close(images, exact, atol=1e-5, rtol=0)
+    assert ((exact > 0) & (exact < 1)).float().mean() > 0.5, "clipping hides what is compared"
+
+
+def test_one_step_is_one_network_call() -> None:
+    network = Unet(8, (1, 2), image_size=8)
+    calls: list[float] = []
+    network.register_forward_hook(lambda _module, args, _out: calls.append(args[1][0].item()))
+    flow = MeanFlow(network, image_shape=(3, 8, 8))
+    flow.sample(3)
+    assert calls == [1.0]
+    flow.sample(3, steps=2)
+    assert calls == [1.0, 1.0, 0.5]
+
+
+def unet(**settings: Any) -> Unet:
+    torch.manual_seed(0)
+    network = Unet(8, (1, 2), image_size=8, attention_sides=(4,), **settings)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def test_without_mean_rows_it_is_rectified_flow() -> None:
+    network = unet()
+    images = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
+    mean = MeanFlow(network, mean_fraction=0, weight_power=0)
+    rectified = RectifiedFlow(network, time_distribution=mean.time_distribution)
+    losses = []
+    for flow in (mean, rectified):
+        with rows_of(Rows(0, 0, 8, slice(None))):
+            losses.append(flow(images).item())
+    assert losses[0] / (3 * 8 * 8) == pytest.approx(losses[1], rel=1e-6)
+    assert mean.logged["unweighted_loss"].item() == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_weight_of_power_one_is_blind_and_the_unweighted_loss_is_not() -> None:
+    network = unet()
+    flow = MeanFlow(network, weight_power=1)
+    images = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
+    assert flow(images).item() == pytest.approx(1, abs=0.01)
+    assert flow.logged["unweighted_loss"].item() > 0.1
+
+
+@pytest.mark.parametrize("objective", [*OBJECTIVES, Objective(0.5)])
+def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: Any) -> None:
+    """The same rows get r < t however the batch is cut, and dropout agrees in every pass."""
+    flow = MeanFlow(unet(num_classes=3, dropout=0.2), objective=objective, label_dropout=0.3)
+    flow.progress = 0.5
+    images, labels = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8), torch.arange(8) % 3
+
+    def gradient(*parts: slice) -> Tensor:
+        flow.zero_grad()
+        for part in parts:
+            with rows_of(Rows(0, 4, 8, part)):
+                (flow(images[part], labels[part]) / len(parts)).backward()
+        return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
+
+    whole = gradient(slice(None))
+    torch.testing.assert_close(
+        gradient(slice(0, None, 2), slice(1, None, 2)), whole, rtol=1e-4, atol=1e-5 * whole.norm().item()
+    )
+
+
+def test_bf16_gradients_are_near() -> None:
+    flow = MeanFlow(unet(dropout=0.1))
+    images = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
+
+    def gradient(enabled: bool) -> Tensor:
+        flow.zero_grad()
+        with rows_of(Rows(0, 0, 8, slice(None))), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            flow(images).backward()
+        return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
+
+    exact, rounded = gradient(False), gradient(True)
+    assert 0 < (rounded - exact).norm() < 0.03 * exact.norm()
+
+
+def test_guidance_moves_the_target_of_labelled_rows_only() -> None:
+    """With scale w and mixing k the target is w v + k u(c) + (1 - w - k) u(none)."""
+    network = unet(num_classes=3)
+    flow = MeanFlow(network, guidance_scale=2.0, guidance_mixing=0.5)
+    torch.manual_seed(0)
+    x, v, t = torch.randn(3, 3, 8, 8), torch.randn(3, 3, 8, 8), torch.rand(3)
+    labels = torch.tensor([0, 3, 2])
+    with torch.no_grad():
+        guided = flow._guide(v, x, t, labels)
+        own, nobody = network(x, t, labels=labels), network(x, t)
+    expected = 2.0 * v + 0.5 * own - 1.5 * nobody
+    torch.testing.assert_close(guided[[0, 2]], expected[[0, 2]])
+    assert torch.equal(guided[1], v[1])
+    with pytest.raises(ValueError, match="num_classes"):
+        MeanFlow(unet(), guidance_scale=2.0)
+
+
+def test_the_alpha_schedule() -> None:
+    assert sigmoid_step(0.0) == 1
+    assert sigmoid_step(0.5) == pytest.approx(0.5)
+    assert sigmoid_step(1.0) == 0
+    with pytest.raises(ValueError, match="mean_fraction is 2"):
+        MeanFlow(unet(), mean_fraction=2)
