@@ -6,3 +6,8 @@ class UsageError(ValueError):
 
     The command-line programs print it without a traceback and exit with code 2.
     """
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of some library says, cut to a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -38,6 +38,8 @@ class Flags:
     """Side of the images [px]."""
     output_dir: Path = Path("runs")
     """Where runs will be written."""
+    cache_dir: Path | None = None
+    """Where decoded images are kept (default: $RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow)."""
 
 
 class ProblemError(Exception):
@@ -52,7 +54,7 @@ def main(flags: Flags) -> int:
         "data": lambda: check_data(flags),
         "start method": check_start_method,
         "two processes": check_two_processes,
-        "disk": lambda: check_disk(flags.output_dir, default_cache_dir()),
+        "disk": lambda: check_disk(flags.output_dir, flags.cache_dir or default_cache_dir()),
     }
     problems = 0
     for name, check in checks.items():
@@ -88,7 +90,7 @@ def check_devices() -> str:
 
 def check_data(flags: Flags) -> str:
     """The dataset's size, and one batch read back."""
-    dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size)
+    dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size, cache_dir=flags.cache_dir)
     images = dataset.__getitems__(range(min(8, len(dataset))))["images"]
     return (
         f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "

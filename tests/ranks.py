@@ -8,6 +8,7 @@ import datetime
 import faulthandler
 import multiprocessing as mp
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -61,7 +62,7 @@ def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> 
             if rank in results or not pipe.poll(0.01):
                 continue
             try:
-                results[rank], failure = pipe.recv()
+                results[rank], failure = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 raise AssertionError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
@@ -97,9 +98,10 @@ def _rank(
             timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         assert PartialState(cpu=True).num_processes == world_size
-        pipe.send((function(*args), None))
+        # Plain pickle: tensors travel by value, so that this process may end before they are read.
+        pipe.send_bytes(pickle.dumps((function(*args), None)))
     except BaseException:
-        pipe.send((None, traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps((None, traceback.format_exc())))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

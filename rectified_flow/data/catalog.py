@@ -5,7 +5,6 @@ from pathlib import Path
 from rectified_flow.data.huggingface import HuggingFaceSource, is_dataset_folder
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.image_store import ImageDataset, ImageSource, open_store
-from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS, OxfordFlowersSource
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError
 
@@ -46,4 +45,4 @@ def _find_source(dataset: str, folder: Path | None, image_size: int, split: str)
         return SyntheticFlowers(2 * image_size)
     if Path(dataset).is_dir():
         raise UsageError(f"--dataset {dataset} is a folder: name it with --dataset_path {dataset}")
-    return OxfordFlowersSource(dataset, split) if dataset == OXFORD_FLOWERS else HuggingFaceSource(dataset, split)
+    return HuggingFaceSource(dataset, split)

@@ -8,8 +8,9 @@ from typing import Any
 
 from PIL import Image
 
+from rectified_flow.data.flower_names import true_names
 from rectified_flow.data.image_folder import files_fingerprint, find_files
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
@@ -41,7 +42,10 @@ class HuggingFaceSource:
         if self._label_column is None:
             return []
         feature = self._rows.features[self._label_column]
-        return list(getattr(feature, "names", None) or map(str, range(max(self._rows[self._label_column]) + 1)))
+        if names := getattr(feature, "names", None):
+            return true_names(list(names))
+        largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
+        return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -50,7 +54,8 @@ class HuggingFaceSource:
         row = self._rows[index]
         image = row[self._image_column]
         content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
-        return Image.open(content), -1 if self._label_column is None else int(row[self._label_column])
+        label = None if self._label_column is None else row[self._label_column]
+        return Image.open(content), -1 if label is None else int(label)
 
     def describe(self, index: int) -> str:
         return f"row {index} of {self.name}"
@@ -91,26 +96,29 @@ class HuggingFaceSource:
         import datasets
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        offline = isinstance(self.source, str) and not _hub_answers(self.source)
         try:
             if isinstance(self.source, Path) and any((self.source / name).exists() for name in SAVED_TO_DISK):
                 saved = datasets.load_from_disk(str(self.source))
                 splits = saved if isinstance(saved, dict) else {"train": saved}
             else:
-                if isinstance(self.source, str) and not _hub_answers(self.source):
+                if offline:
                     datasets.config.HF_HUB_OFFLINE = True  # at once to the copy on disk, no minute of retries
                 splits = datasets.load_dataset(str(self.source))
         except Exception as error:  # the library's own, the hub client's, the network's, the file system's
-            raise UsageError(self._why_not(error)) from error
+            raise UsageError(self._why_not(error, offline)) from error
         if self.split not in splits:
             raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
         return splits[self.split]
 
-    def _why_not(self, error: Exception) -> str:
+    def _why_not(self, error: Exception, offline: bool) -> str:
+        reason = first_line(error)
         if isinstance(self.source, Path):
-            return f"--dataset_path {self.source} cannot be read as a dataset: {error}"
+            return f"--dataset_path {self.source} cannot be read as a dataset ({reason})"
+        check = "there is no network" if offline else f"check the name ({reason})"
         return (
-            f"--dataset {self.source} could not be loaded from the hub ({type(error).__name__}): check the name and the"
-            " network, or train without a download on --dataset synthetic-flowers or your own --dataset_path FOLDER"
+            f"--dataset {self.source} could not be loaded from the hub: {check}; without a download you can train on "
+            "--dataset synthetic-flowers or your own --dataset_path FOLDER"
         )
 
 

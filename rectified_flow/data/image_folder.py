@@ -66,6 +66,6 @@ def files_fingerprint(folder: Path, files: list[Path]) -> str:
     """A hash of the files' names below ``folder``, sizes and times of change."""
     digest = blake2b(digest_size=16)
     for file in files:
-        status = file.stat()
+        status = file.stat() if file.exists() else file.lstat()  # a link to nowhere is a broken image
         digest.update(f"{file.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()

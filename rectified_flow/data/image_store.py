@@ -1,7 +1,7 @@
 """Decode pictures once; afterwards every process reads the same uint8 memory map.
 
-A store is a folder: ``images.npy`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``. Its
-name is a hash of everything that shapes it, so a changed source, size or split is another store.
+A store is a folder: ``images.uint8`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``.
+Its name is a hash of everything that shapes it, so a changed source, size or split is another store.
 """
 
 import json
@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -19,13 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from filelock import FileLock
-from numpy.lib.format import open_memmap
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.files import flush_folder
 from rectified_flow.progress import progress_bar
 
 STORE_VERSION = 1
@@ -77,7 +76,8 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
     @cached_property
     def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All images, a read-only memory map ``[n, 3, s, s]``."""
-        return np.load(self.path / "images.npy", mmap_mode="r")
+        side = self.info["image_size"]
+        return np.memmap(self.path / "images.uint8", np.uint8, "r", shape=(len(self), 3, side, side))
 
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -169,44 +169,43 @@ class _Build:
         stage.mkdir()
         try:
             self._write(stage)
-            _sync_folder(stage)
+            flush_folder(stage)
             stage.rename(path)
         except BaseException:
             shutil.rmtree(stage, ignore_errors=True)
             raise
 
     def _write(self, stage: Path) -> None:
-        count, size = len(self.source), self.image_size
-        images = open_memmap(stage / "images.npy", mode="w+", dtype=np.uint8, shape=(count, 3, size, size))
         labels: list[int] = []
         broken: list[str] = []
         content = blake2b(digest_size=16)
-        for index, (pixels, label) in enumerate(self._decoded()):
-            if pixels is None:
-                broken.append(self.source.describe(index))
-            else:
-                images[len(labels)] = pixels
+        with (stage / "images.uint8").open(
+            "wb"
+        ) as file:  # not through a map, which a full disk would turn into a crash
+            for index, (pixels, label) in enumerate(self._decoded()):
+                if pixels is None:
+                    broken.append(self.source.describe(index))
+                    continue
+                file.write(pixels)
+                content.update(pixels)
                 labels.append(label)
-                content.update(pixels.tobytes())
-        images.flush()
         if not labels:
-            raise UsageError(f"none of the {count} images in {self.source.name} could be read")
+            raise UsageError(f"none of the {len(broken)} images in {self.source.name} could be read")
         if broken:
-            _truncate(stage / "images.npy", len(labels))
-            tqdm.write(f"skipped {len(broken)} broken images of {count}, the first one {broken[0]}")
+            tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}, the first one {broken[0]}")
         np.save(stage / "labels.npy", np.asarray(labels, dtype=np.int64))
         content.update(repr(labels).encode())
         info = {
             "content": content.hexdigest(),
             "source": self.source.name,
             "length": len(labels),
-            "image_size": size,
-            "class_names": self.source.class_names,
+            "image_size": self.image_size,
+            "class_names": self.source.class_names if min(labels) >= 0 else [],
             "skipped": broken,
         }
         (stage / "info.json").write_text(json.dumps(info, indent=1))
 
-    def _decoded(self) -> Iterator[tuple[np.ndarray[Any, Any] | None, int]]:
+    def _decoded(self) -> Iterator[tuple[bytes | None, int]]:
         """Decode in order, a chunk at a time, on all cores: the decoder releases the interpreter's lock."""
         progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
         with progress, ThreadPoolExecutor() as pool:
@@ -216,15 +215,15 @@ class _Build:
                     yield result
                     progress.update()
 
-    def _decode(self, index: int) -> tuple[np.ndarray[Any, Any] | None, int]:
+    def _decode(self, index: int) -> tuple[bytes | None, int]:
         try:
             image, label = self.source.load(index)
-            return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1), label
+            return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1).tobytes(), label
         except Exception as error:  # every decoder fails in its own way
             if self.skip_broken_images:
                 return None, -1
             raise UsageError(
-                f"broken image {self.source.describe(index)} ({_first_line(error)}): "
+                f"broken image {self.source.describe(index)} ({first_line(error)}): "
                 "remove it, or pass --skip_broken_images"
             ) from error
 
@@ -233,6 +232,10 @@ def fit(image: Image.Image, size: int) -> Image.Image:
     """Upright RGB ``image``, resized by its short side, centre-cropped to ``size`` px; transparency becomes white."""
     image.draft("RGB", (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size; others ignore it
     image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -246,24 +249,3 @@ def _key(source: ImageSource, image_size: int, skip_broken_images: bool) -> str:
 
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() else "-" for c in name).strip("-")[-40:]
-
-
-def _truncate(path: Path, length: int) -> None:
-    """Rewrite the array file with its first ``length`` rows."""
-    whole = np.load(path, mmap_mode="r")
-    shorter = path.with_suffix(".tmp")
-    with shorter.open("wb") as file:
-        np.save(file, whole[:length])
-    shorter.replace(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    for path in [*folder.iterdir(), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        with suppress(OSError):  # some file systems cannot sync folders
-            os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

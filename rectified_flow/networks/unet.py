@@ -66,7 +66,8 @@ class Unet(nn.Module):
         def block(dim_in: int, dim_out: int, side: int, resample: Resample | None = None) -> Block:
             nonlocal layers
             layers += 1
-            heads = max(1, dim_out // attention_head_dim) if side in attention_sides and resample is None else 0
+            attends = side in attention_sides and resample is None
+            heads = _heads(dim_out, attention_head_dim) if attends else 0
             return Block(dim_in, dim_out, condition_dim, heads, dropout, layers, resample)
 
         widths = [dim * mult for mult in dim_mults]
@@ -147,12 +148,11 @@ class TimeEmbedding(nn.Module):
     without ``r`` is a valid start for one trained with it.
     """
 
-    frequencies: Tensor
-
     def __init__(self, dim: int, dim_out: int, max_frequency: float = 16.0) -> None:
         super().__init__()
         frequencies = torch.logspace(0, math.log10(max_frequency), dim // 2)
-        self.register_buffer("frequencies", frequencies, persistent=False)
+        # A buffer would be sent to every process at every step.
+        self.frequencies = nn.Parameter(frequencies, requires_grad=False)
         self.time = nn.Linear(dim // 2 * 2, dim_out)
         self.interval = zero_init(nn.Linear(dim // 2 * 2, dim_out, bias=False))
         self.out = nn.Linear(dim_out, dim_out)
@@ -239,6 +239,11 @@ class GroupNorm(nn.Module):
         variance, mean = torch.var_mean(grouped, dim=-1, keepdim=True, correction=0)
         normed = ((grouped - mean) * torch.rsqrt(variance + self.eps)).reshape(x.shape)
         return (normed * self.weight[:, None, None] + self.bias[:, None, None]).to(x.dtype)
+
+
+def _heads(dim: int, head_dim: int) -> int:
+    """As many heads of at least ``head_dim`` channels as divide ``dim``."""
+    return next(heads for heads in range(max(1, dim // head_dim), 0, -1) if dim % heads == 0)
 
 
 def resampled(x: Tensor, how: Resample) -> Tensor:

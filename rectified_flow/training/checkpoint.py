@@ -5,7 +5,6 @@ each. It is written beside its place, flushed, and renamed into it. Nothing in i
 """
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from hashlib import file_digest
@@ -16,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rectified_flow.errors import UsageError
+from rectified_flow.files import flush, flush_folder
 
 MANIFEST = "manifest.json"
 STAGE_PREFIX = ".writing-"
@@ -52,22 +52,22 @@ def save(
     stage.mkdir()
     try:
         for name, values in tensors.items():
-            save_file({key: value.detach().contiguous() for key, value in values.items()}, stage / name)
+            save_file(_unshared(values), stage / name)
         for name, document in documents.items():
             (stage / name).write_text(json.dumps(document, indent=1))
         files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in stage.iterdir()}
         (stage / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
-        for written in [*stage.iterdir(), stage]:
-            _flush(written)
+        flush_folder(stage)
         if path.exists():
             _remove(path)
         stage.rename(path)
-        _flush(folder)
+        flush(folder)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
     if keep:
-        for old in list_checkpoints(folder)[:-keep]:
+        # Later ones, if any, were damaged when the run started: never let them push out a good one.
+        for old in [each for each in list_checkpoints(folder) if each.name <= path.name][:-keep]:
             _remove(old)
     return path
 
@@ -136,6 +136,18 @@ def load_document(path: Path, name: str) -> dict[str, Any]:
     return dict(json.loads((path / name).read_text()))
 
 
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, copied where two share memory (tied weights), which safetensors refuses."""
+    seen: set[int] = set()
+    result = {}
+    for key, tensor in tensors.items():
+        value = tensor.detach().contiguous()
+        memory = value.untyped_storage().data_ptr()
+        result[key] = value.clone() if memory in seen else value
+        seen.add(memory)
+    return result
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint; one that is half removed does not look like one."""
     leaving = path.with_name(f"{STAGE_PREFIX}{path.name}.old")
@@ -146,14 +158,3 @@ def _remove(path: Path) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some file systems cannot flush a folder
-            raise
-    finally:
-        os.close(descriptor)

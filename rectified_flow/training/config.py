@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import asdict, dataclass, field, fields, make_dataclass
-from math import ceil
+from math import ceil, isfinite
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -139,6 +139,7 @@ class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
             len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
             f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
         )
+        _require(self.seed < 2**32, f"--seed is {self.seed}; it must be below 2**32")
         divisor = 2 ** (len(self.dim_mults) - 1)
         _require(
             self.image_size % divisor == 0,
@@ -181,10 +182,10 @@ class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
         )
         return batch
 
-    def total_steps(self, batch: GlobalBatch, dataset_length: int) -> int:
-        """Optimizer steps of the whole run."""
+    def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:
+        """Optimizer steps of the whole run; one counted in epochs may have made ``step`` of them with other batches."""
         if self.num_epochs is not None:
-            return ceil(self.num_epochs * dataset_length / batch.total)
+            return step + max(0, ceil((self.num_epochs * dataset_length - images_seen) / batch.total))
         return self.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
 
     def plain(self) -> dict[str, Any]:
@@ -296,7 +297,7 @@ def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
 def _require_positive(config: "TrainingConfig", name: str) -> None:
     """Raise a UsageError if a flag that was given is not above 0."""
     value = getattr(config, name)
-    _require(value is None or value > 0, f"--{name} is {value}; it must be above 0")
+    _require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
 
 
 def _require(condition: bool, sentence: str) -> None:

@@ -1,6 +1,7 @@
 """From flags to the parts of a run that all flows have."""
 
 from rectified_flow.data import ImageDataset, open_dataset
+from rectified_flow.errors import UsageError
 from rectified_flow.networks import Unet
 from rectified_flow.training.config import TrainingConfig
 
@@ -23,7 +24,15 @@ def build_dataset(config: TrainingConfig) -> ImageDataset:
 
 
 def build_network(config: TrainingConfig, num_classes: int | None) -> Unet:
-    """The Unet; the classes count only with ``--use_cfg``."""
+    """The Unet; the classes count only with ``--use_cfg``.
+
+    Raises:
+        UsageError: if that is given and there are no labels.
+    """
+    if config.use_cfg and num_classes is None and not config.dry_run:
+        raise UsageError(
+            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
+        )
     return Unet(
         config.dim,
         config.dim_mults,

@@ -15,8 +15,11 @@ from rectified_flow.training.launch import build_accelerator
 
 def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
     """Floating-point operations (a multiply-add is two) of one forward pass on a batch of one."""
+    was_training = flow.training
+    flow.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         flow(**item)
+    flow.train(was_training)
     return int(counter.get_total_flops())
 
 

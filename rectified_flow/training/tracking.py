@@ -2,8 +2,9 @@
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.files import replace_file
 from rectified_flow.training.checkpoint import step_name
 from rectified_flow.training.config import TrainingConfig
 
@@ -19,19 +21,24 @@ from rectified_flow.training.config import TrainingConfig
 class RunLog:
     """The files in a run's output folder that are not checkpoints.
 
+    What cannot be written once the run goes, for want of space say, is told by ``warn`` and left out.
+
     Args:
         accelerator: whose trackers to feed.
         config: the run's flags.
         step: where the run starts; lines of later steps, left by a run that was killed, are dropped.
+        warn: hears what went wrong.
     """
 
-    def __init__(self, accelerator: Accelerator, config: TrainingConfig, step: int) -> None:
-        self.accelerator, self.config = accelerator, config
+    def __init__(
+        self, accelerator: Accelerator, config: TrainingConfig, step: int, warn: Callable[[str], object] = print
+    ) -> None:
+        self.accelerator, self.config, self.warn = accelerator, config, warn
         self.folder = config.output_dir
         self.metrics_path = self.folder / "metrics.jsonl"
-        _replace(self.folder / "config.json", json.dumps(config.plain(), indent=1))
-        kept = [line for line in self._lines() if json.loads(line)["step"] <= step]
-        _replace(self.metrics_path, "".join(kept))
+        replace_file(self.folder / "config.json", json.dumps(config.plain(), indent=1))
+        kept = [json.dumps(row) + "\n" for row in self._rows() if row["step"] <= step]
+        replace_file(self.metrics_path, "".join(kept))
 
     def start_trackers(self) -> None:
         """Start what ``--log_with`` names.
@@ -46,7 +53,8 @@ class RunLog:
             self.accelerator.init_trackers("rectified-flow", config=flags)
         except Exception as error:  # each service has errors of its own
             raise UsageError(
-                f"--log_with {self.config.log_with} does not start ({error}); WANDB_MODE=offline needs no account"
+                f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
+                "WANDB_MODE=offline needs no account"
             ) from error
 
     def close(self) -> None:
@@ -56,9 +64,13 @@ class RunLog:
 
     def metrics(self, step: int, **values: float) -> None:
         """Add a line to metrics.jsonl and to the trackers."""
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
-        self.accelerator.log(values, step=step)
+        with self._tolerant("metrics"):
+            with self.metrics_path.open("ab+") as file:
+                if file.tell() > 0:
+                    file.seek(-1, 2)
+                    file.write(b"" if file.read() == b"\n" else b"\n")  # a full disk may have cut the line before
+                file.write((json.dumps({"step": step, **values}) + "\n").encode())
+            self.accelerator.log(values, step=step)
 
     def samples(self, step: int, images: Tensor) -> Path:
         """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
@@ -67,20 +79,20 @@ class RunLog:
         columns = max(1, round(len(images) ** 0.5))
         grid = make_grid(images, nrow=columns, padding=2, pad_value=255).permute(1, 2, 0).cpu().numpy()
         path = self.folder / "samples" / f"{step_name(step)}.png"
-        path.parent.mkdir(exist_ok=True)
-        unfinished = path.with_suffix(".tmp")
-        Image.fromarray(grid).save(unfinished, format="PNG")
-        unfinished.replace(path)
-        for tracker in self.accelerator.trackers:
-            tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
+        with self._tolerant("samples"):
+            path.parent.mkdir(exist_ok=True)
+            content = BytesIO()
+            Image.fromarray(grid).save(content, format="PNG")
+            replace_file(path, content.getvalue())
+            for tracker in self.accelerator.trackers:
+                tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
         return path
 
     def loss_plot(self) -> Path:
         """Draw loss over step into loss.png and return its path."""
         from matplotlib.figure import Figure  # takes a second to load
 
-        rows = [json.loads(line) for line in self._lines()]
-        steps, losses = np.array([(row["step"], row["loss"]) for row in rows]).reshape(-1, 2).T
+        steps, losses = np.array([(row["step"], row["loss"]) for row in self._rows()]).reshape(-1, 2).T
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
         axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
@@ -89,18 +101,30 @@ class RunLog:
             smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
             axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
             axes.set_yscale("log")
-        axes.grid(alpha=0.3)
+        axes.grid(alpha=0.3, which="both")
         path = self.folder / "loss.png"
-        unfinished = path.with_suffix(".tmp")
-        figure.savefig(unfinished, format="png", dpi=120)
-        unfinished.replace(path)
+        with self._tolerant("loss plot"):
+            content = BytesIO()
+            figure.savefig(content, format="png", dpi=120)
+            replace_file(path, content.getvalue())
         return path
 
-    def _lines(self) -> list[str]:
+    def _rows(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl that are whole."""
         if not self.metrics_path.exists():
             return []
-        with self.metrics_path.open() as file:
-            return [line for line in file if line.endswith("}\n")]  # a killed run may leave half a line
+        rows = []
+        for line in self.metrics_path.read_text().splitlines():
+            with suppress(ValueError):  # a killed run, or a full disk, may leave half a line
+                rows.append(json.loads(line))
+        return rows
+
+    @contextmanager
+    def _tolerant(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.warn(f"warning: could not write {what} to {self.folder} ({error}); training goes on")
 
 
 class Throughput:
@@ -130,9 +154,3 @@ _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
 
 def _is_simple(value: object) -> bool:
     return isinstance(value, bool | int | float | str)
-
-
-def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from ema_pytorch import EMA
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
@@ -54,10 +56,10 @@ class Trainer:
                 "pass a smaller --batch_size"
             )
         self.total_steps = config.total_steps(self.batch, self.length)
-        # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
-        self.flops = forward_flops(flow, collate([dataset[0]]))
-        ema = _average(flow, config.ema_decay, self.device) if config.use_ema else None
         flow.to(self.device)
+        # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
+        self.flops = forward_flops(flow, self._to_device(collate([dataset[0]])))
+        ema = _average(flow, config.ema_decay) if config.use_ema else None
         if config.compile:
             flow.compile()
         parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
@@ -66,7 +68,7 @@ class Trainer:
             lr=config.learning_rate,
             betas=(0.9, 0.99),
             weight_decay=config.weight_decay,
-            fused=True,
+            fused=self.accelerator.scaler is None,  # a fused step under a scaler does not tell whether it was skipped
         )
         self.wrapped, prepared = self.accelerator.prepare(flow, optimizer)
         self.state = TrainingState(flow, ema, prepared, parameters)
@@ -74,14 +76,23 @@ class Trainer:
         self.log: RunLog | None = None
         self.grad_norm = torch.zeros(())
 
+    @property
+    def averaged_flow(self) -> nn.Module:
+        """The flow with averaged weights, to sample from; the one in training if no average is kept."""
+        return self.flow if self.state.ema is None else self.state.ema.ema_model
+
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint if there is one and the config says so."""
-        self._start()
+        path = on_main(self.accelerator, self._choose_checkpoint)
+        if path is not None:
+            self.state.load(path)
+            self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
         if self.state.step >= self.total_steps:
             self._say(
-                f"already trained {self.state.step} of {self.total_steps} steps: raise --train_num_steps to go on"
+                f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on"
             )
             return
+        self._open(path)
         self.flow.train()
         batches = self._settle(self._batches())
         written: dict[str, Path] = {}
@@ -99,8 +110,8 @@ class Trainer:
                         written |= self._save()
         if self.log is not None:
             self.log.close()
-        for name, path in written.items():
-            self._say(f"{name:<11} {path}")
+        for name, place in written.items():
+            self._say(f"{name:<11} {place}")
 
     # One step
 
@@ -125,14 +136,16 @@ class Trainer:
 
     def _backward(self, batch: Batch, micro_batch: int) -> dict[str, Tensor]:
         """Add the gradients of one micro-batch, those of a step's last summed over ranks; returns what to log."""
-        batch = {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
         mine = self.batch.rows(self.accelerator.process_index, micro_batch)
         rows = Rows(self.config.seed, self.state.step, self.batch.total, mine)
         last = micro_batch == self.batch.accumulation - 1
         with rows_of(rows, self.device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-            loss: Tensor = self.wrapped(**batch)
+            loss: Tensor = self.wrapped(**self._to_device(batch))
             self.accelerator.backward(loss)
         return {"loss": loss} | getattr(self.flow, "logged", {})
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
 
     def _learning_rate(self) -> float:
         """A function of the step: linear warm-up, then constant."""
@@ -190,8 +203,7 @@ class Trainer:
 
     def _draw_samples(self) -> dict[str, Path]:
         """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
-        flow = self.flow if self.state.ema is None else self.state.ema.ema_model
-        sample: Callable[..., Tensor] | None = getattr(flow, "sample", None)
+        sample: Callable[..., Tensor] | None = getattr(self.averaged_flow, "sample", None)
         total, world = self.config.num_samples, self.accelerator.num_processes
         if total == 0 or sample is None:
             return {}
@@ -204,77 +216,85 @@ class Trainer:
 
     # Checkpoints
 
-    def _start(self) -> None:
-        """Choose and load a checkpoint, open the run's files, tell what is about to happen."""
-        path = on_main(self.accelerator, self._choose_checkpoint)
-        if path is not None:
-            self.state.load(path)
+    def _choose_checkpoint(self) -> Path | None:
+        folder, resume = self.config.checkpoints, self.config.resume
+        if resume == "never":
+            if checkpoint.list_checkpoints(folder):
+                raise UsageError(
+                    f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew"
+                )
+            return None
+        own = checkpoint.newest_checkpoint(folder, warn=self._say)
+        if own is None:
+            return None if resume == "auto" else checkpoint.resolve(Path(resume), warn=self._say)
+        saved = checkpoint.load_document(own, STATE_FILE)
+        ours = {str(place.resolve()) for place in (own, folder, self.config.output_dir)}
+        if resume != "auto" and self._origin() not in ours | {saved["origin"]}:
+            raise UsageError(
+                f"{folder} holds checkpoints of a run that did not start from {resume}, or newer ones: choose another "
+                "--output_dir to start from there"
+            )
+        if saved["dataset"] != self._dataset_identity():
+            raise UsageError(
+                f"checkpoint {own} was trained on other pictures or at another size: choose another --output_dir; "
+                f"with --resume {own} there, training goes on from its weights"
+            )
+        for name, now in (("seed", self.config.seed), ("global batch", self.batch.total)):
+            if saved[name] != now:
+                self._say(f"warning: the {name} was {saved[name]} and is now {now}: the run changes")
+        return own
+
+    def _origin(self) -> str:
+        return self.config.resume if self.config.resume == "auto" else str(Path(self.config.resume).resolve())
+
+    def _dataset_identity(self) -> str:
+        return str(getattr(self.dataset, "fingerprint", f"{self.length} items"))
+
+    def _open(self, path: Path | None) -> None:
+        """Open the run's files and tell what is about to happen."""
         on_main(self.accelerator, self._open_log)
         self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
         if path is not None:
             self._say(f"{'resume':<11} step {self.state.step}, from {path}")
 
-    def _choose_checkpoint(self) -> Path | None:
-        folder, resume = self.config.checkpoints, self.config.resume
-        if resume == "never" and checkpoint.list_checkpoints(folder):
-            raise UsageError(
-                f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew"
-            )
-        path = None if resume == "never" else checkpoint.newest_checkpoint(folder, warn=self._say)
-        if resume in ("auto", "never"):
-            return self._check_same_data(path)
-        named = checkpoint.resolve(Path(resume), warn=self._say)
-        if path is None:
-            return named
-        if named.resolve().parent == folder.resolve() and named.name < path.name:
-            raise UsageError(
-                f"{folder} holds newer checkpoints than {named}: choose another --output_dir to branch off"
-            )
-        return self._check_same_data(path)  # the run went on from the named one before
-
-    def _check_same_data(self, path: Path | None) -> Path | None:
-        if path is not None:
-            there = checkpoint.load_document(path, STATE_FILE).get("dataset")
-            if there != self._dataset_identity():
-                raise UsageError(
-                    f"checkpoint {path} was trained on other pictures or at another size: choose another --output_dir; "
-                    f"with --resume {path} there, training goes on from its weights"
-                )
-        return path
-
-    def _dataset_identity(self) -> str:
-        return str(getattr(self.dataset, "fingerprint", f"{self.length} items"))
-
     def _open_log(self) -> None:
-        try:
-            self.config.output_dir.mkdir(parents=True, exist_ok=True)
-            self.config.checkpoints.mkdir(parents=True, exist_ok=True)
-            self.log = RunLog(self.accelerator, self.config, self.state.step)
-        except OSError as error:
-            raise UsageError(f"--output_dir {self.config.output_dir} cannot be written: {error.strerror}") from error
+        for flag, folder in (("output_dir", self.config.output_dir), ("checkpoint_dir", self.config.checkpoints)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with TemporaryFile(dir=folder):
+                    pass
+            except OSError as error:
+                raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
+        self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
         self.log.start_trackers()
 
     def _save(self) -> dict[str, Path]:
+        """Write a checkpoint; one that fails for want of space leaves the one before, and the run, alone."""
         check_equal_weights(self.accelerator, self.flow)
-        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums))
-        counters |= {"dataset": self._dataset_identity(), "seed": self.config.seed, "batch": str(self.batch)}
+        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums)) | {
+            "dataset": self._dataset_identity(),
+            "origin": self._origin(),
+            "seed": self.config.seed,
+            "global batch": self.batch.total,
+        }
         folder, last = self.config.checkpoints, self.state.step == self.total_steps
 
         def write() -> dict[str, Path]:
             assert self.log is not None
+            documents = {STATE_FILE: counters, CONFIG_FILE: self.config.plain()}
+            plot = self.log.loss_plot()
             try:
-                documents = {STATE_FILE: counters, CONFIG_FILE: self.config.plain()}
                 path = checkpoint.save(
                     folder, self.state.step, self.state.tensors(), documents, self.config.keep_checkpoints
                 )
-                return {"loss plot": self.log.loss_plot(), "checkpoint": path}
-            except Exception as error:  # a full disk comes as an error of each library's own kind
+            except (OSError, SafetensorError) as error:
                 if last:
                     raise UsageError(
                         f"could not save the last step to {folder} ({error}): make room, run the same command again"
                     ) from error
                 self._say(f"warning: could not save to {folder} ({error}); training goes on")
                 return {}
+            return {"loss plot": plot, "checkpoint": path}
 
         return on_main(self.accelerator, write)
 
@@ -293,8 +313,8 @@ class Trainer:
         )
 
 
-def _average(flow: nn.Module, decay: float, device: torch.device) -> EMA:
-    """The moving average of ``flow``, its own counters left on the CPU so that reading them waits for no device."""
+def _average(flow: nn.Module, decay: float) -> EMA:
+    """The moving average of ``flow``, with its own counters on the CPU, where reading them waits for no device."""
     ema = EMA(flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True)
-    ema.ema_model.to(device).eval()
+    ema.ema_model.eval()
     return ema

@@ -1,5 +1,6 @@
 """Stores: decoded once, whole or absent, shared by every process."""
 
+import json
 import multiprocessing
 import os
 import pickle
@@ -72,9 +73,10 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
     path = tmp_path / "store"
     path.mkdir()
     pixels = 48 * 2**20
-    np.save(path / "images.npy", np.ones((pixels // (3 * 64 * 64), 3, 64, 64), np.uint8))
-    np.save(path / "labels.npy", np.zeros(pixels // (3 * 64 * 64), np.int64))
-    (path / "info.json").write_text(f'{{"length": {pixels // (3 * 64 * 64)}, "class_names": []}}')
+    np.ones(pixels, np.uint8).tofile(path / "images.uint8")
+    (path / "info.json").write_text(
+        json.dumps({"length": pixels // (3 * 64 * 64), "image_size": 64, "class_names": []})
+    )
     dataset = ImageDataset(path)
     dataset.__getitems__([0])
     shared, private = mapped_memory()
@@ -194,8 +196,13 @@ def test_fit_takes_the_centre_by_the_short_side() -> None:
 def test_fit_understands_every_mode() -> None:
     transparent = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
     assert fit(transparent, 4).getpixel((0, 0)) == (255, 255, 255)
-    for mode in ("L", "1", "P", "CMYK", "LA", "I;16"):
+    for mode in ("L", "1", "P", "CMYK", "LA"):
         assert fit(Image.new(mode, (8, 6)), 4).mode == "RGB"
+    sixteen_bit = Image.fromarray(np.full((8, 6), 20_000, np.uint16))
+    assert fit(sixteen_bit, 4).getpixel((0, 0)) == (77, 77, 77)
+    for mode in ("I", "F"):
+        with pytest.raises(ValueError, match="no known range"):
+            fit(Image.new(mode, (8, 6)), 4)
 
 
 def test_fit_turns_a_photograph_upright(tmp_path: Path) -> None:

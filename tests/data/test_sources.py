@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from rectified_flow.data import OxfordFlowersDataset, open_dataset
+from rectified_flow.data.flower_names import FLOWER_NAMES
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.oxford_flowers import FLOWER_NAMES
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
 
@@ -78,6 +78,25 @@ def test_saved_to_disk(tmp_path: Path) -> None:
     assert dataset.labels.tolist() == [2, 0, 1]
 
 
+def test_rows_without_a_label_mean_no_classes(tmp_path: Path) -> None:
+    """A hub's test split often has -1, or nothing, for a label."""
+    for name, labels in (("hidden", [0, -1, 1]), ("missing", [0, None, 1])):
+        rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (10, 10))] * 3, "label": labels})
+        rows = rows.cast_column("image", datasets.Image())
+        rows.cast_column("label", datasets.ClassLabel(names=["cat", "dog"])).save_to_disk(str(tmp_path / name))
+        dataset = open_dataset("", tmp_path / name, image_size=4)
+        assert len(dataset) == 3
+        assert dataset.num_classes is None
+
+
+def test_a_link_to_nowhere_is_a_broken_image(tmp_path: Path) -> None:
+    save_picture(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UsageError, match=r"broken image .*b\.png"):
+        open_dataset("", tmp_path, image_size=4)
+    assert len(open_dataset("", tmp_path, image_size=4, skip_broken_images=True)) == 1
+
+
 def test_no_image_column(tmp_path: Path) -> None:
     datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
     with pytest.raises(UsageError, match="has no image column, only text"):
@@ -100,6 +119,7 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     assert len(dataset.class_names) == len(FLOWER_NAMES) == len(set(FLOWER_NAMES)) == 102
     shown = [dataset.class_names[label] for label in dataset.labels]
     assert shown == ["pink primrose", "globe thistle", "sunflower"]
+    assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
 
 
 def test_synthetic_flowers_are_distinct_and_repeatable() -> None:

@@ -151,7 +151,7 @@ def test_one_step_is_one_network_call() -> None:
 def unet(**settings: Any) -> Unet:
     torch.manual_seed(0)
     network = Unet(8, (1, 2), image_size=8, attention_sides=(4,), **settings)
-    for parameter in network.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
         nn.init.normal_(parameter, std=0.1)
     return network
 

@@ -9,9 +9,10 @@ from rectified_flow.flows.solvers import SOLVERS, Solver, integrate
 from tests.analytic import image_gaussian
 
 
-@pytest.mark.parametrize(("solver", "order"), [("euler", 0.9), ("midpoint", 1.9), ("heun", 1.9)])
-def test_order(solver: Solver, order: float) -> None:
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_order(solver: Solver) -> None:
     """Halving the step divides the error by two to the order."""
+    order = {"euler": 0.9, "midpoint": 1.9, "heun": 1.9}[solver]
     data = image_gaussian()
     torch.manual_seed(0)
     x = torch.randn(64, 3, 4, 4, dtype=torch.float64)
@@ -23,7 +24,3 @@ def test_order(solver: Solver, order: float) -> None:
         return (end - exact).abs().mean().item()
 
     assert log2(error(40) / error(80)) > order
-
-
-def test_all_are_tested() -> None:
-    assert set(SOLVERS) == {"euler", "midpoint", "heun"}

@@ -33,7 +33,7 @@ def start(command: Sequence[str], cwd: Path, **environment: str) -> subprocess.P
     return subprocess.Popen(
         list(command),
         cwd=cwd,
-        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable} | environment,
+        env=inherited | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -81,7 +81,7 @@ def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
 
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
     command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--dry_run"]
-    code, output = launch(command, tmp_path, CUDA_VISIBLE_DEVICES="")
+    code, output = launch(command, tmp_path)
     assert code == 0, output
     assert "1 x cpu, float32" in output
     assert re.search(r"global_batch_size +16\n", output)
@@ -96,6 +96,9 @@ def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
     run = tmp_path / "runs/rectified-flow"
     assert 0.5 < losses(run)[5] < 2
     assert json.loads((run / "config.json").read_text())["mixed_precision"] is None
+    code, output = launch([*ACCELERATE, *config, TRAIN, *TINY, "--mixed_precision", "no", "--dry_run"], tmp_path)
+    assert code == 0, output
+    assert "2 x cpu, float32" in output
 
 
 def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:

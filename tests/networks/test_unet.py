@@ -19,7 +19,7 @@ def small(**settings: object) -> Unet:
     """A Unet of 8 px with weights that are not zero, so that what it computes shows."""
     torch.manual_seed(0)
     unet = Unet(**{"dim": 16, "dim_mults": (1, 2), "image_size": 8, "attention_sides": (4,), **settings})  # type: ignore[arg-type]
-    for parameter in unet.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, unet.parameters()):
         torch.nn.init.normal_(parameter, std=0.1)
     return unet
 
@@ -60,6 +60,12 @@ def test_a_side_that_does_not_divide_is_named(shape: tuple[int, int], side: int)
         unet(torch.zeros(1, 3, *shape), torch.zeros(1))
 
 
+@pytest.mark.parametrize("dim", [6, 50, 100])
+def test_any_width(dim: int) -> None:
+    unet = Unet(dim=dim, dim_mults=(1, 3), image_size=16)
+    assert unet(torch.zeros(1, 3, 16, 16), torch.zeros(1)).shape == (1, 3, 16, 16)
+
+
 def test_other_sides_than_planned_for() -> None:
     unet = Unet(dim=8, dim_mults=(1, 1, 1), image_size=8)
     assert unet(torch.zeros(1, 3, 12, 8), torch.zeros(1)).shape == (1, 3, 12, 8)
@@ -96,7 +102,7 @@ def test_every_parameter_gets_a_gradient() -> None:
     unet = small(num_classes=5)
     x, t, _ = inputs()
     unet(x, t).square().mean().backward()
-    assert [name for name, parameter in unet.named_parameters() if parameter.grad is None] == []
+    assert [name for name, p in unet.named_parameters() if p.requires_grad and p.grad is None] == []
 
 
 def test_group_norm_is_torchs() -> None:
@@ -152,7 +158,7 @@ def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
         def gradient(function):
             unet.zero_grad()
             function(x, t, r).backward()
-            return torch.cat([p.grad.flatten() for p in unet.parameters()])
+            return torch.cat([p.grad.flatten() for p in unet.parameters() if p.requires_grad])
 
         with rows_of(Rows(0, 0, 3, slice(None))):
             eager = gradient(loss)

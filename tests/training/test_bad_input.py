@@ -5,16 +5,18 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from torch import Tensor
 
 import train_oxford
+from rectified_flow.training import checkpoint
 from rectified_flow.training.config import RectifiedFlowConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
-from tests.training.runs import tiny_config, train
+from tests.training.runs import losses, tiny_config, tiny_dataset, train
 
 TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
 
@@ -152,25 +154,66 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path
     assert weights.read_bytes() == bytes(content)
 
 
-def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quota on written bytes stands in for the disk."""
+def test_labels_are_needed_for_use_cfg(pictures: Path) -> None:
+    assert_refused(1, f"{TINY} --dataset_path {pictures} --use_cfg", "--use_cfg needs labels")
+
+
+@both
+def test_unwritable_checkpoints(world_size: int, tmp_path: Path) -> None:
+    assert_refused(
+        world_size, f"{TINY} --output_dir {tmp_path} --checkpoint_dir /proc", "--checkpoint_dir /proc cannot"
+    )
+
+
+def test_a_seed_too_large() -> None:
+    assert_refused(1, f"{TINY} --seed 5000000000", "--seed is 5000000000; it must be below 2**32")
+
+
+def test_another_seed_or_batch_is_told(tmp_path: Path) -> None:
+    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    flags = [*TINY.split(), "--seed", "3", "--global_batch_size", "8", "--output_dir", str(tmp_path)]
+    [(code, _)] = run_on_ranks(1, program, flags)
+    assert code == 0
+
+
+def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> None:
+    """For some steps, writing a checkpoint, the metrics and the samples fails as it does on a full disk."""
     results = run_on_ranks(2, train_on_a_full_disk, tmp_path)
     assert results == [{"world_size": 2, "step": 8}] * 2
     assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000008"]
+    assert list(losses(tmp_path)) == [2, 8]
+    assert [path.name for path in sorted((tmp_path / "samples").iterdir())] == [
+        "step_00000002.png",
+        "step_00000008.png",
+    ]
 
 
 def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
-    from rectified_flow.training import checkpoint
-    from tests.training.runs import tiny_dataset
+    real_write, real_open = Path.write_bytes, Path.open
+    full = ("step_00000004", "step_00000006")
 
-    save_file = checkpoint.save_file  # type: ignore[attr-defined]
-
-    def full(tensors: dict[str, Tensor], path: Path) -> None:
-        if "step_00000004" in str(path) or "step_00000006" in str(path):
-            Path(path).write_bytes(b"half a file")
+    def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+        if any(step in str(path) for step in full):
+            path.write_bytes(b"half a file")
             raise OSError(28, "No space left on device")
-        save_file(tensors, path)
+        safetensors_save(tensors, path)
 
-    checkpoint.save_file = full  # type: ignore[attr-defined,assignment]
-    config = tiny_config(output_dir, train_num_steps=8, save_every=2, num_samples=0)
+    def write_bytes(path: Path, content: bytes) -> int:
+        if path.suffix == ".tmp" and any(step in path.name for step in full):
+            raise OSError(28, "No space left on device")
+        return real_write(path, content)
+
+    def open_(path: Path, *args: Any, **settings: Any) -> Any:
+        metrics = path.name == "metrics.jsonl" and args == ("ab+",)
+        if metrics and (output_dir / "checkpoints/step_00000002").exists() and steps.pop(0) < 8:
+            with real_open(path, "ab") as file:
+                file.write(b'{"step": 4, "los')
+            raise OSError(28, "No space left on device")
+        return real_open(path, *args, **settings)
+
+    steps = [4, 6, 8]
+    safetensors_save = checkpoint.save_file  # type: ignore[attr-defined]
+    checkpoint.save_file = save_file  # type: ignore[attr-defined,assignment]
+    Path.write_bytes, Path.open = write_bytes, open_  # type: ignore[method-assign,assignment]
+    config = tiny_config(output_dir, train_num_steps=8, save_every=2, sample_every=2, log_every=2)
     return train(config, tiny_dataset(output_dir / "cache"))

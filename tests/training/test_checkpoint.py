@@ -37,6 +37,25 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000100"
 
 
+def test_damaged_checkpoints_ahead_do_not_push_out_a_good_one(tmp_path: Path) -> None:
+    """A run went back to step 10 because 20 and 30 are damaged; what it saves next must stay."""
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    for step in (20, 30):
+        cut(tmp_path / f"step_{step:08d}/model.safetensors")
+    written = write(tmp_path, 15, keep=2)
+    assert checkpoint.newest_checkpoint(tmp_path, lambda _: None) == written
+    assert (tmp_path / "step_00000010").exists()
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    weight = torch.rand(3, 3)
+    path = checkpoint.save(tmp_path, 1, {"model.safetensors": {"a": weight, "b": weight, "c": weight.T}}, {})
+    loaded = checkpoint.load_tensors(path, "model.safetensors")
+    assert torch.equal(loaded["a"], loaded["b"])
+    assert torch.equal(loaded["c"], weight.T)
+
+
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None
 

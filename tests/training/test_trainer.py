@@ -1,9 +1,11 @@
 """The trainer with other people's datasets and flows, and what it does at the edges."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -118,10 +120,27 @@ def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
+def sample_counts(output_dir: Path, dataset: ImageDataset) -> list[tuple[int, int]]:
+    """How many images this rank drew each time, and of how many different noises."""
+    drawn = []
+
+    class Counting(RectifiedFlow):
+        def sample(self, *args: Any, **settings: Any) -> Tensor:
+            images = super().sample(*args, **settings)
+            drawn.append((len(images), len(images.flatten(1).unique(dim=0))))
+            return images
+
+    flow = Counting(Unet(8, (1, 2), image_size=8))
+    Trainer(flow, dataset, tiny_config(output_dir, train_num_steps=2, sample_every=1)).train()
+    return drawn
+
+
+def test_every_rank_draws_its_share_of_the_samples(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(2, sample_counts, tmp_path, flowers) == [[(3, 3), (3, 3)]] * 2
+
+
 def test_samples_are_the_same_on_any_number_of_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
     """Five samples on two ranks: one of them is drawn twice and dropped. One step, so that weights hardly differ."""
-    from PIL import Image
-
     grids = []
     for world_size in (1, 2):
         output_dir = tmp_path / str(world_size)
@@ -145,7 +164,7 @@ def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageD
 
 
 def branch_off(config: TrainingConfig, dataset: ImageDataset) -> str:
-    with pytest.raises(ValueError, match="newer checkpoints") as refusal:
+    with pytest.raises(ValueError, match="choose another --output_dir") as refusal:
         train(config, dataset)
     return str(refusal.value)
 
@@ -161,4 +180,29 @@ def test_resuming_from_a_named_checkpoint(tmp_path: Path, flowers: ImageDataset)
     assert list(losses(tmp_path / "new")) == [8]
     back = tiny_config(tmp_path / "old", train_num_steps=8, resume=str(named))
     [sentence] = run_on_ranks(1, branch_off, back, flowers)
-    assert "choose another --output_dir" in sentence
+    assert "or newer ones" in sentence
+    unrelated = tiny_config(tmp_path / "old", resume=str(tmp_path / "new"))
+    [sentence] = run_on_ranks(1, branch_off, unrelated, flowers)
+    assert "did not start from" in sentence
+
+
+def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flowers: ImageDataset) -> None:
+    epochs = {"train_num_steps": None, "num_epochs": 1, "num_samples": 0}
+    first = tiny_config(tmp_path, **epochs, save_every=1)
+    run_on_ranks(1, train, first, flowers)
+    assert list((tmp_path / "checkpoints").iterdir())[-1].name <= "step_00000003"
+    more = tiny_config(tmp_path, **{**epochs, "num_epochs": 2}, global_batch_size=4, save_every=1)
+    [result] = run_on_ranks(1, train, more, flowers)
+    assert result["step"] == 3 + (2 * 46 - 3 * 16) // 4
+
+
+def compare_with_average(output_dir: Path, dataset: ImageDataset) -> tuple[bool, bool]:
+    trainer = Trainer(RectifiedFlow(Unet(8, (1, 2), image_size=8)), dataset, tiny_config(output_dir, train_num_steps=2))
+    trainer.train()
+    pairs = zip(trainer.averaged_flow.parameters(), trainer.flow.parameters(), strict=True)
+    sampled = trainer.averaged_flow.sample(2, steps=1)  # type: ignore[operator]
+    return any(not torch.equal(a, b) for a, b in pairs), sampled.shape == (2, 3, 8, 8)
+
+
+def test_the_average_can_be_sampled_from(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(1, compare_with_average, tmp_path, flowers) == [(True, True)]
