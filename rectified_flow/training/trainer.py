@@ -61,6 +61,8 @@ class Trainer:
         self.flops = forward_flops(flow, self._to_device(collate([dataset[0]])))
         ema = _average(flow, config.ema_decay) if config.use_ema else None
         if config.compile:
+            # Forward mode does not pass through graphs cut at the borders of gradient buckets.
+            torch._dynamo.config.optimize_ddp = False
             flow.compile()
         parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(

@@ -22,7 +22,7 @@ TORCHRUN = [str(BIN / "torchrun"), "--standalone", "--nproc_per_node", "2", TRAI
 ACCELERATE = [str(BIN / "accelerate"), "launch", "--num_machines", "1"]
 TINY_FLAGS = (
     "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --learning_rate 1e-3"
-    " --lr_warmup_steps 5 --log_every 5 --num_samples 6 --sample_steps 2"
+    " --lr_warmup_steps 5 --log_every 5 --num_samples 6"
 )
 TINY = TINY_FLAGS.split()
 DEADLINE = 120
@@ -68,6 +68,19 @@ def test_torchrun_with_previews_checkpoints_and_wandb(tmp_path: Path) -> None:
     assert (run / "checkpoints/step_00000010/manifest.json").exists()
     assert list(tmp_path.rglob("*.wandb")), "wandb logged nothing"
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
+
+
+def test_mean_flow_from_a_rectified_flow(tmp_path: Path) -> None:
+    flags = ["--train_num_steps", "5"]
+    code, output = launch([sys.executable, TRAIN, *TINY, *flags, "--output_dir", "rectified"], tmp_path)
+    assert code == 0, output
+    mean = ["--init_from", "rectified", "--output_dir", "mean", "--sample_every", "5", "--save_every", "5"]
+    code, output = launch([*TORCHRUN[:-1], str(ROOT / "train_mean_flow.py"), *TINY, *flags, *mean], tmp_path)
+    assert code == 0, output
+    assert "2 x cpu" in output
+    assert list(losses(tmp_path / "mean")) == [5]
+    assert (tmp_path / "mean/samples/step_00000005.png").exists()
+    assert json.loads((tmp_path / "mean/config.json").read_text())["init_from"] == "rectified"
 
 
 def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
@@ -142,10 +155,11 @@ def test_a_run_killed_again_and_again_ends_like_one_never_killed(tmp_path: Path)
     assert "already trained 60 of 60 steps" in output
 
 
-def test_compiled_training_has_the_losses_of_eager(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["train_oxford.py", "train_mean_flow.py"])
+def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str) -> None:
     flags = [*TINY, "--train_num_steps", "6", "--log_every", "1", "--num_samples", "0", "--dim_mults", "1"]
     for name, extra in (("eager", []), ("compiled", ["--compile"])):
-        code, output = launch([sys.executable, TRAIN, *flags, *extra, "--output_dir", name], tmp_path)
+        code, output = launch([sys.executable, str(ROOT / program), *flags, *extra, "--output_dir", name], tmp_path)
         assert code == 0, output
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
 

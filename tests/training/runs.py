@@ -10,9 +10,10 @@ from accelerate.utils import set_seed
 
 from rectified_flow.data.image_store import ImageDataset, open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.flows import RectifiedFlow
+from rectified_flow.flows import MeanFlow, RectifiedFlow
+from rectified_flow.flows.flow import Flow
 from rectified_flow.networks import Unet
-from rectified_flow.training import Trainer, TrainingConfig
+from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig
 
 IMAGE_SIZE = 8
 
@@ -22,8 +23,9 @@ def tiny_dataset(cache_dir: Path, count: int = 46) -> ImageDataset:
     return ImageDataset(open_store(SyntheticFlowers(16, count=count), IMAGE_SIZE, cache_dir=cache_dir))
 
 
-def tiny_config(output_dir: Path, **flags: Any) -> TrainingConfig:
-    defaults = TrainingConfig(
+def tiny_config(output_dir: Path, kind: type[TrainingConfig] = TrainingConfig, **flags: Any) -> TrainingConfig:
+    """A config of 40 quick steps; ``kind`` decides which flow :func:`train` trains."""
+    defaults = kind(
         image_size=IMAGE_SIZE,
         dim=8,
         dim_mults=(1, 2),
@@ -42,8 +44,7 @@ def tiny_config(output_dir: Path, **flags: Any) -> TrainingConfig:
     return replace(defaults, **flags)
 
 
-def train(config: TrainingConfig, dataset: ImageDataset) -> dict[str, Any]:
-    """Train and return what the caller compares; called on every rank."""
+def build_trainer(config: TrainingConfig, dataset: ImageDataset) -> Trainer:
     set_seed(config.seed)
     network = Unet(
         config.dim,
@@ -53,8 +54,16 @@ def train(config: TrainingConfig, dataset: ImageDataset) -> dict[str, Any]:
         attention_sides=(4,),
         dropout=config.dropout,
     )
-    flow = RectifiedFlow(network, label_dropout=0.1, horizontal_flip=True)
-    trainer = Trainer(flow, dataset, config)
+    settings: dict[str, Any] = {"label_dropout": 0.1, "horizontal_flip": True}
+    flow: Flow = RectifiedFlow(network, **settings)
+    if isinstance(config, MeanFlowConfig):
+        flow = MeanFlow(network, objective=config.objective, **settings)
+    return Trainer(flow, dataset, config)
+
+
+def train(config: TrainingConfig, dataset: ImageDataset) -> dict[str, Any]:
+    """Train and return what the caller compares; called on every rank."""
+    trainer = build_trainer(config, dataset)
     trainer.train()
     return {"world_size": trainer.accelerator.num_processes, "step": trainer.state.step}
 

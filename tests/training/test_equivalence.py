@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import load_file
 
 from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.training import MeanFlowConfig, TrainingConfig, checkpoint
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, metrics, tiny_config, train
+from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
 
 STEPS = 40
+Kind = type[TrainingConfig]
+either_flow = pytest.mark.parametrize("kind", [TrainingConfig, MeanFlowConfig])
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ class Runs:
         self.folder, self.dataset = folder, dataset
 
     def get(self, name: str, world_size: int, **flags: Any) -> Path:
+        """The folder of a run; ``kind`` is rectified flow's config unless given."""
         output_dir = self.folder / name
         if not output_dir.exists():
             self.go(output_dir, world_size, **flags)
@@ -37,11 +41,11 @@ class Runs:
         steps = flags.get("train_num_steps", STEPS)
         assert results == [{"world_size": world_size, "step": steps}] * world_size
 
-    def straight(self, world_size: int) -> Path:
-        return self.get(f"straight-{world_size}", world_size)
+    def straight(self, world_size: int, kind: Kind = TrainingConfig) -> Path:
+        return self.get(f"straight-{world_size}-{kind.__name__}", world_size, kind=kind)
 
-    def stopped_at_20(self, world_size: int) -> Path:
-        return self.get(f"stopped-{world_size}", world_size, train_num_steps=20)
+    def stopped_at_20(self, world_size: int, kind: Kind = TrainingConfig) -> Path:
+        return self.get(f"stopped-{world_size}-{kind.__name__}", world_size, kind=kind, train_num_steps=20)
 
 
 def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
@@ -66,13 +70,15 @@ def test_loss_falls(runs: Runs) -> None:
     assert by_step[STEPS] < 0.85 * by_step[4]
 
 
-def test_accumulation_trains_alike(runs: Runs) -> None:
-    accumulated = runs.get("accumulated", 1, gradient_accumulation_steps=2)
-    assert_close(runs.straight(1), accumulated)
+@either_flow
+def test_accumulation_trains_alike(runs: Runs, kind: Kind) -> None:
+    accumulated = runs.get(f"accumulated-{kind.__name__}", 1, kind=kind, gradient_accumulation_steps=2)
+    assert_close(runs.straight(1, kind), accumulated)
 
 
-def test_two_processes_train_alike(runs: Runs) -> None:
-    assert_close(runs.straight(1), runs.straight(2))
+@either_flow
+def test_two_processes_train_alike(runs: Runs, kind: Kind) -> None:
+    assert_close(runs.straight(1, kind), runs.straight(2, kind))
 
 
 def test_two_processes_with_accumulation_train_alike(runs: Runs) -> None:
@@ -86,12 +92,13 @@ def test_another_seed_trains_differently(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_resuming_is_byte_equal(runs: Runs, world_size: int) -> None:
-    straight = runs.straight(world_size)
-    stopped = runs.stopped_at_20(world_size)
-    resumed = runs.folder / f"resumed-{world_size}"
+@either_flow
+def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None:
+    straight = runs.straight(world_size, kind)
+    stopped = runs.stopped_at_20(world_size, kind)
+    resumed = runs.folder / f"resumed-{world_size}-{kind.__name__}"
     copy_tree(stopped, resumed)
-    runs.go(resumed, world_size)
+    runs.go(resumed, world_size, kind=kind)
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
     assert weights(resumed, 20) != weights(straight)
@@ -125,6 +132,12 @@ def test_metrics_hold_what_they_promise(runs: Runs) -> None:
         assert row["learning_rate"] == pytest.approx(1e-3 * min(1, row["step"] / 5))
 
 
+def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
+    rows = metrics(runs.straight(2, MeanFlowConfig))
+    assert rows[-1]["unweighted_loss"] < 0.9 * rows[0]["unweighted_loss"]
+    assert 0.5 < rows[0]["unweighted_loss"] < 2
+
+
 def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
@@ -143,3 +156,30 @@ def copy_tree(source: Path, target: Path) -> None:
 
 def remove_tree(path: Path) -> None:
     shutil.rmtree(path)
+
+
+def gradient(config: TrainingConfig, dataset: ImageDataset) -> torch.Tensor:
+    """This rank's gradients of the first step, as the optimizer would see them."""
+    trainer = build_trainer(config, dataset)
+    trainer.state.load(checkpoint.resolve(Path(config.resume)))
+    batches = trainer._batches()
+    for micro_batch in range(trainer.batch.accumulation):
+        trainer._backward(next(batches), micro_batch)
+    return torch.cat([p.grad.flatten() for p in trainer.state.parameters.values() if p.grad is not None])
+
+
+@either_flow
+@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 3e-2)])
+def test_gradients_are_those_of_the_joined_batch(
+    tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
+) -> None:
+    """Of weights that are not at their start, where most gradients are zero."""
+    trained = tiny_config(tmp_path / "start", kind, train_num_steps=8, num_samples=0)
+    run_on_ranks(1, train, trained, flowers)
+    settings = {"resume": str(tmp_path / "start"), "mixed_precision": precision}
+    [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", kind, **settings), flowers)
+    assert expected.norm() > 0.1
+    for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):
+        config = tiny_config(tmp_path / "b", kind, gradient_accumulation_steps=accumulation, **settings)
+        for got in run_on_ranks(world_size, gradient, config, flowers):
+            assert (got - expected).norm() < tolerance * expected.norm()

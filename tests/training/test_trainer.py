@@ -151,8 +151,8 @@ def test_samples_are_the_same_on_any_number_of_ranks(tmp_path: Path, flowers: Im
 
 
 def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
-    workers = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
-    for name, flags in (("without", {}), ("with", workers)):
+    workers: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": True}
+    for name, flags in (("without", dict[str, Any]()), ("with", workers)):
         run_on_ranks(1, train, tiny_config(tmp_path / name, train_num_steps=8, **flags), flowers)
     assert losses(tmp_path / "without") == losses(tmp_path / "with")
 
@@ -187,7 +187,7 @@ def test_resuming_from_a_named_checkpoint(tmp_path: Path, flowers: ImageDataset)
 
 
 def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flowers: ImageDataset) -> None:
-    epochs = {"train_num_steps": None, "num_epochs": 1, "num_samples": 0}
+    epochs: dict[str, Any] = {"train_num_steps": None, "num_epochs": 1, "num_samples": 0}
     first = tiny_config(tmp_path, **epochs, save_every=1)
     run_on_ranks(1, train, first, flowers)
     assert list((tmp_path / "checkpoints").iterdir())[-1].name <= "step_00000003"
