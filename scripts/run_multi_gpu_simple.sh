@@ -2,10 +2,12 @@
 # Train on several GPUs of this machine:
 #   scripts/run_multi_gpu_simple.sh [N] [flags of train_oxford.py ...]
 # N is the number of GPUs (default: all of them). With one GPU or none this runs plain python.
+# PROGRAM=train_mean_flow.py trains a mean flow instead.
 # PYTHON names another interpreter than the one in .venv, or else python3.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+program=$root/${PROGRAM:-train_oxford.py}
 python=${PYTHON:-$root/.venv/bin/python}
 command -v "$python" >/dev/null || python=python3
 
@@ -17,7 +19,7 @@ else
 fi
 
 if ((processes < 2)); then
-    exec "$python" "$root/train_oxford.py" "$@"
+    exec "$python" "$program" "$@"
 fi
 exec "$python" -m accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes "$processes" \
-    "$root/train_oxford.py" "$@"
+    "$program" "$@"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -23,6 +24,7 @@ from rectified_flow.training.collectives import check_equal_weights, gather_inte
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.launch import build_accelerator
 from rectified_flow.training.plan import describe_run, forward_flops
+from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState
 from rectified_flow.training.tracking import RunLog, Throughput
 
@@ -35,8 +37,8 @@ class Trainer:
     Args:
         flow: a module whose ``forward(**batch)`` returns the scalar loss. If it has ``sample(count, steps=...)``
             returning images in [0, 1], grids of samples are drawn. Its ``network``, or else the whole of it, is saved.
-            Scalars it leaves in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is
-            set before each step, from 0 to 1.
+            Scalars it leaves in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set
+            before each step, from 0 to 1.
         dataset: map-style, with items that are ``image``, ``(image, label)``, or dicts of tensors.
         config: the run's flags.
 
@@ -74,6 +76,7 @@ class Trainer:
         )
         self.wrapped, prepared = self.accelerator.prepare(flow, optimizer)
         self.state = TrainingState(flow, ema, prepared, parameters)
+        self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
         self.throughput = Throughput()
         self.log: RunLog | None = None
         self.grad_norm = torch.zeros(())
@@ -85,7 +88,7 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the last step, from the newest checkpoint if there is one and the config says so."""
-        path = on_main(self.accelerator, self._choose_checkpoint)
+        path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, self._say))
         if path is not None:
             self.state.load(path)
             self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
@@ -212,45 +215,12 @@ class Trainer:
         share = -(-total // world)
         mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
         with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
-            images = sample(share, **({"steps": self.config.sample_steps} if self.config.sample_steps else {}))
+            steps = {"steps": self.config.sample_steps} if self.config.sample_steps else {}  # else the flow's own
+            images = sample(share, **steps)
         images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
         return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
 
     # Checkpoints
-
-    def _choose_checkpoint(self) -> Path | None:
-        folder, resume = self.config.checkpoints, self.config.resume
-        if resume == "never":
-            if checkpoint.list_checkpoints(folder):
-                raise UsageError(
-                    f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew"
-                )
-            return None
-        own = checkpoint.newest_checkpoint(folder, warn=self._say)
-        if own is None:
-            return None if resume == "auto" else checkpoint.resolve(Path(resume), warn=self._say)
-        saved = checkpoint.load_document(own, STATE_FILE)
-        ours = {str(place.resolve()) for place in (own, folder, self.config.output_dir)}
-        if resume != "auto" and self._origin() not in ours | {saved["origin"]}:
-            raise UsageError(
-                f"{folder} holds checkpoints of a run that did not start from {resume}, or newer ones: choose another "
-                "--output_dir to start from there"
-            )
-        if saved["dataset"] != self._dataset_identity():
-            raise UsageError(
-                f"checkpoint {own} was trained on other pictures or at another size: choose another --output_dir; "
-                f"with --resume {own} there, training goes on from its weights"
-            )
-        for name, now in (("seed", self.config.seed), ("global batch", self.batch.total)):
-            if saved[name] != now:
-                self._say(f"warning: the {name} was {saved[name]} and is now {now}: the run changes")
-        return own
-
-    def _origin(self) -> str:
-        return self.config.resume if self.config.resume == "auto" else str(Path(self.config.resume).resolve())
-
-    def _dataset_identity(self) -> str:
-        return str(getattr(self.dataset, "fingerprint", f"{self.length} items"))
 
     def _open(self, path: Path | None) -> None:
         """Open the run's files and tell what is about to happen."""
@@ -273,12 +243,7 @@ class Trainer:
     def _save(self) -> dict[str, Path]:
         """Write a checkpoint; one that fails for want of space leaves the one before, and the run, alone."""
         check_equal_weights(self.accelerator, self.flow)
-        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums)) | {
-            "dataset": self._dataset_identity(),
-            "origin": self._origin(),
-            "seed": self.config.seed,
-            "global batch": self.batch.total,
-        }
+        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums)) | {"run": asdict(self.run)}
         folder, last = self.config.checkpoints, self.state.step == self.total_steps
 
         def write() -> dict[str, Path]:

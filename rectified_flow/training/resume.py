@@ -1,0 +1,68 @@
+"""Where a run goes on from, and whether it is still the same run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rectified_flow.errors import UsageError
+from rectified_flow.training import checkpoint
+from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.state import STATE_FILE
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes two runs the same run; part of every checkpoint."""
+
+    dataset: str
+    seed: int
+    global_batch: int
+    origin: str
+    """The checkpoint or run that ``--resume`` named when it began, or "new"."""
+
+
+def identify_run(config: TrainingConfig, dataset: str, global_batch: int) -> RunIdentity:
+    """The identity of a run that begins now."""
+    named = config.resume not in ("auto", "never")
+    return RunIdentity(dataset, config.seed, global_batch, str(Path(config.resume).resolve()) if named else "new")
+
+
+def choose_checkpoint(
+    config: TrainingConfig, run: RunIdentity, say: Callable[[str], object]
+) -> tuple[Path | None, RunIdentity]:
+    """The checkpoint to load, if any, and the run's identity, which it keeps from its beginning.
+
+    Raises:
+        UsageError: if going on would mix two runs, or what ``--resume`` names is not there.
+    """
+    folder = config.checkpoints
+    if config.resume == "never":
+        if checkpoint.list_checkpoints(folder):
+            raise UsageError(
+                f"{folder} already holds checkpoints: --resume auto goes on, another --output_dir starts anew"
+            )
+        return None, run
+    own = checkpoint.newest_checkpoint(folder, warn=say)
+    if own is None:
+        return None if config.resume == "auto" else checkpoint.resolve(Path(config.resume), warn=say), run
+    before = RunIdentity(**checkpoint.load_document(own, STATE_FILE)["run"])
+    _check_same_run(config, run, before, own)
+    for name, then, now in (("seed", before.seed, run.seed), ("global batch", before.global_batch, run.global_batch)):
+        if then != now:
+            say(f"warning: the {name} was {then} and is now {now}: the run changes")
+    return own, replace(run, origin=before.origin)
+
+
+def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentity, own: Path) -> None:
+    folder = config.checkpoints
+    ourselves = {str(place.resolve()) for place in (own, folder, config.output_dir)}
+    if run.origin != "new" and run.origin not in ourselves | {before.origin}:
+        raise UsageError(
+            f"{folder} holds checkpoints of a run that did not start from {config.resume}, or newer ones: choose "
+            "another --output_dir to start from there"
+        )
+    if run.dataset != before.dataset:
+        raise UsageError(
+            f"checkpoint {own} was trained on other pictures or at another size: choose another --output_dir; "
+            f"with --resume {own} there, training goes on from its weights"
+        )
