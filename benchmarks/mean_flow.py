@@ -4,6 +4,7 @@ All schemes run in this one call, interleaved, each ratio the median over rounds
 thread, on a GPU by wall clock. Needs `pip install -e ".[benchmark]"`.
 """
 
+import ctypes
 import platform
 import statistics
 import subprocess
@@ -114,12 +115,13 @@ def build_step(flow: nn.Module, flags: Flags, device: torch.device) -> Callable[
 
 def peak_memory(step: Callable[[], None], device: torch.device) -> float:
     """What a step adds at its peak to what the process held before [MB]."""
-    step()  # so that gradients are there
+    step()  # so that gradients are there, and everything is loaded
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - allocated) / 1e6
+    ctypes.CDLL(None).malloc_trim(0)  # glibc: hand back what the first step left
     Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
     before = _process_memory("VmRSS")
     step()
