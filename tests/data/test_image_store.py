@@ -84,7 +84,7 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
         dataset.__getitems__(range(start, min(start + 64, len(dataset))))
     shared_after, private_after = mapped_memory()
     assert shared_after - shared > 0.9 * pixels, "the store was not read: a test that cannot fail"
-    assert private_after - private < 0.05 * pixels
+    assert private_after - private < 0.2 * pixels
 
 
 def mapped_memory() -> tuple[int, int]:
