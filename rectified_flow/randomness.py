@@ -6,9 +6,10 @@ gradient accumulation, and after any restart. Outside of it the draws come from 
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -65,29 +66,25 @@ def generator(device: torch.device | str, *values: int | str) -> torch.Generator
 
 def randn(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
     """Standard normal draws ``[b, ...]`` for this process's rows."""
-    rows = _ambient.rows
-    if rows is None:
-        return torch.randn(*shape, device=device)
-    stream = generator(device, rows.seed, purpose, rows.step)
-    return torch.randn(rows.total, *shape[1:], device=device, generator=stream)[rows.index]
+    return _draw(torch.randn, purpose, shape, device)
 
 
 def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
     """Uniform draws ``[b, ...]`` in [0, 1) for this process's rows."""
-    rows = _ambient.rows
-    if rows is None:
-        return torch.rand(*shape, device=device)
-    stream = generator(device, rows.seed, purpose, rows.step)
-    return torch.rand(rows.total, *shape[1:], device=device, generator=stream)[rows.index]
+    return _draw(torch.rand, purpose, shape, device)
 
 
 def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:
     """Integer draws ``[b, ...]`` in [0, high) for this process's rows."""
+    return _draw(partial(torch.randint, high), purpose, shape, device)
+
+
+def _draw(source: Callable[..., Tensor], purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
     rows = _ambient.rows
     if rows is None:
-        return torch.randint(high, tuple(shape), device=device)
+        return source(tuple(shape), device=device)
     stream = generator(device, rows.seed, purpose, rows.step)
-    return torch.randint(high, (rows.total, *shape[1:]), device=device, generator=stream)[rows.index]
+    return source((rows.total, *shape[1:]), device=device, generator=stream)[rows.index]
 
 
 def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
