@@ -116,7 +116,7 @@ class MeanFlow(Flow):
         """Draw noise and intervals for a batch and return the scalar loss.
 
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
-        strided rows of the global batch, the same rows on any number of them.
+        strided rows of the global batch, the same rows on any number of them if that count is a whole number.
 
         Args:
             images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
