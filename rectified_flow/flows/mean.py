@@ -24,7 +24,7 @@ from rectified_flow.flows.flow import Flow, expand, time_grid
 from rectified_flow.flows.images import to_unit
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
 
-ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "shortcut"]
+ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow", "shortcut"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,16 @@ def sigmoid_step(progress: float, sharpness: float = 25.0, smallest: float = 0.0
     return 1.0 if step > 1 - smallest else 0.0 if step < smallest else step
 
 
+def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
+    """From 1 to a small step that stays finite, as "SoFlow: Solution Flow Models" (2025) has it on CIFAR-10."""
+    return smallest**progress
+
+
 OBJECTIVES: dict[str, Objective] = {
     "mean_flow": Objective(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
     "improved_mean_flow": Objective(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "alpha_flow": Objective(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
+    "so_flow": Objective(step=exponential_step),  # whose quotient of differences is the same residual
     "shortcut": Objective(step=lambda _progress: 0.5, own_target=True),  # Frans et al. 2024, arXiv:2410.12557
 }
 

@@ -11,7 +11,7 @@ from torch.func import jvp
 from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows import mean as mean_module
 from rectified_flow.flows.images import to_unit
-from rectified_flow.flows.mean import OBJECTIVES, Objective, sigmoid_step
+from rectified_flow.flows.mean import OBJECTIVES, Objective, exponential_step, sigmoid_step
 from rectified_flow.networks import Unet
 from rectified_flow.randomness import Rows, rows_of
 from tests.analytic import Gaussian, image_gaussian
@@ -228,7 +228,10 @@ def test_guidance_moves_the_target_of_labelled_rows_only() -> None:
         MeanFlow(unet(), guidance_scale=2.0)
 
 
-def test_the_alpha_schedule() -> None:
+def test_the_schedules() -> None:
+    assert exponential_step(0.0) == 1
+    assert exponential_step(0.5) == pytest.approx(3.1e-4**0.5)
+    assert exponential_step(1.0) == pytest.approx(3.1e-4)
     assert sigmoid_step(0.0) == 1
     assert sigmoid_step(0.5) == pytest.approx(0.5)
     assert sigmoid_step(1.0) == 0

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
+import train_mean_flow
 import train_oxford
 from rectified_flow.training import checkpoint
-from rectified_flow.training.config import RectifiedFlowConfig
+from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_config, tiny_dataset, train
@@ -29,14 +30,17 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def program(argv: list[str]) -> tuple[int, str]:
-    """Run train_oxford.py in this process; returns exit code and what it wrote to stderr."""
-    sys.argv = ["train_oxford.py", *argv]
+def program(argv: list[str], mean: bool = False) -> tuple[int, str]:
+    """Run train_oxford.py or train_mean_flow.py in this process; returns exit code and what it wrote to stderr."""
+    sys.argv = ["train_mean_flow.py" if mean else "train_oxford.py", *argv]
     with tempfile.TemporaryFile() as output:
         os.dup2(output.fileno(), 2)
         code = 0
         try:
-            run(train_oxford.main, RectifiedFlowConfig, "Train.")
+            if mean:
+                run(train_mean_flow.main, MeanFlowConfig, "Train.")
+            else:
+                run(train_oxford.main, RectifiedFlowConfig, "Train.")
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
         sys.stderr.flush()
@@ -44,8 +48,8 @@ def program(argv: list[str]) -> tuple[int, str]:
         return code, output.read().decode()
 
 
-def assert_refused(world_size: int, flags: str, *expected: str) -> None:
-    results = run_on_ranks(world_size, program, flags.split(), deadline=40)
+def assert_refused(world_size: int, flags: str, *expected: str, mean: bool = False) -> None:
+    results = run_on_ranks(world_size, program, flags.split(), mean, deadline=40)
     assert [code for code, _ in results] == [2] * world_size, results
     written = "".join(text for _, text in results)
     assert "Traceback" not in written
@@ -91,6 +95,26 @@ def test_dataset_smaller_than_the_global_batch(world_size: int, pictures: Path) 
 def test_batch_not_dividing(world_size: int) -> None:
     flags = f"{TINY} --global_batch_size 15 --batch_size 4"
     assert_refused(world_size, flags, "--global_batch_size 15 does not divide")
+
+
+@both
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--dataset_path {}/nowhere", "is not a folder"),
+        ("--image_size 9", "--image_size 9 is not divisible by 2"),
+        ("--mixed_precision fp16", "fp16 needs a GPU"),
+        ("--guidance_scale 2", "need labels: pass --use_cfg"),
+        ("--init_from {}/nothing", "there is no checkpoint at"),
+        ("--init_from {}/wide", "of another architecture"),
+        ("--objective best", "invalid choice"),
+    ],
+)
+def test_mean_flow_refuses_alike(world_size: int, flags: str, sentence: str, tmp_path: Path) -> None:
+    if "wide" in flags:
+        wide = [*TINY.split(), "--dim", "16", "--train_num_steps", "1", "--output_dir", str(tmp_path / "wide")]
+        run_on_ranks(1, program, wide)
+    assert_refused(world_size, f"{TINY} {flags.format(tmp_path)} --output_dir {tmp_path}/run", sentence, mean=True)
 
 
 @both
