@@ -1,7 +1,7 @@
 """The training loop: move a batch, loss, backward, clip, step, EMA; at intervals log, draw samples, save."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -230,14 +230,10 @@ class Trainer:
             self._say(f"{'resume':<11} step {self.state.step}, from {path}")
 
     def _open_log(self) -> None:
-        for flag, folder in (("output_dir", self.config.output_dir), ("checkpoint_dir", self.config.checkpoints)):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with TemporaryFile(dir=folder):
-                    pass
-            except OSError as error:
-                raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
-        self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
+        with _writing("checkpoint_dir", self.config.checkpoints):
+            pass
+        with _writing("output_dir", self.config.output_dir):
+            self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
         self.log.start_trackers()
 
     def _save(self) -> dict[str, Path]:
@@ -278,6 +274,18 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
+
+
+@contextmanager
+def _writing(flag: str, folder: Path) -> Iterator[None]:
+    """Make ``folder`` and see that it can be written; what goes wrong inside is said of it, too."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk shows here")
+        yield
+    except OSError as error:
+        raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
 
 
 def _average(flow: nn.Module, decay: float) -> EMA:
