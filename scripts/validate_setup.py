@@ -61,10 +61,10 @@ def main(flags: Flags) -> int:
         try:
             verdict, text = "ok  ", check()
         except (ProblemError, UsageError) as problem:
-            verdict, text = "TODO", str(problem)
+            verdict, text = "FIX ", str(problem)
             problems += 1
         print(f"{verdict}  {name:14} {text}", flush=True)
-    print("everything is ready" if problems == 0 else f"{problems} of {len(checks)} checks need you; see TODO above")
+    print("everything is ready" if problems == 0 else f"{problems} of {len(checks)} checks need you; see FIX above")
     return problems
 
 

@@ -1,12 +1,9 @@
-"""Every flag of a training run: frozen, validated, and parsed from the command line."""
+"""Every flag of a training run, frozen and validated."""
 
-import re
-from dataclasses import asdict, dataclass, field, fields, make_dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import tyro
+from typing import Any, Literal
 
 from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
 from rectified_flow.data.stream import GlobalBatch
@@ -262,36 +259,6 @@ class MeanFlowConfig(MeanFlowFlags, TrainingConfig):
             self.use_cfg or (self.guidance_scale, self.guidance_mixing) == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
-
-
-C = TypeVar("C", bound=TrainingConfig)
-
-
-def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:
-    """Read the command line into ``config_class``; ``--help`` and errors exit, silently if ``quiet``.
-
-    Raises:
-        UsageError: if the values make no valid config.
-    """
-    groups = {
-        re.sub("(?<!^)(?=[A-Z])", "_", base.__name__.removesuffix("Flags")).lower(): base
-        for base in reversed(config_class.__mro__)
-        if base.__name__.endswith("Flags")
-    }
-    grouped = make_dataclass(
-        "Flags", [(title, group, field(default_factory=group)) for title, group in groups.items()], frozen=True
-    )
-    grouped.__doc__ = description
-    flags: Any = tyro.cli(
-        grouped,
-        config=(tyro.conf.OmitArgPrefixes,),
-        use_underscores=True,
-        console_outputs=not quiet,
-    )
-    values: dict[str, Any] = {}
-    for title, group in groups.items():
-        values |= {each.name: getattr(getattr(flags, title), each.name) for each in fields(group)}
-    return config_class(**values)
 
 
 def _require_positive(config: "TrainingConfig", name: str) -> None:

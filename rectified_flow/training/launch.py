@@ -12,7 +12,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env, set_seed
 
 from rectified_flow.errors import UsageError
-from rectified_flow.training.config import TrainingConfig, parse
+from rectified_flow.training.command_line import parse
+from rectified_flow.training.config import TrainingConfig
 
 C = TypeVar("C", bound=TrainingConfig)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rectified_flow.errors import UsageError
-from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig, parse
+from rectified_flow.training.command_line import parse
+from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig
 
 SHARED = """
 dataset dataset_path image_size horizontal_flip skip_broken_images cache_dir num_workers multiprocessing_context
