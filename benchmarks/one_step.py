@@ -1,0 +1,59 @@
+"""Draw grids of several runs side by side, from the same noise: what one step gives, and what several do.
+
+A column is KIND:STEPS:RUN, KIND being mean or rectified (by Euler, one network call a step, as in mean flow) and RUN a
+checkpoint or a run's folder: `python benchmarks/one_step.py --columns mean:1:runs/mean rectified:16:runs/rectified`.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor
+from torchvision.utils import make_grid, save_image
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow import MeanFlow, RectifiedFlow, Unet
+from rectified_flow.training import checkpoint
+from rectified_flow.training.state import CONFIG_FILE, load_network
+
+
+@dataclass(frozen=True)
+class Flags:
+    columns: tuple[str, ...]
+    """KIND:STEPS:RUN of each grid, from left to right."""
+    output: Path = Path("one-step.png")
+    """The picture to write."""
+    num_samples: int = 36
+    """Images in each grid."""
+    seed: int = 0
+    """Of the noise."""
+
+
+def draw(column: str, flags: Flags) -> Tensor:
+    """The grid ``[3, h, w]`` of one column; labels are not supported."""
+    kind, steps, run = column.split(":", 2)
+    path = checkpoint.resolve(Path(run))
+    config = checkpoint.load_document(path, CONFIG_FILE)
+    side = config["image_size"]
+    network = Unet(config["dim"], config["dim_mults"], image_size=side)
+    load_network(network, path)
+    noise = torch.randn(flags.num_samples, 3, side, side, generator=torch.Generator().manual_seed(flags.seed))
+    if kind == "mean":
+        images = MeanFlow(network).sample(noise=noise, steps=int(steps))
+    else:
+        images = RectifiedFlow(network).sample(noise=noise, steps=int(steps), solver="euler")
+    return make_grid(images, nrow=round(flags.num_samples**0.5), padding=2, pad_value=1)
+
+
+def main(flags: Flags) -> None:
+    grids = [draw(column, flags) for column in flags.columns]
+    gap = torch.ones(3, grids[0].shape[1], 12)
+    save_image(torch.cat([part for grid in grids for part in (grid, gap)][:-1], dim=2), flags.output)
+    print(flags.output)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags, description=__doc__, use_underscores=True))
