@@ -4,7 +4,8 @@ from pathlib import Path
 
 from rectified_flow.data.huggingface import HuggingFaceSource, is_dataset_folder
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.image_store import ImageDataset, ImageSource, open_store
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import ImageSource, open_store
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from rectified_flow.data.huggingface import HuggingFaceSource
-from rectified_flow.data.image_store import ImageDataset, open_store
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import open_store
 
 OXFORD_FLOWERS = "nelorth/oxford-flowers"
 

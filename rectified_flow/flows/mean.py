@@ -23,6 +23,7 @@ from torch.func import jvp
 from rectified_flow.flows.flow import Flow, expand, time_grid
 from rectified_flow.flows.images import to_unit
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
+from rectified_flow.interruption import poll
 
 ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow", "shortcut"]
 
@@ -209,6 +210,7 @@ class MeanFlow(Flow):
         x, labels = self._draw_start(batch_size, labels, noise, generator)
         with self._evaluating():
             for t, r in pairwise(times):
+                poll()
                 x = x - (t - r) * self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), labels)
         return to_unit(x)
 

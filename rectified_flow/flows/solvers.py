@@ -6,6 +6,8 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
+from rectified_flow.interruption import poll
+
 Solver = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
 
@@ -19,6 +21,7 @@ def integrate(velocity: Velocity, x: Tensor, times: list[float], solver: Solver 
     """
     step = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}[solver]
     for t, t_next in pairwise(times):
+        poll()
         x = step(velocity, x, t, t_next - t)
     return x
 

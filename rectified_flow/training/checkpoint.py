@@ -5,6 +5,7 @@ each. It is written beside its place, flushed, and renamed into it. Nothing in i
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from hashlib import file_digest
@@ -26,14 +27,20 @@ def step_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(path.name.removeprefix("step_"))
+
+
 def save(
     folder: Path,
     step: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     documents: Mapping[str, Any],
     keep: int = 0,
+    keep_every: int = 0,
 ) -> Path:
-    """Write a checkpoint into ``folder`` and then remove all but the ``keep`` newest (0 keeps all).
+    """Write a checkpoint into ``folder`` and then remove all but the ``keep`` newest (0 keeps all) and the milestones.
 
     Args:
         folder: where the run's checkpoints are.
@@ -41,6 +48,7 @@ def save(
         tensors: file name to named tensors.
         documents: file name to what JSON can hold.
         keep: how many to keep.
+        keep_every: those at multiples of this step are milestones; 0 makes none.
 
     Returns:
         The checkpoint's folder.
@@ -68,13 +76,15 @@ def save(
     if keep:
         # Later ones, if any, were damaged when the run started: never let them push out a good one.
         for old in [each for each in list_checkpoints(folder) if each.name <= path.name][:-keep]:
-            _remove(old)
+            if not (keep_every and step_of(old) % keep_every == 0):
+                _remove(old)
     return path
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in ``folder``, oldest first."""
-    return sorted(path for path in folder.glob("step_*") if (path / MANIFEST).exists())
+    names = re.compile(r"step_\d{8,}")
+    return sorted(path for path in folder.glob("step_*") if names.fullmatch(path.name) and (path / MANIFEST).exists())
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Path | None:

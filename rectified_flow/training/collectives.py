@@ -1,15 +1,27 @@
 """Everything the processes do together. All of them must call each of these, in the same order."""
 
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from einops import rearrange
 from torch import Tensor, nn
 
+from rectified_flow.errors import RunError
+
 T = TypeVar("T")
+
+
+def limit_waiting(seconds: float) -> None:
+    """From now on a process that waits longer than this for the others fails."""
+    if dist.is_initialized():
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=seconds))
 
 
 def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
@@ -26,6 +38,15 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     return outcome[0]  # type: ignore[return-value]
 
 
+def any_rank(accelerator: Accelerator, value: bool) -> bool:
+    """Whether ``value`` is true on any process; no device is waited for."""
+    if accelerator.num_processes == 1:
+        return value
+    vote = torch.tensor(int(value))
+    dist.all_reduce(vote, dist.ReduceOp.MAX)
+    return bool(vote)
+
+
 def mean_over_ranks(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, float]:
     """The mean of each scalar over all processes, in one reduction."""
     if not values:
@@ -40,15 +61,24 @@ def gather_interleaved(accelerator: Accelerator, share: Tensor, total: int) -> T
     return rearrange(everything, "(world s) ... -> (s world) ...", world=accelerator.num_processes)[:total]
 
 
+def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:
+    """The lists of all processes, one after the other."""
+    return items if accelerator.num_processes == 1 else list(gather_object(items))
+
+
 def check_equal_weights(accelerator: Accelerator, module: nn.Module) -> None:
     """Compare a checksum of every weight over the processes.
 
     Raises:
-        RuntimeError: naming the ranks whose weights differ from the main process's.
+        RunError: naming the ranks whose weights are not those of most.
     """
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in module.parameters()]
-    by_rank = accelerator.gather(torch.stack(sums)[None])
-    strangers = (by_rank != by_rank[:1]).any(dim=1).nonzero().flatten().tolist()
-    if strangers:
-        raise RuntimeError(f"the weights on rank {', '.join(map(str, strangers))} differ from those on rank 0")
+    by_rank = [tuple(row) for row in accelerator.gather(torch.stack(sums)[None]).tolist()]
+    (most, count), *_ = Counter(by_rank).most_common()
+    if count < len(by_rank):
+        strangers = ", ".join(str(rank) for rank, row in enumerate(by_rank) if row != most)
+        raise RunError(
+            f"the weights on rank {strangers} differ from those on the others, so nothing is saved: check that "
+            "machine's memory and GPU, then run the same command to go on from the last checkpoint"
+        )

@@ -73,6 +73,8 @@ class OptimizationFlags:
     """Decoupled weight decay of AdamW."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 leaves them alone."""
+    max_bad_steps: int = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite; then the run stops."""
     mixed_precision: MixedPrecision | None = None
     """Precision of the forward pass (default: what the launcher's config says, else no)."""
     use_ema: bool = True
@@ -97,6 +99,8 @@ class OutputFlags:
     """Steps between checkpoints; 0 saves at the end only."""
     keep_checkpoints: int = 3
     """Newest checkpoints to keep; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints at multiples of this step are kept for good; 0 keeps none beyond the newest."""
     sample_every: int = 1000
     """Steps between sample grids; 0 draws one at the end only."""
     num_samples: int = 64
@@ -107,6 +111,8 @@ class OutputFlags:
     """Steps between lines of metrics.jsonl."""
     log_with: Tracker = "none"
     """Also log to TensorBoard or Weights & Biases (WANDB_MODE=offline works without an account)."""
+    rank_timeout: float = 300.0
+    """Seconds a process waits for the others, once the first step is done, before it gives the run up."""
     dry_run: bool = False
     """Print the resolved config, the batch arithmetic and the model's size, and exit."""
 
@@ -121,11 +127,11 @@ class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
 
     def __post_init__(self) -> None:
         positive = "image_size dim batch_size global_batch_size gradient_accumulation_steps train_num_steps"
-        positive += " num_epochs learning_rate sample_steps log_every"
+        positive += " num_epochs learning_rate sample_steps log_every max_bad_steps rank_timeout"
         for name in positive.split():
             _require_positive(self, name)
         natural = "num_workers lr_warmup_steps weight_decay max_grad_norm save_every keep_checkpoints sample_every"
-        natural += " num_samples seed"
+        natural += " num_samples seed keep_every"
         for name in natural.split():
             value = getattr(self, name)
             _require(value >= 0, f"--{name} is {value}; it must not be below 0")

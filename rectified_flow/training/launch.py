@@ -2,18 +2,20 @@
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env, set_seed
+from accelerate.utils import set_seed
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.interruption import signals_request_end
 from rectified_flow.training.command_line import parse
 from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.processes import join_processes
 
 C = TypeVar("C", bound=TrainingConfig)
 
@@ -21,91 +23,57 @@ C = TypeVar("C", bound=TrainingConfig)
 def run(main: Callable[[C], None], config_class: type[C], description: str) -> None:
     """Parse the command line, call ``main(config)`` in every process, and leave with an exit code.
 
-    A :class:`UsageError` in any process ends the program with its sentence, printed once, and exit code 2.
+    What ends one process ends all: the first that leaves explains it, once. The code is 0 for a run that finished or
+    was asked to end, 2 for a :class:`UsageError`, 1 for all else. Only an error that nobody foresaw has a traceback.
     """
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)  # torch's own, in jvp
+    program = os.path.basename(sys.argv[0])
     try:
-        state = join_processes()
-        config = parse(config_class, description, quiet=not state.is_main_process)
-        set_seed(config.seed)
-        main(config)
+        with signals_request_end():
+            state = join_processes()
+            config = parse(config_class, description, quiet=not state.is_main_process)
+            set_seed(config.seed)
+            main(config)
     except UsageError as error:
-        _leave(f"{os.path.basename(sys.argv[0])}: error: {error}", code=2)
+        _leave(f"{program}: error: {error}", code=2)
+    except RunError as error:
+        _leave(f"{program}: {error}", code=1)
     except KeyboardInterrupt:
-        _leave("interrupted: the same command goes on from the last checkpoint", code=130)
+        _leave("ended on request before training began; the same command starts again", code=0)
     except SystemExit:
         if dist.is_initialized():
             dist.barrier()  # all parse the same flags: let the one that explains the error finish first
         raise
+    except Exception as error:
+        _leave(_explain(error), code=1)
     state.destroy_process_group()
 
 
-def join_processes() -> PartialState:
-    """Join the processes started beside this one, on the CPU if there is no accelerator; joined already, do nothing.
-
-    Raises:
-        UsageError: if there are more processes than GPUs, or they do not see each other and would each train alone.
-    """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
-        # Without this, accelerate leaves several processes without a group and each believes it is alone.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
-    gpus = torch.cuda.device_count()
-    if not cpu and 0 < gpus <= local_rank:
-        _refuse(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}", local_rank == gpus)
-    state = PartialState(cpu=cpu)
-    if state.num_processes != world_size:
-        _refuse(
-            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
-            "alone: start them with torchrun, or with one of the commands in the README",
-            local_rank == 0,
-        )
-    return state
-
-
-def _refuse(sentence: str, speaks: bool) -> NoReturn:
-    """End this process, which has no group to agree in who explains it."""
-    if speaks:
-        raise UsageError(sentence)
-    sys.exit(2)
-
-
-def build_accelerator(config: TrainingConfig) -> Accelerator:
-    """The run's Accelerator; a precision left unset is the launcher's.
-
-    Raises:
-        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
-    """
-    state = join_processes()
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=config.output_dir,
-        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
-        ),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
-    return accelerator
-
-
 def _leave(sentence: str, code: int) -> NoReturn:
-    """Exit with ``code``; the first process to get here prints ``sentence``."""
-    if _is_first():
+    """Exit; the first process to get here prints ``sentence``, and its ``code`` is that of all."""
+    first, code = _agree_in_leaving(code)
+    if first:
         print(sentence, file=sys.stderr, flush=True)
+    if dist.is_initialized() and code == 1:
+        # Past all clean-up, which could wait for a device that waits for another process.
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
-def _is_first() -> bool:
-    # No collective: the others may never come here. The store they met at counts them instead.
+def _agree_in_leaving(code: int) -> tuple[bool, int]:
+    # No collective: the others may never come here. The first to write into the store they met at leads.
     if not dist.is_initialized():
-        return True
-    try:
-        return dist.distributed_c10d._get_default_store().add("leaving", 1) == 1
-    except Exception:  # the store went with the process that hosted it, which was here before
-        return False
+        return True, code
+    with suppress(Exception):  # the store goes with the process that hosts it, which then was here before
+        mine = f"{dist.get_rank()} {code}"
+        leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
+        return leader == mine, int(leader.split()[1])
+    return False, code
+
+
+def _explain(error: Exception) -> str:
+    rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+    if isinstance(error, RuntimeError) and ("gloo" in str(error) or isinstance(error, dist.DistError)):
+        return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
+    return rank + "".join(traceback.format_exception(error))

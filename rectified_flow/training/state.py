@@ -13,6 +13,7 @@ from rectified_flow.training import checkpoint
 
 MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
 STATE_FILE, CONFIG_FILE = "trainer.json", "config.json"
+COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
 
 
 class TrainingState:
@@ -37,14 +38,26 @@ class TrainingState:
         self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
         self.step = 0
         self.images_seen = 0
+        self.updates = 0
+        """Steps that changed the weights; the others were skipped."""
+        self.bad_steps = 0
+        """Steps skipped for a loss or gradient that was not finite, and those of them since the last good one."""
+        self.bad_in_a_row = 0
+        self.scaler_skips = 0
+        """Steps skipped because the loss scale of fp16 was too large."""
         self.sums: dict[str, Tensor] = {}
-        """This rank's loss, and what else its flow logs, summed since the last logged step."""
+        """This rank's loss, and what else its flow logs, summed over good steps since the last logged one."""
         self.summands = 0
 
+    @property
+    def scale_may_be_too_large(self) -> bool:
+        """Whether fp16's loss scale can explain a bad step: it was above 1 (and has been halved since)."""
+        return self.optimizer.scaler is not None and self.optimizer.scaler.get_scale() > 0.5
+
     def count(self, values: dict[str, Tensor]) -> None:
-        """Add one forward pass to the sums; nothing waits for the device."""
+        """Add one good step's values to the sums; nothing waits for the device."""
         for name, value in values.items():
-            self.sums[name] = self.sums.get(name, 0) + value.detach()
+            self.sums[name] = self.sums.get(name, 0) + value
         self.summands += 1
 
     def clear_sums(self) -> None:
@@ -67,8 +80,7 @@ class TrainingState:
         """A checkpoint's numbers; ``sums`` are the means of this state's over ranks."""
         scaler = self.optimizer.scaler
         return {
-            "step": self.step,
-            "images_seen": self.images_seen,
+            **{name: getattr(self, name) for name in COUNTERS},
             "sums": sums,
             "summands": self.summands,
             "ema_step": None if self.ema is None else int(self.ema.step),
@@ -91,7 +103,8 @@ class TrainingState:
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE))
         if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
             self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
-        self.step, self.images_seen = counters["step"], counters["images_seen"]
+        for name in COUNTERS:
+            setattr(self, name, counters[name])
         device = next(iter(self.parameters.values())).device
         self.sums = {name: torch.tensor(value, device=device) for name, value in counters["sums"].items()}
         self.summands = counters["summands"]

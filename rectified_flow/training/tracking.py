@@ -2,10 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -18,15 +19,59 @@ from rectified_flow.training.checkpoint import step_name
 from rectified_flow.training.config import TrainingConfig
 
 
+class LineFile:
+    """A file of JSON lines that has each step once, in order, whatever happened.
+
+    Args:
+        path: the file.
+        step: where the run starts; lines of later steps, left by a run that was killed, are dropped.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        kept = "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
+        if path.exists():
+            replace_file(path, kept)
+        self._good_size = len(kept.encode())
+        self._unwritten = b""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a line; one that does not go onto the disk is written with the next.
+
+        Raises:
+            OSError: then.
+        """
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            file.truncate(self._good_size)  # a full disk may have taken half a line
+            file.seek(self._good_size)
+            file.write(self._unwritten)
+        self._good_size += len(self._unwritten)
+        self._unwritten = b""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The lines that are whole."""
+        rows = []
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                with suppress(ValueError):  # the last line of a run that was killed
+                    rows.append(json.loads(line))
+        return rows
+
+
 class RunLog:
     """The files in a run's output folder that are not checkpoints.
 
-    What cannot be written once the run goes, for want of space say, is told by ``warn`` and left out.
+    What cannot be written once the run goes, for want of space say, is told by ``warn``; the run goes on.
 
     Args:
         accelerator: whose trackers to feed.
         config: the run's flags.
-        step: where the run starts; lines of later steps, left by a run that was killed, are dropped.
+        step: where the run starts.
         warn: hears what went wrong.
     """
 
@@ -34,14 +79,13 @@ class RunLog:
         self, accelerator: Accelerator, config: TrainingConfig, step: int, warn: Callable[[str], object] = print
     ) -> None:
         self.accelerator, self.config, self.warn = accelerator, config, warn
-        self.folder = config.output_dir
-        self.metrics_path = self.folder / "metrics.jsonl"
+        self.folder, self.step = config.output_dir, step
         replace_file(self.folder / "config.json", json.dumps(config.plain(), indent=1))
-        kept = [json.dumps(row) + "\n" for row in self._rows() if row["step"] <= step]
-        replace_file(self.metrics_path, "".join(kept))
+        self._metrics = LineFile(self.folder / "metrics.jsonl", step)
+        self._bad_steps = LineFile(self.folder / "bad_steps.jsonl", step)
 
-    def start_trackers(self) -> None:
-        """Start what ``--log_with`` names.
+    def start_trackers(self, run_id: str) -> None:
+        """Start what ``--log_with`` names, or go on with the run that it knows by ``run_id``.
 
         Raises:
             UsageError: if it does not start, for want of an account or a network.
@@ -49,8 +93,14 @@ class RunLog:
         if self.config.log_with == "none":
             return
         flags = {name: value if _is_simple(value) else str(value) for name, value in self.config.plain().items()}
+        settings = {
+            "wandb": {"id": run_id, "resume": "allow"},
+            "tensorboard": {"purge_step": self.step + 1},
+        }
         try:
-            self.accelerator.init_trackers("rectified-flow", config=flags)
+            # TensorBoard makes a run of its own of each set of flags it is told.
+            told = flags if self.step == 0 else None
+            self.accelerator.init_trackers("rectified-flow", config=told, init_kwargs=settings)
         except Exception as error:  # each service has errors of its own
             raise UsageError(
                 f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
@@ -60,17 +110,20 @@ class RunLog:
     def close(self) -> None:
         """Let the trackers finish what they have to write."""
         for tracker in self.accelerator.trackers:
-            tracker.finish()
+            with self._tolerant("the trackers"):
+                tracker.finish()
 
     def metrics(self, step: int, **values: float) -> None:
         """Add a line to metrics.jsonl and to the trackers."""
         with self._tolerant("metrics"):
-            with self.metrics_path.open("ab+") as file:
-                if file.tell() > 0:
-                    file.seek(-1, 2)
-                    file.write(b"" if file.read() == b"\n" else b"\n")  # a full disk may have cut the line before
-                file.write((json.dumps({"step": step, **values}) + "\n").encode())
+            self._metrics.add({"step": step, **values})
+        with self._tolerant("the trackers"):
             self.accelerator.log(values, step=step)
+
+    def bad_step(self, step: int, images: list[int]) -> None:
+        """Add a line to bad_steps.jsonl."""
+        with self._tolerant("bad steps"):
+            self._bad_steps.add({"step": step, "images": images})
 
     def samples(self, step: int, images: Tensor) -> Path:
         """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
@@ -84,15 +137,22 @@ class RunLog:
             content = BytesIO()
             Image.fromarray(grid).save(content, format="PNG")
             replace_file(path, content.getvalue())
-            for tracker in self.accelerator.trackers:
+        for tracker in self.accelerator.trackers:
+            with self._tolerant("the trackers"):
                 tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
         return path
 
+    @property
     def loss_plot(self) -> Path:
-        """Draw loss over step into loss.png and return its path."""
+        """Where :meth:`draw_loss` draws."""
+        return self.folder / "loss.png"
+
+    def draw_loss(self) -> None:
+        """Draw loss over step."""
         from matplotlib.figure import Figure  # takes a second to load
 
-        steps, losses = np.array([(row["step"], row["loss"]) for row in self._rows()]).reshape(-1, 2).T
+        rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
+        steps, losses = np.array(rows).reshape(-1, 2).T
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
         axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
@@ -102,43 +162,31 @@ class RunLog:
             axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
             axes.set_yscale("log")
         axes.grid(alpha=0.3, which="both")
-        path = self.folder / "loss.png"
         with self._tolerant("loss plot"):
             content = BytesIO()
             figure.savefig(content, format="png", dpi=120)
-            replace_file(path, content.getvalue())
-        return path
-
-    def _rows(self) -> list[dict[str, float]]:
-        """The lines of metrics.jsonl that are whole."""
-        if not self.metrics_path.exists():
-            return []
-        rows = []
-        for line in self.metrics_path.read_text().splitlines():
-            with suppress(ValueError):  # a killed run, or a full disk, may leave half a line
-                rows.append(json.loads(line))
-        return rows
+            replace_file(self.loss_plot, content.getvalue())
 
     @contextmanager
     def _tolerant(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            self.warn(f"warning: could not write {what} to {self.folder} ({error}); training goes on")
+        except Exception as error:  # each tracker has errors of its own
+            self.warn(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training goes on")
 
 
 class Throughput:
     """Images per second of training proper; pauses do not count."""
 
     def __init__(self) -> None:
-        self.images = 0
+        self._images_seen = 0
         self._started = time.perf_counter()
 
-    def restart(self) -> float:
-        """The rate since the last restart; then count anew."""
+    def restart(self, images_seen: int) -> float:
+        """The rate since the last restart, now that so many images have been seen; then count anew."""
         now = time.perf_counter()
-        rate = self.images / max(1e-9, now - self._started)
-        self.images, self._started = 0, now
+        rate = (images_seen - self._images_seen) / max(1e-9, now - self._started)
+        self._images_seen, self._started = images_seen, now
         return rate
 
     @contextmanager

@@ -1,34 +1,40 @@
-"""The training loop: move a batch, loss, backward, clip, step, EMA; at intervals log, draw samples, save."""
+"""The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 from ema_pytorch import EMA
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.interruption import Interrupted, leave_signals_to_parent, requested
 from rectified_flow.progress import progress_bar
 from rectified_flow.randomness import Rows, rows_of
-from rectified_flow.training import checkpoint
-from rectified_flow.training.collectives import check_equal_weights, gather_interleaved, mean_over_ranks, on_main
+from rectified_flow.training.collectives import (
+    any_rank,
+    check_equal_weights,
+    gather_interleaved,
+    limit_waiting,
+    mean_over_ranks,
+    on_main,
+)
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.launch import build_accelerator
 from rectified_flow.training.plan import describe_run, forward_flops
+from rectified_flow.training.processes import build_accelerator
 from rectified_flow.training.resume import choose_checkpoint, identify_run
+from rectified_flow.training.run_folder import RunFolder
+from rectified_flow.training.saving import Saver
 from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState
+from rectified_flow.training.stepper import BadStep, Batch, Stepper
 from rectified_flow.training.tracking import RunLog, Throughput
-
-Batch = dict[str, Tensor]
 
 
 class Trainer:
@@ -60,7 +66,7 @@ class Trainer:
         self.total_steps = config.total_steps(self.batch, self.length)
         flow.to(self.device)
         # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
-        self.flops = forward_flops(flow, self._to_device(collate([dataset[0]])))
+        self.flops = forward_flops(flow, {key: value.to(self.device) for key, value in collate([dataset[0]]).items()})
         ema = _average(flow, config.ema_decay) if config.use_ema else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
@@ -74,88 +80,69 @@ class Trainer:
             weight_decay=config.weight_decay,
             fused=self.accelerator.scaler is None,  # a fused step under a scaler does not tell whether it was skipped
         )
-        self.wrapped, prepared = self.accelerator.prepare(flow, optimizer)
+        wrapped, prepared = self.accelerator.prepare(flow, optimizer)
         self.state = TrainingState(flow, ema, prepared, parameters)
+        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, self._tell_bad)
         self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
+        self.folder = RunFolder(config)
         self.throughput = Throughput()
+        # What only the main process has:
         self.log: RunLog | None = None
-        self.grad_norm = torch.zeros(())
+        self.saver: Saver | None = None
 
     @property
     def averaged_flow(self) -> nn.Module:
         """The flow with averaged weights, to sample from; the one in training if no average is kept."""
         return self.flow if self.state.ema is None else self.state.ema.ema_model
 
-    def train(self) -> None:
-        """Train to the last step, from the newest checkpoint if there is one and the config says so."""
-        path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, self._say))
-        if path is not None:
-            self.state.load(path)
-            self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
-        if self.state.step >= self.total_steps:
-            self._say(
-                f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on"
-            )
-            return
-        self._open(path)
+    def train(self) -> bool:
+        """Train to the last step, from the newest checkpoint if there is one and the config says so.
+
+        Returns:
+            Whether the last step is done; if not, the run was asked to end, and has saved what it had.
+
+        Raises:
+            UsageError: if the run cannot start in that folder, or go on from what is there.
+            RunError: if it cannot go on: ranks that differ, too many bad steps, no space for the last checkpoint.
+        """
+        with self._holding_folder():
+            path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, self._say))
+            if path is not None:
+                self._load(path)
+            if self.state.step >= self.total_steps:
+                self._say(
+                    f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on"
+                )
+                if self.accelerator.is_main_process:
+                    self.folder.tell("finished", self.state.step, self.total_steps)
+                return True
+            with self._recording(path):
+                return self._run()
+
+    def _run(self) -> bool:
         self.flow.train()
-        batches = self._settle(self._batches())
-        written: dict[str, Path] = {}
-        self.throughput.restart()
+        batches = self._even_out(self._batches())
+        self.throughput.restart(self.state.images_seen)
+        places: dict[str, Path] = {}
+        request = False
         with self._progress_bar() as bar:
-            while self.state.step < self.total_steps:
-                self._train_step(batches)
+            while self.state.step < self.total_steps and not request:
+                if hasattr(self.flow, "progress"):
+                    self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
+                self.stepper.take(batches)
                 bar.update()
                 if self._is_due(self.config.log_every):
                     bar.set_postfix_str(self._log_metrics())
                 with self.throughput.paused():
                     if self._is_due(self.config.sample_every):
-                        written |= self._draw_samples()
-                    if self._is_due(self.config.save_every):
-                        written |= self._save()
-        if self.log is not None:
-            self.log.close()
-        for name, place in written.items():
+                        places |= self._draw_samples()
+                    request = any_rank(self.accelerator, requested() is not None)
+                    if self._is_due(self.config.save_every) or request:
+                        self._save()
+        places |= on_main(self.accelerator, self._finish)
+        for name, place in places.items():
             self._say(f"{name:<11} {place}")
-
-    # One step
-
-    def _train_step(self, batches: Iterator[Batch]) -> None:
-        state, optimizer = self.state, self.state.optimizer
-        if hasattr(self.flow, "progress"):
-            self.flow.progress = state.step / self.total_steps  # type: ignore[assignment]
-        for group in optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        for micro_batch in range(self.batch.accumulation):
-            state.count(self._backward(next(batches), micro_batch))
-        self.grad_norm = self.accelerator.clip_grad_norm_(
-            state.parameters.values(), self.config.max_grad_norm or torch.inf
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        if state.ema is not None and not optimizer.step_was_skipped:
-            state.ema.update()
-        state.step += 1
-        state.images_seen += self.batch.total
-        self.throughput.images += self.batch.total
-
-    def _backward(self, batch: Batch, micro_batch: int) -> dict[str, Tensor]:
-        """Add the gradients of one micro-batch, those of a step's last summed over ranks; returns what to log."""
-        mine = self.batch.rows(self.accelerator.process_index, micro_batch)
-        rows = Rows(self.config.seed, self.state.step, self.batch.total, mine)
-        last = micro_batch == self.batch.accumulation - 1
-        with rows_of(rows, self.device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
-            loss: Tensor = self.wrapped(**self._to_device(batch))
-            self.accelerator.backward(loss)
-        return {"loss": loss} | getattr(self.flow, "logged", {})
-
-    def _to_device(self, batch: Batch) -> Batch:
-        return {key: value.to(self.device, non_blocking=True) for key, value in batch.items()}
-
-    def _learning_rate(self) -> float:
-        """A function of the step: linear warm-up, then constant."""
-        warmup = (self.state.step + 1) / max(1, self.config.lr_warmup_steps)
-        return self.config.learning_rate * min(1.0, warmup)
+        return self.state.step == self.total_steps
 
     def _batches(self) -> Iterator[Batch]:
         rank, position = self.accelerator.process_index, self.state.images_seen
@@ -167,10 +154,11 @@ class Trainer:
             multiprocessing_context=self.config.multiprocessing_context,
             persistent_workers=self.config.persistent_workers,
             pin_memory=self.config.pin_memory,
+            worker_init_fn=leave_signals_to_parent,
         )
         return iter(loader)
 
-    def _settle(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _even_out(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Bring every process to the same start: equal weights, gradient buckets in their final order.
 
         DistributedDataParallel reorders its buckets after the first backward pass, and a sum of more than two numbers
@@ -180,8 +168,9 @@ class Trainer:
             return batches
         check_equal_weights(self.accelerator, self.flow)
         first = next(batches)
-        self._backward(first, self.batch.accumulation - 1)
+        self.stepper.backward(first, self.batch.accumulation - 1)
         self.state.optimizer.zero_grad()
+        limit_waiting(self.config.rank_timeout)
         return chain([first], batches)
 
     # At intervals
@@ -191,77 +180,113 @@ class Trainer:
 
     def _log_metrics(self) -> str:
         """Write down the mean loss since the last time; the only moment at which the device is waited for."""
-        state = self.state
+        self.stepper.settle()
+        state, norm = self.state, self.stepper.grad_norm
         means = mean_over_ranks(self.accelerator, {name: total / state.summands for name, total in state.sums.items()})
         state.clear_sums()
-        rate = self.throughput.restart()
+        rate = self.throughput.restart(state.images_seen)
         if self.log is not None:
             self.log.metrics(
                 state.step,
                 images_seen=state.images_seen,
                 **means,
-                learning_rate=self.state.optimizer.param_groups[0]["lr"],
-                grad_norm=float(self.grad_norm),
+                learning_rate=state.optimizer.param_groups[0]["lr"],
+                **({} if norm is None else {"grad_norm": float(norm)}),
                 images_per_second=round(rate, 2),
+                bad_steps=state.bad_steps,
+                **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
             )
         return ", ".join([*(f"{name} {value:.4f}" for name, value in means.items()), f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
         """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
+        self.stepper.settle()
         sample: Callable[..., Tensor] | None = getattr(self.averaged_flow, "sample", None)
         total, world = self.config.num_samples, self.accelerator.num_processes
         if total == 0 or sample is None:
             return {}
         share = -(-total // world)
         mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
+        images = None
         with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
             steps = {"steps": self.config.sample_steps} if self.config.sample_steps else {}  # else the flow's own
-            images = sample(share, **steps)
+            with suppress(Interrupted):
+                images = sample(share, **steps)
+        if any_rank(self.accelerator, images is None) or images is None:
+            return {}
         images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
         return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
 
-    # Checkpoints
+    def _save(self) -> None:
+        """Have a checkpoint written; one that fails for want of space leaves the one before, and the run, alone."""
+        self.stepper.settle()
+        check_equal_weights(self.accelerator, self.flow)
+        state, sums = self.state, mean_over_ranks(self.accelerator, self.state.sums)
+        if self.saver is not None:
+            documents = {
+                STATE_FILE: state.counters(sums) | {"run": asdict(self.run)},
+                CONFIG_FILE: self.config.plain(),
+            }
+            self.saver.save(state.step, state.tensors(), documents)
+            self.folder.tell("running", state.step, self.total_steps)
 
-    def _open(self, path: Path | None) -> None:
-        """Open the run's files and tell what is about to happen."""
-        on_main(self.accelerator, self._open_log)
-        self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
-        if path is not None:
-            self._say(f"{'resume':<11} step {self.state.step}, from {path}")
+    def _tell_bad(self, bad: BadStep) -> None:
+        shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
+        self._say(
+            f"warning: step {bad.step} was skipped, number {bad.in_a_row} in a row: loss or gradient is not finite on "
+            f"images {shown} (all in bad_steps.jsonl)"
+        )
+        if self.log is not None:
+            self.log.bad_step(bad.step, bad.images)
+
+    # The run's folder
+
+    @contextmanager
+    def _holding_folder(self) -> Iterator[None]:
+        try:
+            on_main(self.accelerator, lambda: self.folder.claim(self._say))
+            yield
+        finally:
+            self.folder.release()
+
+    def _load(self, path: Path) -> None:
+        self.state.load(path)
+        self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
+
+    @contextmanager
+    def _recording(self, path: Path | None) -> Iterator[None]:
+        """Open what the run writes, tell what is about to happen, and whatever happens then, close it and tell how."""
+        try:
+            on_main(self.accelerator, self._open_log)
+            self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
+            if path is not None:
+                self._say(f"{'resume':<11} step {self.state.step}, from {path}")
+            yield
+        except BaseException as error:
+            self.folder.tell_failure(self.state.step, self.total_steps, first_line(error))
+            raise
+        finally:
+            if self.saver is not None:
+                self.saver.wait()
+            if self.log is not None:
+                self.log.close()
 
     def _open_log(self) -> None:
-        with _writing("checkpoint_dir", self.config.checkpoints):
-            pass
-        with _writing("output_dir", self.config.output_dir):
-            self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
-        self.log.start_trackers()
+        self.folder.tell("running", self.state.step, self.total_steps)
+        self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
+        self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self._say)
+        self.log.start_trackers(self.folder.run_id)
 
-    def _save(self) -> dict[str, Path]:
-        """Write a checkpoint; one that fails for want of space leaves the one before, and the run, alone."""
-        check_equal_weights(self.accelerator, self.flow)
-        counters = self.state.counters(mean_over_ranks(self.accelerator, self.state.sums)) | {"run": asdict(self.run)}
-        folder, last = self.config.checkpoints, self.state.step == self.total_steps
-
-        def write() -> dict[str, Path]:
-            assert self.log is not None
-            documents = {STATE_FILE: counters, CONFIG_FILE: self.config.plain()}
-            plot = self.log.loss_plot()
-            try:
-                path = checkpoint.save(
-                    folder, self.state.step, self.state.tensors(), documents, self.config.keep_checkpoints
-                )
-            except (OSError, SafetensorError) as error:
-                if last:
-                    raise UsageError(
-                        f"could not save the last step to {folder} ({error}): make room, run the same command again"
-                    ) from error
-                self._say(f"warning: could not save to {folder} ({error}); training goes on")
-                return {}
-            return {"loss plot": plot, "checkpoint": path}
-
-        return on_main(self.accelerator, write)
-
-    # Talking
+    def _finish(self) -> dict[str, Path]:
+        """See that the last checkpoint is there, and say how the run ended."""
+        assert self.saver is not None
+        assert self.log is not None
+        path = self.saver.finish()
+        done = self.state.step == self.total_steps
+        self.folder.tell("finished" if done else "interrupted", self.state.step, self.total_steps)
+        if not done:
+            self._say(f"{'interrupted':<11} at step {self.state.step} of {self.total_steps}: the same command goes on")
+        return {"loss plot": self.log.loss_plot} | ({} if path is None else {"checkpoint": path})
 
     def _say(self, line: str) -> None:
         if self.accelerator.is_main_process:
@@ -274,18 +299,6 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
-
-
-@contextmanager
-def _writing(flag: str, folder: Path) -> Iterator[None]:
-    """Make ``folder`` and see that it can be written; what goes wrong inside is said of it, too."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=folder) as probe:
-            probe.write(b"a full disk shows here")
-        yield
-    except OSError as error:
-        raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
 
 
 def _average(flow: nn.Module, decay: float) -> EMA:

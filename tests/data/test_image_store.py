@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.image_store import ImageDataset, fit, open_store
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import fit, open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
 

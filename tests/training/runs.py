@@ -8,7 +8,8 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
-from rectified_flow.data.image_store import ImageDataset, open_store
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows.flow import Flow

@@ -17,7 +17,7 @@ from rectified_flow.training import checkpoint
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, tiny_config, tiny_dataset, train
+from tests.training.runs import metrics, tiny_config, tiny_dataset, train
 
 TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 4"
 
@@ -204,8 +204,9 @@ def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> 
     """For some steps, writing a checkpoint, the metrics and the samples fails as it does on a full disk."""
     results = run_on_ranks(2, train_on_a_full_disk, tmp_path)
     assert results == [{"world_size": 2, "step": 8}] * 2
-    assert [path.name for path in sorted((tmp_path / "checkpoints").iterdir())] == ["step_00000002", "step_00000008"]
-    assert list(losses(tmp_path)) == [2, 8]
+    kept = [path.name for path in sorted((tmp_path / "checkpoints").iterdir()) if path.name != ".lock"]
+    assert kept == ["step_00000002", "step_00000008"]
+    assert [row["step"] for row in metrics(tmp_path)] == [2, 4, 6, 8]
     assert [path.name for path in sorted((tmp_path / "samples").iterdir())] == [
         "step_00000002.png",
         "step_00000008.png",
@@ -228,14 +229,13 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
         return real_write(path, content)
 
     def open_(path: Path, *args: Any, **settings: Any) -> Any:
-        metrics = path.name == "metrics.jsonl" and args == ("ab+",)
-        if metrics and (output_dir / "checkpoints/step_00000002").exists() and steps.pop(0) < 8:
+        if path.name == "metrics.jsonl" and args == ("r+b",) and steps.pop(0) in (4, 6):
             with real_open(path, "ab") as file:
                 file.write(b'{"step": 4, "los')
             raise OSError(28, "No space left on device")
         return real_open(path, *args, **settings)
 
-    steps = [4, 6, 8]
+    steps = [2, 4, 6, 8]
     safetensors_save = checkpoint.save_file  # type: ignore[attr-defined]
     checkpoint.save_file = save_file  # type: ignore[attr-defined,assignment]
     Path.write_bytes, Path.open = write_bytes, open_  # type: ignore[method-assign,assignment]

@@ -1,0 +1,90 @@
+"""The processes of a run: how they find each other, and the Accelerator they share."""
+
+import os
+import sys
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from rectified_flow.errors import UsageError
+from rectified_flow.training.config import TrainingConfig
+
+PATIENCE_AT_START = timedelta(minutes=30)
+"""How long processes wait for each other before the first step: some may be reading, compiling, or not even there."""
+
+
+def join_processes() -> PartialState:
+    """Join the processes started beside this one, on the CPU if there is no accelerator; joined already, do nothing.
+
+    Raises:
+        UsageError: if there are more processes than GPUs, or they do not see each other and would each train alone.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
+        # Without this, accelerate leaves several processes without a group and each believes it is alone.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
+    gpus = torch.cuda.device_count()
+    if not cpu and 0 < gpus <= local_rank:
+        _refuse(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}", local_rank == gpus)
+    if "RANK" in os.environ and not dist.is_initialized() and (cpu or gpus):
+        _meet(cpu, world_size)
+    state = PartialState(cpu=cpu)
+    if state.num_processes != world_size:
+        _refuse(
+            f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
+            "alone: start them with torchrun, or with one of the commands in the README",
+            local_rank == 0,
+        )
+    return state
+
+
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """The run's Accelerator; a precision left unset is the launcher's.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
+    """
+    state = join_processes()
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
+    return accelerator
+
+
+def _meet(cpu: bool, world_size: int) -> None:
+    """Make the process group, which Accelerate then adopts.
+
+    Beside the GPUs' backend it has one for the CPU, over which processes talk without waiting for their devices. Where
+    torchrun starts them again on one machine, they meet under a new prefix: its store still holds the addresses of
+    those that died. (Over several machines the count of restarts is not common, and torchrun must make a new store:
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
+    """
+    store, rank, _ = next(rendezvous("env://", timeout=PATIENCE_AT_START))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE_AT_START)
+
+
+def _refuse(sentence: str, speaks: bool) -> NoReturn:
+    """End this process, which has no group to agree in who explains it."""
+    if speaks:
+        raise UsageError(sentence)
+    sys.exit(2)

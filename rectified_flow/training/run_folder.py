@@ -1,0 +1,107 @@
+"""A run's output folder: one run at a time writes in it, and ``status.json`` says how that one stands."""
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+
+from rectified_flow.errors import UsageError
+from rectified_flow.files import replace_file
+from rectified_flow.training.config import TrainingConfig
+
+Standing = Literal["running", "finished", "interrupted", "failed"]
+LOCK_FILE, STATUS_FILE = ".lock", "status.json"
+LOCK_PATIENCE = 10.0
+"""Seconds in which a run that ends lets go of its folder; loader processes may outlive a killed one by five."""
+
+
+class RunFolder:
+    """The folders a run writes in, held from :meth:`claim` to :meth:`release`.
+
+    The locks are the operating system's: they end with the process, however that ends.
+
+    Args:
+        config: whose ``output_dir`` and checkpoints.
+    """
+
+    def __init__(self, config: TrainingConfig) -> None:
+        self.path = config.output_dir
+        self._folders = {"checkpoint_dir": config.checkpoints, "output_dir": config.output_dir}
+        self._locks: list[FileLock] = []
+
+    def claim(self, say: Callable[[str], object]) -> None:
+        """Make the folders, see that they can be written, and keep other runs out.
+
+        Raises:
+            UsageError: if they cannot be written, or another run holds them.
+        """
+        for flag, folder in self._folders.items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with TemporaryFile(dir=folder) as probe:
+                    probe.write(b"a full disk shows here")
+            except OSError as error:
+                raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
+        for flag, folder in self._folders.items():
+            self._locks.append(self._lock(flag, folder, say))
+
+    def release(self) -> None:
+        """Let other runs in."""
+        while self._locks:
+            self._locks.pop().release()
+
+    @property
+    def run_id(self) -> str:
+        """What trackers know this run by, the same after every restart."""
+        return str(self._status().get("id") or uuid.uuid4().hex[:12])
+
+    def tell(self, standing: Standing, step: int, total_steps: int, message: str = "") -> None:
+        """Write ``status.json``; a disk too full for it is no reason to stop."""
+        status = {
+            "state": standing,
+            "step": step,
+            "total_steps": total_steps,
+            "message": message,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "id": self.run_id,
+        }
+        with suppress(OSError):
+            replace_file(self.path / STATUS_FILE, json.dumps(status, indent=1))
+
+    def tell_failure(self, step: int, total_steps: int, message: str) -> None:
+        """Say why the run failed, unless another rank has: the first knows best, the others fail after it."""
+        if self._status().get("state") == "running":
+            self.tell("failed", step, total_steps, message)
+
+    def _status(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.path / STATUS_FILE).read_text()))
+        return {}
+
+    def _lock(self, flag: str, folder: Path, say: Callable[[str], object]) -> FileLock:
+        lock = FileLock(folder / LOCK_FILE)
+        try:
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                say(f"waiting for another run to let go of {folder}")
+                lock.acquire(timeout=LOCK_PATIENCE)
+        except Timeout:
+            holder = self._status()
+            who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+            raise UsageError(
+                f"{who} is training in --{flag} {folder}: wait for its end, or choose another folder"
+            ) from None
+        except (OSError, NotImplementedError) as error:
+            say(f"warning: {folder} cannot be locked ({error}): see that no other run writes there")
+        return lock

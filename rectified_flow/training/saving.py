@@ -1,0 +1,70 @@
+"""Checkpoints written beside the training: a step that saves waits for a copy of the weights, not for the disk."""
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from rectified_flow.errors import RunError
+from rectified_flow.training import checkpoint
+from rectified_flow.training.config import TrainingConfig
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class Saver:
+    """Writes one checkpoint at a time, in a thread. Main process only.
+
+    Args:
+        config: where to, and how many to keep.
+        draw: draws what goes with a checkpoint, the loss plot.
+        warn: hears of a checkpoint that could not be written; the ones before it stay as they are.
+    """
+
+    def __init__(self, config: TrainingConfig, draw: Callable[[], object], warn: Callable[[str], object]) -> None:
+        self.config, self.draw, self.warn = config, draw, warn
+        self._thread = ThreadPoolExecutor(1, "saver")
+        self._writing: Future[Path] | None = None
+
+    def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any]) -> None:
+        """Copy ``tensors`` and write them; first wait for the checkpoint before, if that is still being written."""
+        self.wait()
+        # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
+        copies = {
+            file: {name: value.to("cpu", copy=True) for name, value in of.items()} for file, of in tensors.items()
+        }
+        self._writing = self._thread.submit(self._write, step, copies, documents)
+
+    def wait(self) -> Path | None:
+        """Wait until all is written; returns the newest checkpoint, None if that could not be written."""
+        if self._writing is None or self._writing.exception() is not None:
+            return None
+        return self._writing.result()
+
+    def finish(self) -> Path | None:
+        """As :meth:`wait`, for a checkpoint that must not be missing.
+
+        Raises:
+            RunError: if it could not be written.
+        """
+        path = self.wait()
+        if path is None and self._writing is not None:
+            raise RunError(
+                f"could not save the last step to {self.config.checkpoints} ({self._writing.exception()}): make room, "
+                "and run the same command to go on from the checkpoint before"
+            )
+        return path
+
+    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any]) -> Path:
+        folder, config = self.config.checkpoints, self.config
+        self.draw()
+        try:
+            return checkpoint.save(
+                folder, step, tensors, documents, keep=config.keep_checkpoints, keep_every=config.keep_every
+            )
+        except (OSError, SafetensorError) as error:
+            self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
+            raise
