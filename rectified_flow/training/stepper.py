@@ -36,7 +36,6 @@ class _Taken:
     position: int
     losses: list[Tensor]
     values: dict[str, Tensor]
-    norm: Tensor
     good: "_Flag"
 
 
@@ -69,8 +68,6 @@ class Stepper:
     ) -> None:
         self.accelerator, self.wrapped, self.state = accelerator, wrapped, state
         self.config, self.batch, self.length, self.on_bad = config, batch, length, on_bad
-        self.grad_norm: Tensor | None = None
-        """Of the last good step, before clipping."""
         self._taken: _Taken | None = None
 
     def take(self, batches: Iterator[Batch]) -> None:
@@ -94,7 +91,8 @@ class Stepper:
             optimizer.optimizer.found_inf = (~good).float()  # what the fused update asks before it changes anything
         optimizer.step()
         optimizer.zero_grad()
-        self._taken = _Taken(state.step, state.images_seen, losses, values, norm, _Flag(good))
+        values["grad_norm"] = norm
+        self._taken = _Taken(state.step, state.images_seen, losses, values, _Flag(good))
         state.step += 1
         state.images_seen += self.batch.total
 
@@ -112,7 +110,6 @@ class Stepper:
             state.bad_in_a_row = 0
             state.updates += 1
             state.count(taken.values)
-            self.grad_norm = taken.norm
             if state.ema is not None:
                 state.ema.update()
         elif state.scale_may_be_too_large:

@@ -181,7 +181,7 @@ class Trainer:
     def _log_metrics(self) -> str:
         """Write down the mean loss since the last time; the only moment at which the device is waited for."""
         self.stepper.settle()
-        state, norm = self.state, self.stepper.grad_norm
+        state = self.state
         means = mean_over_ranks(self.accelerator, {name: total / state.summands for name, total in state.sums.items()})
         state.clear_sums()
         rate = self.throughput.restart(state.images_seen)
@@ -191,12 +191,12 @@ class Trainer:
                 images_seen=state.images_seen,
                 **means,
                 learning_rate=state.optimizer.param_groups[0]["lr"],
-                **({} if norm is None else {"grad_norm": float(norm)}),
                 images_per_second=round(rate, 2),
                 bad_steps=state.bad_steps,
                 **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
             )
-        return ", ".join([*(f"{name} {value:.4f}" for name, value in means.items()), f"{rate:.1f} img/s"])
+        shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
+        return ", ".join([*shown, f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
         """Draw the same noise every time, an equal share on each rank, with the averaged weights."""

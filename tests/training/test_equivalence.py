@@ -124,7 +124,7 @@ def test_a_checkpoint_between_log_lines_loses_no_loss(runs: Runs) -> None:
 
 def test_metrics_hold_what_they_promise(runs: Runs) -> None:
     for row in metrics(runs.straight(2)):
-        keys = ["step", "images_seen", "loss", "learning_rate", "grad_norm", "images_per_second"]
+        keys = ["step", "images_seen", "loss", "grad_norm", "learning_rate", "images_per_second", "bad_steps"]
         assert list(row) == keys
         assert row["images_seen"] == 16 * row["step"]
         assert row["images_per_second"] > 0
@@ -142,7 +142,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
     checkpoint_files = ["model", "ema", "optimizer"]
-    expected = {"config.json", "metrics.jsonl", "loss.png"}
+    expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}.safetensors" for name in checkpoint_files}

@@ -99,7 +99,8 @@ def test_ranks_hold_equal_weights_and_averages(tmp_path: Path, flowers: ImageDat
 
 def test_a_rank_with_other_weights_is_named(tmp_path: Path, flowers: ImageDataset) -> None:
     messages = run_on_ranks(2, make_a_rank_differ, tmp_path, flowers)
-    assert messages == ["the weights on rank 1 differ from those on rank 0"] * 2
+    assert len(messages) == 2
+    assert all(message.startswith("the weights on rank 1 differ from those on the others") for message in messages)
 
 
 def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageDataset) -> None:

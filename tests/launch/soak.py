@@ -1,0 +1,317 @@
+"""Train on two processes while everything that can go wrong does, and compare the end with an undisturbed run.
+
+    python -m tests.launch.soak --minutes 10
+
+Every disturbance is real: signals to real processes under torchrun, a limit on file sizes set from outside, bytes
+flipped in real checkpoints. The moments are random, the choice goes round so that each kind happens.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import cycle
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "train_oxford.py"
+FLAGS = (
+    "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --learning_rate 1e-3"
+    " --lr_warmup_steps 5 --log_every 5 --save_every 10 --sample_every 50 --num_samples 4 --sample_steps 2"
+    " --rank_timeout 15"
+)
+LAUNCHER = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
+PATIENCE = 150.0
+"""Seconds in which a run must take up its work again, or end, before the soak test fails."""
+
+
+class Soak:
+    """A run in a folder of its own, started again whenever it ends before its last step.
+
+    Args:
+        folder: holds the run, its cache and its temporary files.
+        steps: of the run.
+        seed: of the disturbances.
+    """
+
+    def __init__(self, folder: Path, steps: int, seed: int) -> None:
+        self.run, self.cache, self.temporary = folder / "run", folder / "cache", folder / "tmp"
+        self.temporary.mkdir(parents=True)
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.command = [
+            *[*LAUNCHER, "--max_restarts", "3", str(PROGRAM), *FLAGS.split()],
+            *["--train_num_steps", str(steps), "--output_dir", str(self.run), "--resume", "auto"],
+        ]
+        self.lines: list[str] = []
+        self.launcher: psutil.Popen | None = None
+
+    # What goes on
+
+    def start(self) -> None:
+        environment = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TMPDIR": str(self.temporary),
+            "RECTIFIED_FLOW_CACHE": str(self.cache),
+        }
+        environment = {key: value for key, value in environment.items() if not key.startswith("ACCELERATE")}
+        self.launcher = psutil.Popen(
+            self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        threading.Thread(target=self._read, args=(self.launcher.stdout,), daemon=True).start()
+        self.counts["commands started"] += 1
+
+    def _read(self, pipe: Iterator[str]) -> None:
+        self.lines.extend(pipe)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that is alive of this run, the launcher first."""
+        found = []
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if str(self.run) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return sorted(found, key=lambda process: process.create_time())
+
+    def workers(self) -> list[psutil.Process]:
+        """The ranks, in order."""
+        return [process for process in self.processes() if "torchrun" not in " ".join(process.cmdline()[:2])]
+
+    def checkpoints(self) -> list[Path]:
+        folder = self.run / "checkpoints"
+        return sorted(path for path in folder.glob("step_*") if (path / "manifest.json").exists())
+
+    def ended(self) -> bool:
+        return self.launcher is not None and self.launcher.poll() is not None
+
+    def standing(self) -> str:
+        with suppress(OSError, ValueError):
+            return str(json.loads((self.run / "status.json").read_text())["state"])
+        return "absent"
+
+    def wait(self, what: str, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
+        until = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > until:
+                self.kill(self.processes())
+                raise AssertionError(f"{what}: not within {seconds:.0f} s\n" + "".join(self.lines[-60:]))
+            time.sleep(0.02)
+
+    def wait_for_progress(self) -> None:
+        """Until the run has written a checkpoint beyond those there are now, or is over."""
+        newest = [path.name for path in self.checkpoints()][-1:]
+        self.wait(
+            "a new checkpoint",
+            lambda: self.ended() or [path.name for path in self.checkpoints()][-1:] > newest,
+        )
+
+    def wait_for_end(self) -> None:
+        self.wait("the end of all processes", lambda: self.ended() and not self.processes())
+
+    @staticmethod
+    def kill(processes: Sequence[psutil.Process], number: signal.Signals = signal.SIGKILL) -> None:
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    # What goes wrong
+
+    def kill_worker(self) -> None:
+        self.kill([self.random.choice(self.workers())])
+
+    def kill_launcher(self) -> None:
+        self.kill(self.processes()[:1])
+        self.wait_for_end()
+
+    def power_cut(self) -> None:
+        self.kill(self.processes())
+        self.wait_for_end()
+
+    def terminate(self) -> None:
+        self.kill(self.processes()[:1], signal.SIGTERM)
+        self._expect_clean_end()
+
+    def ctrl_c(self) -> None:
+        self.kill(self.processes()[:1], signal.SIGINT)
+        self._expect_clean_end()
+
+    def preempt(self) -> None:
+        """As Slurm does: the signal goes to every process of the job."""
+        self.kill(self.processes(), signal.SIGTERM)
+        self._expect_clean_end()
+
+    def warn_one_rank(self) -> None:
+        self.kill([self.random.choice(self.workers())], signal.SIGUSR1)
+        self._expect_clean_end()
+
+    def pause_worker(self) -> None:
+        worker = [self.random.choice(self.workers())]
+        self.kill(worker, signal.SIGSTOP)
+        time.sleep(3)
+        self.kill(worker, signal.SIGCONT)
+
+    def hang_worker(self) -> None:
+        """Stopped for good: the other rank gives up after --rank_timeout, the launcher kills and starts again."""
+        worker = self.random.choice(self.workers())
+        self.kill([worker], signal.SIGSTOP)
+        self.wait("the end of a rank that hangs", lambda: not worker.is_running())
+
+    def fill_disk(self) -> None:
+        """No file of the main process grows beyond a size that cuts its writing short."""
+        main = self.workers()[0]
+        failures = self._count("could not")
+        main.rlimit(psutil.RLIMIT_FSIZE, (self.random.randrange(10_000, 200_000), psutil.RLIM_INFINITY))
+        with suppress(psutil.NoSuchProcess, AssertionError):
+            self.wait("a failed write", lambda: self._count("could not") > failures or self.ended(), seconds=20)
+        if main.is_running():
+            main.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+
+    def corrupt_checkpoint(self) -> None:
+        self.terminate()
+        newest = self.checkpoints()[-1]
+        file = newest / self.random.choice(
+            ["model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json"]
+        )
+        content = bytearray(file.read_bytes())
+        if self.random.random() < 0.5:
+            content[self.random.randrange(len(content))] ^= 1 << self.random.randrange(8)
+        else:
+            del content[self.random.randrange(len(content)) :]
+        file.write_bytes(content)
+
+    def corrupt_store(self) -> None:
+        self.terminate()
+        [images] = self.cache.glob("*/images.uint8")
+        os.truncate(images, images.stat().st_size // 2)
+
+    def second_run(self) -> None:
+        """The same command beside the run: refused, and the run goes on."""
+        other = subprocess.run(
+            [sys.executable, *self.command[self.command.index(str(PROGRAM)) :], "--global_batch_size", "16"],
+            env=os.environ | {"RECTIFIED_FLOW_CACHE": str(self.cache), "ACCELERATE_USE_CPU": "true"},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        if other.returncode == 2 and "is training in" in other.stderr:
+            self.counts["second runs refused"] += 1
+        else:
+            assert self.ended(), other.stderr
+
+    def _expect_clean_end(self) -> None:
+        self.wait_for_end()
+        assert self.standing() in ("interrupted", "finished"), "".join(self.lines[-60:])
+
+    def _count(self, text: str) -> int:
+        return sum(text in line for line in list(self.lines))
+
+    # The whole
+
+    DISTURBANCES = (
+        *("kill_worker", "terminate", "fill_disk", "corrupt_checkpoint", "kill_launcher", "warn_one_rank"),
+        *("pause_worker", "preempt", "corrupt_store", "ctrl_c", "power_cut", "second_run", "hang_worker"),
+    )
+
+    def disturb(self, names: Iterator[str], seconds: float) -> None:
+        """Start the run and disturb it for some time, then let it come to its end."""
+        until = time.monotonic() + seconds
+        for name in names:
+            if time.monotonic() > until or self.standing() == "finished":
+                break
+            if self.launcher is None or self.ended():
+                self.start()
+            self.wait_for_progress()
+            time.sleep(self.random.uniform(0, 1))
+            if self.ended() or len(self.workers()) < 2:
+                continue
+            self.counts[name.replace("_", " ")] += 1
+            print(f"{self.last_step():>6} {name.replace('_', ' ')}", flush=True)
+            getattr(self, name)()
+        while self.standing() != "finished":
+            if self.launcher is None or self.ended():
+                self.start()
+            self.wait("the last step", self.ended, seconds=1800)
+        self.wait_for_end()
+        self.counts["times resumed"] = self._count("resume      step")
+        self.counts["checkpoints refused"] = self._count("ignoring checkpoint")
+        self.counts["writes that failed"] = self._count("could not")
+        self.counts["stores built again"] = self._count("was changed")
+
+    def last_step(self) -> int:
+        return max((int(path.name.removeprefix("step_")) for path in self.checkpoints()), default=0)
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """What differs between the ends of two runs; the time a step took may."""
+    found = []
+    newest = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in (one, other)]
+    if newest[0].name != newest[1].name:
+        return [f"the last checkpoints are {newest[0].name} and {newest[1].name}"]
+    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json"):
+        if (newest[0] / name).read_bytes() != (newest[1] / name).read_bytes():
+            found.append(f"{name} differs")
+    lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
+    for row in [*lines[0], *lines[1]]:
+        del row["images_per_second"]
+    if lines[0] != lines[1]:
+        found.append("metrics.jsonl differs")
+    grids = [sorted((run / "samples").glob("*.png"))[-1] for run in (one, other)]
+    if grids[0].read_bytes() != grids[1].read_bytes():
+        found.append("the last samples differ")
+    return found
+
+
+def leaks(soak: Soak) -> list[str]:
+    """Processes and files that should have gone with the run; torch's own log and cache folders do not count."""
+    processes = [f"process {process.pid}" for process in soak.processes()]
+    half = [*soak.run.rglob(".writing-*"), *soak.run.rglob("*.tmp"), *soak.cache.rglob("*.building")]
+    temporary = [path for path in soak.temporary.iterdir() if not path.name.startswith("torch")]
+    return processes + [str(path) for path in [*half, *temporary]]
+
+
+@contextmanager
+def comparison(steps: int) -> Iterator[tuple[Soak, Soak]]:
+    """An undisturbed run, finished, and one that may be disturbed."""
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    calm, soak = Soak(folder / "calm", steps, seed=0), Soak(folder / "soak", steps, seed=0)
+    try:
+        calm.disturb(iter(()), seconds=0)
+        yield calm, soak
+    finally:
+        for each in (calm, soak):
+            each.kill(each.processes())
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10, help="how long to disturb the run")
+    parser.add_argument("--steps", type=int, default=3000, help="of the run")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with comparison(arguments.steps) as (calm, soak):
+        print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
+        began = time.monotonic()
+        soak.disturb(cycle(Soak.DISTURBANCES), arguments.minutes * 60)
+        print(f"disturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s\n")
+        print("\n".join(f"| {name} | {count} |" for name, count in soak.counts.items()))
+        problems = differences(calm.run, soak.run) + leaks(soak)
+    sys.exit("\n".join(problems) if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""A signal sets a flag; work that can be given up polls it."""
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from rectified_flow.flows.solvers import integrate
+from rectified_flow.interruption import Interrupted, poll, requested, signals_request_end
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with signals_request_end():
+        poll()
+        os.kill(os.getpid(), number)
+        assert requested() == name
+        with pytest.raises(Interrupted, match=name):
+            poll()
+    assert requested() is None
+    assert signal.getsignal(number) == before
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals_request_end():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert requested() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def wait_forever(ready: Path) -> None:
+    with signals_request_end():
+        ready.touch()
+        while requested() is None:
+            time.sleep(0.01)
+        ready.unlink()
+        while True:
+            time.sleep(0.01)
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    process = FORK.Process(target=wait_forever, args=(ready,))
+    process.start()
+    assert process.pid is not None
+    for present in (True, False):
+        while ready.exists() != present:
+            time.sleep(0.01)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT)
+    process.join(5)
+    assert process.exitcode == -signal.SIGINT
+
+
+def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with signals_request_end():
+        assert requested() is None
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert requested() == "the end of its launcher"
+
+
+def test_sampling_is_given_up_between_steps() -> None:
+    calls = 0
+
+    def velocity(x: torch.Tensor, t: float) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return x
+
+    with signals_request_end(), pytest.raises(Interrupted):
+        integrate(velocity, torch.ones(1), [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "euler")
+    assert calls == 3

@@ -1,0 +1,137 @@
+"""Asked to end, on any rank and at any time, all ranks save the same step; the run goes on as if never stopped."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow import RectifiedFlow
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import open_store
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.errors import UsageError
+from rectified_flow.interruption import Interrupted, signals_request_end
+from rectified_flow.training import run_folder
+from rectified_flow.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.runs import build_trainer, losses, tiny_config, train
+
+NOW = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json")
+
+
+class Signalling(ImageDataset):
+    """Sends a signal to its process when one rank reads the batch of a step."""
+
+    rank, step, batches = 0, 0, 0
+
+    def __getitems__(self, indices: Any) -> dict[str, Tensor]:
+        self.batches += len(indices) > 1
+        if self.batches == self.step and int(os.environ.get("RANK", "0")) == self.rank:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().__getitems__(indices)
+
+
+def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tuple[bool, int]:
+    dataset = Signalling(path)
+    dataset.rank, dataset.step = rank, step
+    trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
+    with signals_request_end():
+        return trainer.train(), trainer.state.step
+
+
+def train_with_signal_in_preview(output_dir: Path, dataset: ImageDataset) -> tuple[bool, int]:
+    trainer = build_trainer(tiny_config(output_dir, sample_every=4, sample_steps=4), dataset)
+    flow = trainer.averaged_flow
+    assert isinstance(flow, RectifiedFlow)
+    velocity, calls = flow.velocity, []
+
+    def stop_in_the_second_preview(*args: Any) -> Tensor:
+        calls.append(1)
+        if len(calls) == 12 and os.environ["RANK"] == "1":  # midpoint: 8 calls a preview
+            os.kill(os.getpid(), signal.SIGTERM)
+        return velocity(*args)
+
+    flow.velocity = stop_in_the_second_preview  # type: ignore[method-assign,assignment]
+    with signals_request_end():
+        return trainer.train(), trainer.state.step
+
+
+def status(output_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((output_dir / "status.json").read_text()))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_any_rank_ends_all_at_the_same_step(tmp_path: Path, flowers: ImageDataset, rank: int) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert run_on_ranks(2, train_with_signal, stopped, flowers.path, rank, 7) == [(False, 7)] * 2
+    assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000007"]
+    assert status(stopped)["state"] == "interrupted"
+    run_on_ranks(2, train, tiny_config(stopped, num_samples=0), flowers)
+    run_on_ranks(2, train, tiny_config(straight, num_samples=0), flowers)
+    for name in NOW:
+        one, other = (run / "checkpoints/step_00000040" / name for run in (straight, stopped))
+        assert one.read_bytes() == other.read_bytes(), name
+    assert losses(straight) == losses(stopped)
+    assert status(stopped)["state"] == "finished"
+    assert status(stopped)["step"] == 40
+
+
+def test_a_preview_is_given_up_on_all_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(2, train_with_signal_in_preview, tmp_path, flowers) == [(False, 8)] * 2
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
+    assert (tmp_path / "checkpoints/step_00000008/manifest.json").exists()
+
+
+def test_building_a_store_is_given_up(tmp_path: Path, flowers: ImageDataset) -> None:
+    class SignallingFlowers(SyntheticFlowers):
+        def load(self, index: int) -> Any:
+            if index == 50:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().load(index)
+
+    with signals_request_end(), pytest.raises(Interrupted):
+        open_store(SignallingFlowers(8, count=100), 4, cache_dir=tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
+    """Train while a second run tries the same folder."""
+    run_folder.LOCK_PATIENCE = 0.2
+    first: Trainer = build_trainer(tiny_config(output_dir), dataset)
+    second: Trainer = build_trainer(
+        tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
+    )
+    with first._holding_folder():
+        first.folder.tell("running", 0, 40)
+        with pytest.raises(UsageError) as problem:
+            second.train()
+        assert not (output_dir / "metrics.jsonl").exists()
+    assert second.train()
+    return str(problem.value)
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path: Path, flowers: ImageDataset) -> None:
+    [sentence] = run_on_ranks(1, hold_folder, tmp_path / "a", flowers)
+    assert "is training in --checkpoint_dir" in sentence
+    assert "choose another folder" in sentence
+
+
+def fail_on_one_rank(output_dir: Path, dataset: ImageDataset) -> str:
+    trainer = build_trainer(tiny_config(output_dir), dataset)
+    with torch.no_grad():
+        if os.environ["RANK"] == "1":
+            next(iter(trainer.flow.parameters())).add_(1)
+    with pytest.raises(RuntimeError) as problem:
+        trainer.train()
+    return str(problem.value)
+
+
+def test_the_status_says_why_a_run_failed(tmp_path: Path, flowers: ImageDataset) -> None:
+    run_on_ranks(2, fail_on_one_rank, tmp_path, flowers)
+    assert status(tmp_path)["state"] == "failed"
+    assert "rank 1" in status(tmp_path)["message"]
