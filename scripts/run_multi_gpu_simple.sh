@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train on several GPUs of this machine:
-#   scripts/run_multi_gpu_simple.sh [N] [flags of train_oxford.py ...]
+#   scripts/run_multi_gpu_simple.sh [N] [--max_restarts R] [flags of train_oxford.py ...]
 # N is the number of GPUs (default: all of them). With one GPU or none this runs plain python.
+# --max_restarts R starts all processes again, up to R times, when one dies; they go on from the last checkpoint.
 # PROGRAM=train_mean_flow.py trains a mean flow instead.
 # PYTHON names another interpreter than the one in .venv, or else python3.
 set -euo pipefail
@@ -18,8 +19,20 @@ else
     processes=$("$python" -c 'import torch; print(torch.cuda.device_count())')
 fi
 
-if ((processes < 2)); then
-    exec "$python" "$program" "$@"
+restarts=0
+flags=()
+while (($#)); do
+    if [[ $1 == --max_restarts ]]; then
+        restarts=${2:?--max_restarts needs a number}
+        shift
+    else
+        flags+=("$1")
+    fi
+    shift
+done
+
+if ((processes < 2 && restarts == 0)); then
+    exec "$python" "$program" ${flags[@]+"${flags[@]}"}
 fi
-exec "$python" -m accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes "$processes" \
-    "$program" "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "$((processes > 1 ? processes : 1))" \
+    --max_restarts "$restarts" "$program" ${flags[@]+"${flags[@]}"}

@@ -12,10 +12,11 @@ from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, flush_folder
 
 MANIFEST = "manifest.json"
@@ -137,8 +138,15 @@ def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
 
 
 def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The named tensors of one of a checkpoint's safetensors files."""
-    return load_file(path / name, device=device)
+    """The named tensors of one of a checkpoint's safetensors files.
+
+    Raises:
+        UsageError: if it is not one.
+    """
+    try:
+        return load_file(path / name, device=device)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:

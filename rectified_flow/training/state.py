@@ -91,10 +91,16 @@ class TrainingState:
         """Become what the checkpoint at ``path`` holds.
 
         Raises:
-            UsageError: if it was made by another architecture.
+            UsageError: if it was made by another architecture or version.
         """
         _load_weights(network_of(self.flow), path, MODEL_FILE)
         counters = checkpoint.load_document(path, STATE_FILE)
+        missing = [name for name in COUNTERS if name not in counters]
+        if missing:
+            raise UsageError(
+                f"checkpoint {path} is of another version of this program ({STATE_FILE} has no {missing[0]}): choose "
+                "another --output_dir"
+            )
         if self.ema is not None:
             averaged = (path / EMA_FILE).exists()
             _load_weights(network_of(self.ema.ema_model), path, EMA_FILE if averaged else MODEL_FILE)

@@ -14,8 +14,9 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.data import image_store
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.image_store import ImageDataset, find_damage
 from rectified_flow.data.store_builder import fit, open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
@@ -178,6 +179,34 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="name a folder with --cache_dir"):
         open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path / "file" / "cache")
+
+
+@pytest.mark.parametrize("name", ["images.uint8", "labels.npy", "info.json"])
+def test_a_truncated_store_is_built_again(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
+    expected = ImageDataset(path)[7]["images"]
+    os.truncate(path / name, (path / name).stat().st_size // 2)
+    assert find_damage(path) is not None
+    assert open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path) == path
+    assert "was changed" in capsys.readouterr().out
+    assert find_damage(path) is None
+    assert torch.equal(ImageDataset(path)[7]["images"], expected)
+
+
+def test_a_store_with_other_pixels_is_noticed(tmp_path: Path) -> None:
+    path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
+    with (path / "images.uint8").open("r+b") as file:
+        file.write(b"\x00\x01")
+    os.utime(path / "images.uint8", (1, 1))
+    assert find_damage(path) == "other pixels or labels"
+
+
+def test_a_copied_store_is_read_once_and_then_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
+    os.utime(path / "images.uint8", (1, 1))
+    assert find_damage(path) is None
+    monkeypatch.setattr(image_store, "_hash_contents", None)
+    assert find_damage(path) is None
 
 
 def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:

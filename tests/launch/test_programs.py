@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
@@ -153,6 +154,35 @@ def test_a_run_killed_again_and_again_ends_like_one_never_killed(tmp_path: Path)
     code, output = launch([*command, "--output_dir", str(killed)], tmp_path)
     assert code == 0
     assert "already trained 60 of 60 steps" in output
+
+
+def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
+    command = [*TORCHRUN[:-1], str(ROOT / "tests/launch/faulty_program.py"), *TINY]
+    code, output = launch([*command, "--train_num_steps", "20", "--output_dir", "run"], tmp_path, PYTHONPATH=str(ROOT))
+    assert code == 1
+    assert output.count("rank 1: Traceback") == 1, output
+    assert output.count("ValueError: this picture is too sad") == 1, output
+    assert output.count("Traceback (most recent call last)") - output.count("torch.distributed.elastic") <= 1, output
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["message"]) == ("failed", "this picture is too sad")
+    ended = datetime.fromisoformat(status["time"])
+    assert datetime.now(ended.tzinfo) - ended < timedelta(seconds=15), "the others waited for a time-out"
+
+
+def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
+    script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts", "1"]
+    flags = ["--train_num_steps", "60", "--save_every", "5", "--num_samples", "0", "--output_dir"]
+    process = start([*script, *flags, "killed"], tmp_path)
+    while not (tmp_path / "killed/checkpoints/step_00000010").exists() and process.poll() is None:
+        time.sleep(0.01)
+    [worker] = psutil.Process(process.pid).children()
+    worker.kill()
+    code, output = finish(process)
+    assert code == 0, output
+    assert "resume      step" in output
+    assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "finished"
+    code, output = launch([sys.executable, TRAIN, *TINY, *flags, "straight"], tmp_path)
+    assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
 
 
 @pytest.mark.parametrize("program", ["train_oxford.py", "train_mean_flow.py"])

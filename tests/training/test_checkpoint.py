@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -35,6 +36,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
         write(tmp_path, step, keep=2)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_00000020", "step_00000100"]
     assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000100"
+
+
+def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
+    for step in range(10, 90, 10):
+        checkpoint.save(tmp_path, step, {}, {}, keep=1, keep_every=30)
+    kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
+    assert kept == [30, 60, 80]
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    shutil.copytree(write(tmp_path, 5), tmp_path / "step_best")
+    for step in (6, 7):
+        write(tmp_path, step, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000007", "step_best"]
 
 
 def test_damaged_checkpoints_ahead_do_not_push_out_a_good_one(tmp_path: Path) -> None:
@@ -110,7 +125,7 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     manifest["files"]["model.safetensors"] = {"size": weights.stat().st_size, "sha256": checkpoint._sha256(weights)}
     (path / "manifest.json").write_text(json.dumps(manifest))
     assert checkpoint.find_damage(path) is None
-    with pytest.raises(Exception, match=r"(?i)header"):
+    with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
         checkpoint.load_tensors(path, "model.safetensors")
     assert not victim.exists()
 
