@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test check install clean
+.PHONY: help demo test soak check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ demo: $(READY)  ## train a small rectified flow on drawn flowers: some 5 minutes
 
 test: $(READY_DEV)  ## run all tests
 	$(BIN)/python -m pytest
+
+soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
+	$(BIN)/python -m tests.launch.soak --minutes 10
 
 check: $(READY_DEV)  ## lint, format check, types
 	$(BIN)/ruff check .

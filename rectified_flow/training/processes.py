@@ -34,7 +34,7 @@ def join_processes() -> PartialState:
     gpus = torch.cuda.device_count()
     if not cpu and 0 < gpus <= local_rank:
         _refuse(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}", local_rank == gpus)
-    if "RANK" in os.environ and not dist.is_initialized() and (cpu or gpus):
+    if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         _meet(cpu, world_size)
     state = PartialState(cpu=cpu)
     if state.num_processes != world_size:
@@ -71,15 +71,16 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
 def _meet(cpu: bool, world_size: int) -> None:
     """Make the process group, which Accelerate then adopts.
 
-    Beside the GPUs' backend it has one for the CPU, over which processes talk without waiting for their devices. Where
-    torchrun starts them again on one machine, they meet under a new prefix: its store still holds the addresses of
-    those that died. (Over several machines the count of restarts is not common, and torchrun must make a new store:
+    Beside the devices' backend it has one for the CPU, over which processes talk without waiting for their devices.
+    Where torchrun starts them again on one machine, they meet under a new prefix: its store still holds the addresses
+    of those that died. (Over several machines the count of restarts is not common, and torchrun must make a new store:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
     """
     store, rank, _ = next(rendezvous("env://", timeout=PATIENCE_AT_START))
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
-    backend = "gloo" if cpu else "cpu:gloo,cuda:nccl"
+    device = None if cpu else torch.accelerator.current_accelerator()
+    backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=PATIENCE_AT_START)
 
 

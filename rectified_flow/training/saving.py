@@ -5,7 +5,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from rectified_flow.errors import RunError
@@ -65,6 +64,6 @@ class Saver:
             return checkpoint.save(
                 folder, step, tensors, documents, keep=config.keep_checkpoints, keep_every=config.keep_every
             )
-        except (OSError, SafetensorError) as error:
+        except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
             raise

@@ -151,18 +151,18 @@ class RunLog:
         """Draw loss over step."""
         from matplotlib.figure import Figure  # takes a second to load
 
-        rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
-        steps, losses = np.array(rows).reshape(-1, 2).T
-        figure = Figure(figsize=(8, 4.5), layout="constrained")
-        axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
-        axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
-        window = max(1, len(losses) // 20)
-        if len(losses) > window:
-            smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-            axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
-            axes.set_yscale("log")
-        axes.grid(alpha=0.3, which="both")
         with self._tolerant("loss plot"):
+            rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
+            steps, losses = np.array(rows).reshape(-1, 2).T
+            figure = Figure(figsize=(8, 4.5), layout="constrained")
+            axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
+            axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
+            window = max(1, len(losses) // 20)
+            if len(losses) > window:
+                smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+                axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
+                axes.set_yscale("log")
+            axes.grid(alpha=0.3, which="both")
             content = BytesIO()
             figure.savefig(content, format="png", dpi=120)
             replace_file(self.loss_plot, content.getvalue())
