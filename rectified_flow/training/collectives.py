@@ -47,12 +47,12 @@ def any_rank(accelerator: Accelerator, value: bool) -> bool:
     return bool(vote)
 
 
-def mean_over_ranks(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, float]:
-    """The mean of each scalar over all processes, in one reduction."""
+def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
+    """Each scalar by rank, in one collective."""
     if not values:
         return {}
-    means = accelerator.reduce(torch.stack(list(values.values())).float(), reduction="mean")
-    return dict(zip(values, means.tolist(), strict=True))
+    by_rank = accelerator.gather(torch.stack(list(values.values())).float()[None])
+    return dict(zip(values, by_rank.T.tolist(), strict=True))
 
 
 def gather_interleaved(accelerator: Accelerator, share: Tensor, total: int) -> Tensor:

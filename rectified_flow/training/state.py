@@ -1,6 +1,7 @@
 """Everything a run must remember between two steps, and how it becomes a checkpoint and comes back."""
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -76,8 +77,8 @@ class TrainingState:
             files[EMA_FILE] = network_of(self.ema.ema_model).state_dict()
         return files
 
-    def counters(self, sums: dict[str, float]) -> dict[str, Any]:
-        """A checkpoint's numbers; ``sums`` are the means of this state's over ranks."""
+    def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
+        """A checkpoint's numbers; ``sums`` are this state's by rank."""
         scaler = self.optimizer.scaler
         return {
             **{name: getattr(self, name) for name in COUNTERS},
@@ -87,8 +88,8 @@ class TrainingState:
             "grad_scaler": None if scaler is None else scaler.state_dict(),
         }
 
-    def load(self, path: Path) -> None:
-        """Become what the checkpoint at ``path`` holds.
+    def load(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
+        """Become what the checkpoint at ``path`` holds for one of the ranks.
 
         Raises:
             UsageError: if it was made by another architecture or version.
@@ -112,7 +113,12 @@ class TrainingState:
         for name in COUNTERS:
             setattr(self, name, counters[name])
         device = next(iter(self.parameters.values())).device
-        self.sums = {name: torch.tensor(value, device=device) for name, value in counters["sums"].items()}
+        # As many ranks as there were: each goes on with its own sums, to the last bit. Else all with the mean.
+        mine = {
+            name: by_rank[rank] if len(by_rank) == world_size else fmean(by_rank)
+            for name, by_rank in counters["sums"].items()
+        }
+        self.sums = {name: torch.tensor(value, device=device) for name, value in mine.items()}
         self.summands = counters["summands"]
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:

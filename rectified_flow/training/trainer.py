@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from rectified_flow.training.collectives import (
     any_rank,
     check_equal_weights,
     gather_interleaved,
+    gather_scalars,
     limit_waiting,
-    mean_over_ranks,
     on_main,
 )
 from rectified_flow.training.config import TrainingConfig
@@ -182,7 +183,8 @@ class Trainer:
         """Write down the mean loss since the last time; the only moment at which the device is waited for."""
         self.stepper.settle()
         state = self.state
-        means = mean_over_ranks(self.accelerator, {name: total / state.summands for name, total in state.sums.items()})
+        by_rank = gather_scalars(self.accelerator, state.sums)
+        means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
         state.clear_sums()
         rate = self.throughput.restart(state.images_seen)
         if self.log is not None:
@@ -221,7 +223,7 @@ class Trainer:
         """Have a checkpoint written; one that fails for want of space leaves the one before, and the run, alone."""
         self.stepper.settle()
         check_equal_weights(self.accelerator, self.flow)
-        state, sums = self.state, mean_over_ranks(self.accelerator, self.state.sums)
+        state, sums = self.state, gather_scalars(self.accelerator, self.state.sums)
         if self.saver is not None:
             documents = {
                 STATE_FILE: state.counters(sums) | {"run": asdict(self.run)},
@@ -250,7 +252,7 @@ class Trainer:
             self.folder.release()
 
     def _load(self, path: Path) -> None:
-        self.state.load(path)
+        self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
 
     @contextmanager

@@ -267,8 +267,9 @@ def differences(one: Path, other: Path) -> list[str]:
     lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (one, other)]
     for row in [*lines[0], *lines[1]]:
         del row["images_per_second"]
-    if lines[0] != lines[1]:
-        found.append("metrics.jsonl differs")
+    if [row["step"] for row in lines[0]] != [row["step"] for row in lines[1]]:
+        found.append(f"metrics.jsonl has the steps {[row['step'] for row in lines[1]]}")
+    found += [f"metrics.jsonl has {b} for {a}" for a, b in zip(*lines, strict=False) if a != b]
     grids = [sorted((run / "samples").glob("*.png"))[-1] for run in (one, other)]
     if grids[0].read_bytes() != grids[1].read_bytes():
         found.append("the last samples differ")
