@@ -1,7 +1,18 @@
-"""Files that are whole or absent."""
+"""Files that are whole or absent, and locks that end with their process."""
 
 import os
 from pathlib import Path
+
+from filelock import FileLock
+
+
+def lock_of(path: Path) -> FileLock:
+    """The operating system's lock on ``path``.
+
+    Never a mere marker file in its place, which would outlive a process that is killed: where the file system has no
+    locks, acquiring it raises NotImplementedError.
+    """
+    return FileLock(path, fallback_to_soft=False)
 
 
 def flush(path: Path) -> None:

@@ -1,20 +1,25 @@
-"""Requests to end: a signal only sets a flag, which whoever works for long polls between two pieces of work."""
+"""Requests to end: where there is something to save, a signal only sets a flag, polled between two pieces of work."""
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+ECHO = 1.0
+"""Seconds in which a second signal is taken for the same request, come another way: from a launcher, say."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised by :func:`poll` in work that can be given up."""
+    """The end was requested, and what is being done can be given up."""
 
 
 class _Ambient:
+    deferring = False
     request: str | None = None
+    requested_at = 0.0
     launcher: int | None = None
 
 
@@ -23,9 +28,10 @@ _ambient = _Ambient()
 
 @contextmanager
 def signals_request_end() -> Iterator[None]:
-    """Inside the block the :data:`SIGNALS` set the flag; a second Ctrl-C ends the process at once, as ever.
+    """Inside the block the :data:`SIGNALS` raise :class:`Interrupted`, or set a flag within :func:`deferring`.
 
-    The end of torchrun or accelerate launch, which leaves its processes behind when it is killed, sets it, too.
+    A second Ctrl-C ends the process at once, as ever. The end of torchrun or accelerate launch, which leaves its
+    processes behind when it is killed, is a request, too.
     """
     _ambient.request = None
     _ambient.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -39,6 +45,16 @@ def signals_request_end() -> Iterator[None]:
         for number in heeded:
             signal.signal(number, before[number])
         _ambient.request = _ambient.launcher = None
+
+
+@contextmanager
+def deferring() -> Iterator[None]:
+    """Inside the block a signal sets a flag and nothing else: whoever works polls it and saves first."""
+    _ambient.deferring = True
+    try:
+        yield
+    finally:
+        _ambient.deferring = False
 
 
 def requested() -> str | None:
@@ -66,8 +82,17 @@ def leave_signals_to_parent(_worker: int) -> None:
 
 
 def _request_end(number: int, _frame: FrameType | None) -> None:
-    _ambient.request = signal.Signals(number).name
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    now = time.monotonic()
+    if _ambient.request is not None:
+        if number == signal.SIGINT and now - _ambient.requested_at > ECHO:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        return
+    _ambient.request, _ambient.requested_at = signal.Signals(number).name, now
+    if not _ambient.deferring:
+        raise Interrupted(_ambient.request)
     if os.environ.get("RANK", "0") == "0":
+        # Launchers do not hand a second Ctrl-C on to their processes.
+        key = "Ctrl-\\" if "TORCHELASTIC_RUN_ID" in os.environ else "Ctrl-C"
         with suppress(OSError):  # not print: a signal may come in the middle of one
-            os.write(2, f"\n{_ambient.request}: this step, a checkpoint, the end; Ctrl-C ends at once\n".encode())
+            os.write(2, f"\n{_ambient.request}: this step, a checkpoint, the end; {key} ends at once\n".encode())

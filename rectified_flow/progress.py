@@ -1,7 +1,10 @@
-"""The one look of progress bars."""
+"""The one look of progress bars and of lines beside them, and streams that a run outlives."""
 
+import os
 import sys
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO
 
 from tqdm.auto import tqdm
 
@@ -10,3 +13,42 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
     """A tqdm bar that fits the terminal, and writes a line now and then where there is none."""
     interval = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
+
+
+@contextmanager
+def outliving_streams() -> Iterator[None]:
+    """Inside the block, output to a terminal or pipe that has gone is lost, and nothing else is."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Hardy(stream) for stream in before)
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Hardy:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._or_silent():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_silent():
+            self._stream.flush()
+
+    @contextmanager
+    def _or_silent(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError):
+            # What is still in the buffer must have somewhere to go when the program ends.
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rectified_flow.flows.solvers import integrate
-from rectified_flow.interruption import Interrupted, poll, requested, signals_request_end
+from rectified_flow.interruption import ECHO, Interrupted, deferring, poll, requested, signals_request_end
 
 FORK = multiprocessing.get_context("fork")
 
@@ -19,7 +19,7 @@ FORK = multiprocessing.get_context("fork")
 def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
     number = signal.Signals[name]
     before = signal.getsignal(number)
-    with signals_request_end():
+    with signals_request_end(), deferring():
         poll()
         os.kill(os.getpid(), number)
         assert requested() == name
@@ -27,6 +27,19 @@ def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
             poll()
     assert requested() is None
     assert signal.getsignal(number) == before
+
+
+def test_the_same_request_by_two_ways_is_one() -> None:
+    with signals_request_end(), deferring():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requested() == "SIGINT"
+
+
+def test_where_nothing_is_to_be_saved_a_signal_raises() -> None:
+    with signals_request_end(), pytest.raises(Interrupted, match="SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
@@ -40,7 +53,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 
 
 def wait_forever(ready: Path) -> None:
-    with signals_request_end():
+    with signals_request_end(), deferring():
         ready.touch()
         while requested() is None:
             time.sleep(0.01)
@@ -57,6 +70,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     for present in (True, False):
         while ready.exists() != present:
             time.sleep(0.01)
+        time.sleep(0.0 if present else 1.1 * ECHO)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT)
     process.join(5)
@@ -81,6 +95,6 @@ def test_sampling_is_given_up_between_steps() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return x
 
-    with signals_request_end(), pytest.raises(Interrupted):
+    with signals_request_end(), deferring(), pytest.raises(Interrupted):
         integrate(velocity, torch.ones(1), [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "euler")
     assert calls == 3

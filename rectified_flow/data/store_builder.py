@@ -8,21 +8,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from filelock import FileLock, Timeout
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from rectified_flow.data.image_store import IMAGES_FILE, INFO_FILE, LABELS_FILE, find_damage
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import flush_folder
-from rectified_flow.interruption import poll
+from rectified_flow.files import flush_folder, lock_of
 from rectified_flow.progress import progress_bar
 
 STORE_VERSION = 2
@@ -71,7 +68,6 @@ def open_store(
 
     Raises:
         UsageError: if a picture is broken and not to be skipped, there is none, or the cache folder cannot be written.
-        Interrupted: if the end is requested while building, or waiting for another process that builds.
     """
     key = _key(source, image_size, skip_broken_images)
     cache_dir = cache_dir or default_cache_dir()
@@ -80,7 +76,7 @@ def open_store(
         return path
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with lock_of(Path(f"{path}.lock")):
             damage = find_damage(path) if path.exists() else None
             if damage is not None:
                 tqdm.write(f"warning: the image store {path} was changed ({damage}): building it again")
@@ -88,23 +84,9 @@ def open_store(
             if not path.exists():
                 _Build(source, image_size, skip_broken_images).into(path)
         return path
-    except OSError as error:
-        raise UsageError(
-            f"cannot write the image store {path}: {error.strerror or error}; name a folder with --cache_dir"
-        ) from error
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    lock = FileLock(f"{path}.lock")
-    while not lock.is_locked:
-        poll()
-        with suppress(Timeout):
-            lock.acquire(timeout=0.5)
-    try:
-        yield
-    finally:
-        lock.release()
+    except (OSError, NotImplementedError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write the image store {path}: {reason}; name a folder with --cache_dir") from error
 
 
 @dataclass(frozen=True)
@@ -169,7 +151,6 @@ class _Build:
                 for result in pool.map(self._decode, chunk):
                     yield result
                     progress.update()
-                    poll()
 
     def _decode(self, index: int) -> tuple[bytes | None, int]:
         try:

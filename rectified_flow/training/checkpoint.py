@@ -170,7 +170,7 @@ def _remove(path: Path) -> None:
     """Remove a checkpoint; one that is half removed does not look like one."""
     leaving = path.with_name(f"{STAGE_PREFIX}{path.name}.old")
     path.rename(leaving)
-    shutil.rmtree(leaving)
+    shutil.rmtree(leaving, ignore_errors=True)  # what is left of it goes before the next is written
 
 
 def _sha256(path: Path) -> str:

@@ -42,7 +42,9 @@ def any_rank(accelerator: Accelerator, value: bool) -> bool:
     """Whether ``value`` is true on any process; no device is waited for."""
     if accelerator.num_processes == 1:
         return value
-    vote = torch.tensor(int(value))
+    # A group that somebody else made may have no backend for the CPU.
+    device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
+    vote = torch.tensor(int(value), device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX)
     return bool(vote)
 

@@ -13,6 +13,7 @@ from accelerate.utils import set_seed
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.interruption import signals_request_end
+from rectified_flow.progress import outliving_streams
 from rectified_flow.training.command_line import parse
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.processes import join_processes
@@ -29,7 +30,7 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)  # torch's own, in jvp
     program = os.path.basename(sys.argv[0])
     try:
-        with signals_request_end():
+        with outliving_streams(), signals_request_end():
             state = join_processes()
             config = parse(config_class, description, quiet=not state.is_main_process)
             set_seed(config.seed)
@@ -51,25 +52,25 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
 
 def _leave(sentence: str, code: int) -> NoReturn:
     """Exit; the first process to get here prints ``sentence``, and its ``code`` is that of all."""
-    first, code = _agree_in_leaving(code)
+    first, agreed = _agree_in_leaving(code)
     if first:
-        print(sentence, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(sentence, file=sys.stderr, flush=True)
     if dist.is_initialized() and code == 1:
         # Past all clean-up, which could wait for a device that waits for another process.
-        sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+        os._exit(agreed)
+    sys.exit(agreed)
 
 
 def _agree_in_leaving(code: int) -> tuple[bool, int]:
     # No collective: the others may never come here. The first to write into the store they met at leads.
     if not dist.is_initialized():
         return True, code
-    with suppress(Exception):  # the store goes with the process that hosts it, which then was here before
+    with suppress(Exception):  # the store goes with the process that hosts it
         mine = f"{dist.get_rank()} {code}"
         leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
         return leader == mine, int(leader.split()[1])
-    return False, code
+    return code == 1, code  # bad input that process has explained; of its death nobody has spoken
 
 
 def _explain(error: Exception) -> str:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 
-from rectified_flow.errors import UsageError
-from rectified_flow.files import replace_file
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.files import lock_of, replace_file
 from rectified_flow.training.config import TrainingConfig
 
 Standing = Literal["running", "finished", "interrupted", "failed"]
@@ -50,7 +50,8 @@ class RunFolder:
                     probe.write(b"a full disk shows here")
             except OSError as error:
                 raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
-        for flag, folder in self._folders.items():
+        flags = {folder.resolve(): flag for flag, folder in self._folders.items()}  # the two may be one
+        for folder, flag in flags.items():
             self._locks.append(self._lock(flag, folder, say))
 
     def release(self) -> None:
@@ -75,13 +76,18 @@ class RunFolder:
             "pid": os.getpid(),
             "id": self.run_id,
         }
-        with suppress(OSError):
-            replace_file(self.path / STATUS_FILE, json.dumps(status, indent=1))
+        text = json.dumps(status, indent=1)
+        try:
+            replace_file(self.path / STATUS_FILE, text)
+        except OSError:
+            with suppress(OSError):  # over the old one, which needs no more room
+                (self.path / STATUS_FILE).write_text(text)
 
-    def tell_failure(self, step: int, total_steps: int, message: str) -> None:
-        """Say why the run failed, unless another rank has: the first knows best, the others fail after it."""
-        if self._status().get("state") == "running":
-            self.tell("failed", step, total_steps, message)
+    def tell_end(self, error: BaseException, step: int, total_steps: int) -> None:
+        """Say why the run ended early, unless another rank has: the first knows best, the others fail after it."""
+        if self._status().get("state") not in ("failed", "finished"):
+            standing: Standing = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            self.tell(standing, step, total_steps, first_line(error))
 
     def _status(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
@@ -89,7 +95,7 @@ class RunFolder:
         return {}
 
     def _lock(self, flag: str, folder: Path, say: Callable[[str], object]) -> FileLock:
-        lock = FileLock(folder / LOCK_FILE)
+        lock = lock_of(folder / LOCK_FILE)
         try:
             try:
                 lock.acquire(timeout=0)

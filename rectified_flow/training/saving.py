@@ -29,17 +29,26 @@ class Saver:
         self._writing: Future[Path] | None = None
 
     def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any]) -> None:
-        """Copy ``tensors`` and write them; first wait for the checkpoint before, if that is still being written."""
-        self.wait()
+        """Copy ``tensors`` and write them, unless the disk keeps the checkpoint before for too long."""
+        try:
+            # The other ranks wait for this one meanwhile, and not for ever.
+            self.wait(self.config.rank_timeout / 2)
+        except TimeoutError:
+            self.warn(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
+            return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
         copies = {
             file: {name: value.to("cpu", copy=True) for name, value in of.items()} for file, of in tensors.items()
         }
         self._writing = self._thread.submit(self._write, step, copies, documents)
 
-    def wait(self) -> Path | None:
-        """Wait until all is written; returns the newest checkpoint, None if that could not be written."""
-        if self._writing is None or self._writing.exception() is not None:
+    def wait(self, seconds: float | None = None) -> Path | None:
+        """Wait until all is written; returns the newest checkpoint, None if that could not be written.
+
+        Raises:
+            TimeoutError: if it takes longer than ``seconds``.
+        """
+        if self._writing is None or self._writing.exception(seconds) is not None:
             return None
         return self._writing.result()
 

@@ -92,16 +92,12 @@ class TrainingState:
         """Become what the checkpoint at ``path`` holds for one of the ranks.
 
         Raises:
-            UsageError: if it was made by another architecture or version.
+            UsageError: if it was made by another architecture.
         """
         _load_weights(network_of(self.flow), path, MODEL_FILE)
         counters = checkpoint.load_document(path, STATE_FILE)
-        missing = [name for name in COUNTERS if name not in counters]
-        if missing:
-            raise UsageError(
-                f"checkpoint {path} is of another version of this program ({STATE_FILE} has no {missing[0]}): choose "
-                "another --output_dir"
-            )
+        # Those that version 0.1 did not have yet.
+        counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
         if self.ema is not None:
             averaged = (path / EMA_FILE).exists()
             _load_weights(network_of(self.ema.ema_model), path, EMA_FILE if averaged else MODEL_FILE)
@@ -116,7 +112,8 @@ class TrainingState:
         # As many ranks as there were: each goes on with its own sums, to the last bit. Else all with the mean.
         mine = {
             name: by_rank[rank] if len(by_rank) == world_size else fmean(by_rank)
-            for name, by_rank in counters["sums"].items()
+            for name, value in counters["sums"].items()
+            for by_rank in [value if isinstance(value, list) else [value]]
         }
         self.sums = {name: torch.tensor(value, device=device) for name, value in mine.items()}
         self.summands = counters["summands"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rectified_flow.data.stream import GlobalBatch, image_indices
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import Rows, rows_of
-from rectified_flow.training.collectives import join_lists
+from rectified_flow.training.collectives import any_rank, join_lists
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.state import TrainingState
 
@@ -112,10 +112,12 @@ class Stepper:
             state.count(taken.values)
             if state.ema is not None:
                 state.ema.update()
-        elif state.scale_may_be_too_large:
-            state.scaler_skips += 1
         else:
-            self._report(taken)
+            bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in taken.losses))
+            if state.scale_may_be_too_large and not bad_loss:
+                state.scaler_skips += 1
+            else:
+                self._report(taken)
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
         """Add the gradients of one micro-batch, those of a step's last summed over ranks; returns the loss."""
@@ -156,7 +158,7 @@ class _Flag:
     """A boolean on its way from the device."""
 
     def __init__(self, value: Tensor) -> None:
-        self._value = value.to("cpu", non_blocking=True)
+        self._value = value.to("cpu", non_blocking=value.is_cuda)
         self._arrived = torch.cuda.Event() if value.is_cuda else None
         if self._arrived is not None:
             self._arrived.record()

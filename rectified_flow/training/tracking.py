@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import replace_file
+from rectified_flow.files import flush, replace_file
 from rectified_flow.training.checkpoint import step_name
 from rectified_flow.training.config import TrainingConfig
 
@@ -24,7 +24,8 @@ class LineFile:
 
     Args:
         path: the file.
-        step: where the run starts; lines of later steps, left by a run that was killed, are dropped.
+        step: where the run starts; lines of later steps, left by a run that was killed, are dropped. At step 0 an
+            older file is kept beside the new one.
 
     Raises:
         OSError: if it cannot be written.
@@ -32,6 +33,8 @@ class LineFile:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
+        if step == 0 and path.exists():
+            path.replace(path.with_suffix(".old.jsonl"))
         kept = "".join(json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step)
         if path.exists():
             replace_file(path, kept)
@@ -45,6 +48,16 @@ class LineFile:
             OSError: then.
         """
         self._unwritten += (json.dumps(row) + "\n").encode()
+        self.write()
+
+    def write(self) -> None:
+        """Put what was added onto the disk.
+
+        Raises:
+            OSError: if that fails.
+        """
+        if not self._unwritten:
+            return
         self.path.touch()
         with self.path.open("r+b") as file:
             file.truncate(self._good_size)  # a full disk may have taken half a line
@@ -106,6 +119,17 @@ class RunLog:
                 f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
                 "WANDB_MODE=offline needs no account"
             ) from error
+
+    def write_lines(self) -> None:
+        """See that every line is on the disk.
+
+        Raises:
+            OSError: if that is full.
+        """
+        for file in (self._metrics, self._bad_steps):
+            file.write()
+            if file.path.exists():
+                flush(file.path)
 
     def close(self) -> None:
         """Let the trackers finish what they have to write."""

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
-from rectified_flow.errors import UsageError, first_line
-from rectified_flow.interruption import Interrupted, leave_signals_to_parent, requested
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.interruption import Interrupted, deferring, leave_signals_to_parent, requested
 from rectified_flow.progress import progress_bar
 from rectified_flow.randomness import Rows, rows_of
 from rectified_flow.training.collectives import (
@@ -29,7 +29,7 @@ from rectified_flow.training.collectives import (
 )
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.plan import describe_run, forward_flops
-from rectified_flow.training.processes import build_accelerator
+from rectified_flow.training.processes import PATIENCE_AT_START, build_accelerator
 from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.run_folder import RunFolder
 from rectified_flow.training.saving import Saver
@@ -106,7 +106,7 @@ class Trainer:
             UsageError: if the run cannot start in that folder, or go on from what is there.
             RunError: if it cannot go on: ranks that differ, too many bad steps, no space for the last checkpoint.
         """
-        with self._holding_folder():
+        with deferring(), self._holding_folder():
             path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, self._say))
             if path is not None:
                 self._load(path)
@@ -140,6 +140,7 @@ class Trainer:
                     request = any_rank(self.accelerator, requested() is not None)
                     if self._is_due(self.config.save_every) or request:
                         self._save()
+        limit_waiting(PATIENCE_AT_START.total_seconds())  # for the disk, which is the main process's alone
         places |= on_main(self.accelerator, self._finish)
         for name, place in places.items():
             self._say(f"{name:<11} {place}")
@@ -224,13 +225,15 @@ class Trainer:
         self.stepper.settle()
         check_equal_weights(self.accelerator, self.flow)
         state, sums = self.state, gather_scalars(self.accelerator, self.state.sums)
-        if self.saver is not None:
+        if self.saver is not None and self.log is not None:
+            self.folder.tell("running", state.step, self.total_steps)
+            with suppress(OSError):
+                self.log.write_lines()
             documents = {
                 STATE_FILE: state.counters(sums) | {"run": asdict(self.run)},
                 CONFIG_FILE: self.config.plain(),
             }
             self.saver.save(state.step, state.tensors(), documents)
-            self.folder.tell("running", state.step, self.total_steps)
 
     def _tell_bad(self, bad: BadStep) -> None:
         shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
@@ -247,7 +250,11 @@ class Trainer:
     def _holding_folder(self) -> Iterator[None]:
         try:
             on_main(self.accelerator, lambda: self.folder.claim(self._say))
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self.folder.tell_end(error, self.state.step, self.total_steps)
+                raise
         finally:
             self.folder.release()
 
@@ -257,16 +264,13 @@ class Trainer:
 
     @contextmanager
     def _recording(self, path: Path | None) -> Iterator[None]:
-        """Open what the run writes, tell what is about to happen, and whatever happens then, close it and tell how."""
+        """Open what the run writes, tell what is about to happen, and whatever happens then, close it."""
         try:
             on_main(self.accelerator, self._open_log)
             self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
             if path is not None:
                 self._say(f"{'resume':<11} step {self.state.step}, from {path}")
             yield
-        except BaseException as error:
-            self.folder.tell_failure(self.state.step, self.total_steps, first_line(error))
-            raise
         finally:
             if self.saver is not None:
                 self.saver.wait()
@@ -284,6 +288,10 @@ class Trainer:
         assert self.saver is not None
         assert self.log is not None
         path = self.saver.finish()
+        try:
+            self.log.write_lines()
+        except OSError as error:
+            raise RunError(f"could not write the last lines of {self.folder.path}/metrics.jsonl ({error})") from error
         done = self.state.step == self.total_steps
         self.folder.tell("finished" if done else "interrupted", self.state.step, self.total_steps)
         if not done:

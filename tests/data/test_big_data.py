@@ -69,8 +69,9 @@ def test_it_opens_at_once_and_is_shared(store: Path, flowers: ImageDataset) -> N
         FORK.Process(target=measure, args=(store, flowers.path, rank, together, theirs[rank]))
         for rank in range(PROCESSES)
     ]
-    for process in processes:
+    for process, pipe in zip(processes, theirs, strict=True):
         process.start()
+        pipe.close()  # so that a process that dies ends the wait for it
     for process, pipe in zip(processes, ours, strict=True):
         opened, memory, pickled = pipe.recv()
         process.join()

@@ -166,10 +166,10 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
 
 
 def test_a_loss_scale_that_is_too_large_is_no_bad_number(tmp_path: Path, flowers: ImageDataset) -> None:
-    [counters] = run_on_ranks(1, train_with_loss_scale, tmp_path, flowers, ())
-    assert counters["bad"] == 0
-    assert 0 < counters["skips"] < STEPS
-    assert counters["updates"] == counters["ema"] == STEPS - counters["skips"]
+    [counters] = run_on_ranks(1, train_with_loss_scale, tmp_path, flowers, (10,))
+    assert counters["bad"] == 1
+    assert 0 < counters["skips"] < 9
+    assert counters["updates"] == counters["ema"] == STEPS - counters["skips"] - 1
     rows = metrics(tmp_path)
-    assert rows[-1]["scaler_skips"] == counters["skips"]
+    assert (rows[-1]["scaler_skips"], rows[-1]["bad_steps"]) == (counters["skips"], 1)
     assert rows[-1]["learning_rate"] == pytest.approx(1e-3 * min(1, counters["updates"] / 5))

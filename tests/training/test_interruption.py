@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.interruption import Interrupted, signals_request_end
+from rectified_flow.progress import outliving_streams
 from rectified_flow.training import run_folder
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -97,6 +99,29 @@ def test_building_a_store_is_given_up(tmp_path: Path, flowers: ImageDataset) -> 
     with signals_request_end(), pytest.raises(Interrupted):
         open_store(SignallingFlowers(8, count=100), 4, cache_dir=tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
+    """The reader of stdout and stderr goes away before the first step, as tee does after Ctrl-C."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    stdout, stderr = os.dup(1), os.dup(2)
+    os.dup2(writer, 1)
+    os.dup2(writer, 2)
+    try:
+        with outliving_streams():
+            done, _ = train_with_signal(output_dir, path, 0, 7)
+        sys.stdout.flush()
+        return done
+    finally:
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+
+
+def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(1, train_into_a_pipe, tmp_path, flowers.path) == [False]
+    assert status(tmp_path)["state"] == "interrupted"
+    assert (tmp_path / "checkpoints/step_00000007/manifest.json").exists()
 
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:

@@ -16,7 +16,7 @@ from rectified_flow.flows import RectifiedFlow
 from rectified_flow.networks import Unet
 from rectified_flow.training import Trainer, TrainingConfig
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, tiny_config, train
+from tests.training.runs import losses, metrics, tiny_config, train
 
 
 class Autoencoder(nn.Module):
@@ -181,6 +181,19 @@ def train_tracked(output_dir: Path, dataset: ImageDataset, tracker: Any, steps: 
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(output_dir)}
     for total in steps:
         train(tiny_config(output_dir, train_num_steps=total, num_samples=0, log_with=tracker), dataset)
+
+
+def test_one_folder_for_output_and_checkpoints(tmp_path: Path, flowers: ImageDataset) -> None:
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, num_samples=0, checkpoint_dir=tmp_path), flowers)
+    assert (tmp_path / "step_00000002/manifest.json").exists()
+
+
+def test_old_metrics_are_kept_when_a_run_starts_anew(tmp_path: Path, flowers: ImageDataset) -> None:
+    for name in ("a", "b"):
+        config = tiny_config(tmp_path, train_num_steps=4, num_samples=0, checkpoint_dir=tmp_path / name)
+        run_on_ranks(1, train, config, flowers)
+    assert len(metrics(tmp_path)) == 1
+    assert (tmp_path / "metrics.old.jsonl").exists()
 
 
 def branch_off(config: TrainingConfig, dataset: ImageDataset) -> str:
