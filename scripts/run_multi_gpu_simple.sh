@@ -2,6 +2,7 @@
 # Train on several GPUs of this machine:
 #   scripts/run_multi_gpu_simple.sh [N] [--max_restarts R] [flags of train_oxford.py ...]
 # N is the number of GPUs (default: all of them). With one GPU or none this runs plain python.
+# It starts torchrun, so precision is float32 unless --mixed_precision says otherwise.
 # --max_restarts R starts all processes again, up to R times, when one dies; they go on from the last checkpoint.
 # PROGRAM=train_mean_flow.py trains a mean flow instead.
 # PYTHON names another interpreter than the one in .venv, or else python3.
@@ -22,12 +23,14 @@ fi
 restarts=0
 flags=()
 while (($#)); do
-    if [[ $1 == --max_restarts ]]; then
+    case $1 in
+    --max_restarts)
         restarts=${2:?--max_restarts needs a number}
         shift
-    else
-        flags+=("$1")
-    fi
+        ;;
+    --max_restarts=*) restarts=${1#*=} ;;
+    *) flags+=("$1") ;;
+    esac
     shift
 done
 

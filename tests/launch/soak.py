@@ -3,7 +3,8 @@
     python -m tests.launch.soak --minutes 10
 
 Every disturbance is real: signals to real processes under torchrun, a limit on file sizes set from outside, bytes
-flipped in real checkpoints. The moments are random, the choice goes round so that each kind happens.
+flipped in real checkpoints. The moments are random, the choice goes round so that each kind happens. The run has no
+last step while it is disturbed; afterwards both runs train to the same one.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
@@ -42,25 +43,22 @@ class Soak:
 
     Args:
         folder: holds the run, its cache and its temporary files.
-        steps: of the run.
         seed: of the disturbances.
     """
 
-    def __init__(self, folder: Path, steps: int, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int = 0) -> None:
         self.run, self.cache, self.temporary = folder / "run", folder / "cache", folder / "tmp"
         self.temporary.mkdir(parents=True)
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.command = [
-            *[*LAUNCHER, "--max_restarts", "3", str(PROGRAM), *FLAGS.split()],
-            *["--train_num_steps", str(steps), "--output_dir", str(self.run), "--resume", "auto"],
-        ]
+        self.command = [*LAUNCHER, "--max_restarts", "3", str(PROGRAM), *FLAGS.split(), "--resume", "auto"]
+        self.command += ["--output_dir", str(self.run), "--train_num_steps"]
         self.lines: list[str] = []
         self.launcher: psutil.Popen | None = None
 
     # What goes on
 
-    def start(self) -> None:
+    def start(self, steps: int = 10**6) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -69,7 +67,7 @@ class Soak:
         }
         environment = {key: value for key, value in environment.items() if not key.startswith("ACCELERATE")}
         self.launcher = psutil.Popen(
-            self.command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*self.command, str(steps)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         threading.Thread(target=self._read, args=(self.launcher.stdout,), daemon=True).start()
         self.counts["commands started"] += 1
@@ -102,13 +100,9 @@ class Soak:
             return str(json.loads((self.run / "status.json").read_text())["state"])
         return "absent"
 
-    def wait(self, what: str, condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
-        until = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > until:
-                self.kill(self.processes())
-                raise AssertionError(f"{what}: not within {seconds:.0f} s\n" + "".join(self.lines[-60:]))
-            time.sleep(0.02)
+    def wait(self, what: str, condition: Callable[[], bool]) -> None:
+        if not _within(PATIENCE, condition):
+            raise AssertionError(f"{what}: not within {PATIENCE:.0f} s\n" + "".join(self.lines[-60:]))
 
     def wait_for_progress(self) -> None:
         """Until the run has written a checkpoint beyond those there are now, or is over."""
@@ -173,11 +167,11 @@ class Soak:
         """No file of the main process grows beyond a size that cuts its writing short."""
         main = self.workers()[0]
         failures = self._count("could not")
-        main.rlimit(psutil.RLIMIT_FSIZE, (self.random.randrange(10_000, 200_000), psutil.RLIM_INFINITY))
-        with suppress(psutil.NoSuchProcess, AssertionError):
-            self.wait("a failed write", lambda: self._count("could not") > failures or self.ended(), seconds=20)
-        if main.is_running():
-            main.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
+        largest = int(10 ** self.random.uniform(2, 5.3))
+        main.rlimit(psutil.RLIMIT_FSIZE, (largest, psutil.RLIM_INFINITY))
+        assert _within(PATIENCE, lambda: self._count("could not") > failures), "no write failed"
+        time.sleep(self.random.uniform(0, 3))
+        main.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
 
     def corrupt_checkpoint(self) -> None:
         self.terminate()
@@ -200,21 +194,20 @@ class Soak:
     def second_run(self) -> None:
         """The same command beside the run: refused, and the run goes on."""
         other = subprocess.run(
-            [sys.executable, *self.command[self.command.index(str(PROGRAM)) :], "--global_batch_size", "16"],
+            [sys.executable, *self.command[self.command.index(str(PROGRAM)) :], "1000000"],
             env=os.environ | {"RECTIFIED_FLOW_CACHE": str(self.cache), "ACCELERATE_USE_CPU": "true"},
             capture_output=True,
             text=True,
             timeout=PATIENCE,
             check=False,
         )
-        if other.returncode == 2 and "is training in" in other.stderr:
-            self.counts["second runs refused"] += 1
-        else:
-            assert self.ended(), other.stderr
+        assert other.returncode == 2, other.stderr
+        assert "is training in" in other.stderr
+        self.counts["second runs refused"] += 1
 
     def _expect_clean_end(self) -> None:
         self.wait_for_end()
-        assert self.standing() in ("interrupted", "finished"), "".join(self.lines[-60:])
+        assert self.standing() == "interrupted", "".join(self.lines[-60:])
 
     def _count(self, text: str) -> int:
         return sum(text in line for line in list(self.lines))
@@ -226,26 +219,32 @@ class Soak:
         *("pause_worker", "preempt", "corrupt_store", "ctrl_c", "power_cut", "second_run", "hang_worker"),
     )
 
-    def disturb(self, names: Iterator[str], seconds: float) -> None:
-        """Start the run and disturb it for some time, then let it come to its end."""
+    def disturb(self, names: Iterable[str], seconds: float = float("inf")) -> None:
+        """Start the run and disturb it, by all of ``names`` or for some time, and then stop it."""
         until = time.monotonic() + seconds
         for name in names:
-            if time.monotonic() > until or self.standing() == "finished":
+            if time.monotonic() > until:
                 break
             if self.launcher is None or self.ended():
                 self.start()
             self.wait_for_progress()
             time.sleep(self.random.uniform(0, 1))
-            if self.ended() or len(self.workers()) < 2:
+            self.wait("two ranks", lambda: self.ended() or len(self.workers()) == 2)
+            if self.ended():  # torchrun has no restart left
                 continue
             self.counts[name.replace("_", " ")] += 1
             print(f"{self.last_step():>6} {name.replace('_', ' ')}", flush=True)
             getattr(self, name)()
-        while self.standing() != "finished":
-            if self.launcher is None or self.ended():
-                self.start()
-            self.wait("the last step", self.ended, seconds=1800)
+        if not self.ended():
+            self.terminate()
+
+    def finish(self, steps: int) -> None:
+        """Train to a last step, undisturbed."""
+        self.start(steps)
+        assert self.launcher is not None
+        self.launcher.wait(3600)
         self.wait_for_end()
+        assert self.standing() == "finished", "".join(self.lines[-60:])
         self.counts["times resumed"] = self._count("resume      step")
         self.counts["checkpoints refused"] = self._count("ignoring checkpoint")
         self.counts["writes that failed"] = self._count("could not")
@@ -253,6 +252,15 @@ class Soak:
 
     def last_step(self) -> int:
         return max((int(path.name.removeprefix("step_")) for path in self.checkpoints()), default=0)
+
+
+def _within(seconds: float, condition: Callable[[], bool]) -> bool:
+    until = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -285,15 +293,14 @@ def leaks(soak: Soak) -> list[str]:
 
 
 @contextmanager
-def comparison(steps: int) -> Iterator[tuple[Soak, Soak]]:
-    """An undisturbed run, finished, and one that may be disturbed."""
+def two_runs() -> Iterator[tuple[Soak, Soak]]:
+    """A run to be left alone and one to be disturbed; afterwards nothing of them is left."""
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    calm, soak = Soak(folder / "calm", steps, seed=0), Soak(folder / "soak", steps, seed=0)
+    runs = Soak(folder / "calm"), Soak(folder / "soak")
     try:
-        calm.disturb(iter(()), seconds=0)
-        yield calm, soak
+        yield runs
     finally:
-        for each in (calm, soak):
+        for each in runs:
             each.kill(each.processes())
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -301,17 +308,17 @@ def comparison(steps: int) -> Iterator[tuple[Soak, Soak]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="how long to disturb the run")
-    parser.add_argument("--steps", type=int, default=3000, help="of the run")
     arguments = parser.parse_args()
-    began = time.monotonic()
-    with comparison(arguments.steps) as (calm, soak):
-        print(f"undisturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s", flush=True)
-        began = time.monotonic()
+    with two_runs() as (calm, soak):
         soak.disturb(cycle(Soak.DISTURBANCES), arguments.minutes * 60)
-        print(f"disturbed: {arguments.steps} steps in {time.monotonic() - began:.0f} s\n")
+        steps = soak.last_step() + 20
+        soak.finish(steps)
+        calm.finish(steps)
+        print(f"\n{steps} steps, disturbed for {arguments.minutes:g} minutes\n")
         print("\n".join(f"| {name} | {count} |" for name, count in soak.counts.items()))
         problems = differences(calm.run, soak.run) + leaks(soak)
-    sys.exit("\n".join(problems) if problems else 0)
+    print("\n".join(problems) or "\nsame weights, average, moments, counters, lines and samples; nothing left behind")
+    sys.exit(bool(problems))
 
 
 if __name__ == "__main__":

@@ -170,8 +170,8 @@ def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
 
 
 def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
-    script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts", "1"]
-    flags = ["--train_num_steps", "60", "--save_every", "5", "--num_samples", "0", "--output_dir"]
+    script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts=1"]
+    flags = ["--train_num_steps", "200", "--save_every", "5", "--num_samples", "0", "--output_dir"]
     process = start([*script, *flags, "killed"], tmp_path)
     while not (tmp_path / "killed/checkpoints/step_00000010").exists() and process.poll() is None:
         time.sleep(0.01)
