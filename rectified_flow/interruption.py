@@ -30,8 +30,8 @@ _ambient = _Ambient()
 def signals_request_end() -> Iterator[None]:
     """Inside the block the :data:`SIGNALS` raise :class:`Interrupted`, or set a flag within :func:`deferring`.
 
-    A second Ctrl-C ends the process at once, as ever. The end of torchrun or accelerate launch, which leaves its
-    processes behind when it is killed, is a request, too.
+    A second Ctrl-C ends the process at once, as ever; torchrun and accelerate launch hand it on as SIGTERM. Their own
+    end, when they are killed and leave their processes behind, is a request, too.
     """
     _ambient.request = None
     _ambient.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -84,7 +84,8 @@ def leave_signals_to_parent(_worker: int) -> None:
 def _request_end(number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
     if _ambient.request is not None:
-        if number == signal.SIGINT and now - _ambient.requested_at > ECHO:
+        impatient = number == signal.SIGINT or (number, _ambient.request) == (signal.SIGTERM, "SIGINT")
+        if impatient and now - _ambient.requested_at > ECHO:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         return
@@ -92,7 +93,5 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
     if not _ambient.deferring:
         raise Interrupted(_ambient.request)
     if os.environ.get("RANK", "0") == "0":
-        # Launchers do not hand a second Ctrl-C on to their processes.
-        key = "Ctrl-\\" if "TORCHELASTIC_RUN_ID" in os.environ else "Ctrl-C"
         with suppress(OSError):  # not print: a signal may come in the middle of one
-            os.write(2, f"\n{_ambient.request}: this step, a checkpoint, the end; {key} ends at once\n".encode())
+            os.write(2, f"\n{_ambient.request}: this step, a checkpoint, the end; Ctrl-C now ends at once\n".encode())

@@ -62,7 +62,9 @@ def wait_forever(ready: Path) -> None:
             time.sleep(0.01)
 
 
-def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, second: signal.Signals) -> None:
+    """Launchers hand it on as SIGTERM."""
     ready = tmp_path / "ready"
     process = FORK.Process(target=wait_forever, args=(ready,))
     process.start()
@@ -72,9 +74,9 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
             time.sleep(0.01)
         time.sleep(0.0 if present else 1.1 * ECHO)
         assert process.is_alive()
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT if present else second)
     process.join(5)
-    assert process.exitcode == -signal.SIGINT
+    assert process.exitcode == -second
 
 
 def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
