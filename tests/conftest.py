@@ -1,6 +1,7 @@
 """Fixtures that several tests share."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,10 @@ os.environ["WANDB_SILENT"] = "true"
 
 from rectified_flow.data.image_store import ImageDataset
 from tests.training.runs import tiny_dataset
+
+# Started in the background of a script, the tests would ignore these, and so would all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -83,7 +83,7 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with signals_request_end():
         assert requested() is None
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: -1)
         assert requested() == "the end of its launcher"
 
 
