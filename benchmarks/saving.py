@@ -16,7 +16,6 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import RectifiedFlow, Trainer, TrainingConfig, Unet, open_dataset
-from rectified_flow.training.saving import Saver
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,10 @@ def main(flags: Flags) -> None:
         )
         dataset = open_dataset("synthetic-flowers", image_size=flags.image_size)
         trainer = Trainer(RectifiedFlow(Unet(flags.dim, image_size=flags.image_size)), dataset, config)
-        saver = trainer.saver = Saver(config, draw=lambda: None, warn=print)
+        trainer.folder.claim(print)
+        trainer._open_log()
+        assert trainer.saver is not None
+        saver = trainer.saver
         batches = trainer._batches()
 
         def step() -> None:
