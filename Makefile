@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test soak check install clean
+.PHONY: help demo test test-all soak check install clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(READY)  ## create .venv and install requirements.txt
 
@@ -17,8 +17,11 @@ demo: $(READY)  ## train a small rectified flow on drawn flowers: some 5 minutes
 		--batch_size 16 --train_num_steps 900 --learning_rate 1e-3 --lr_warmup_steps 50 --ema_decay 0.99 \
 		--sample_every 300 --sample_steps 8 --save_every 300 --log_every 10 --output_dir runs/demo
 
-test: $(READY_DEV)  ## run all tests
+test: $(READY_DEV)  ## run the tests
 	$(BIN)/python -m pytest
+
+test-all: $(READY_DEV)  ## run the slow ones, too: the compiler works for minutes
+	$(BIN)/python -m pytest -m ""
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10
