@@ -1,12 +1,13 @@
 """Start and end a training program: alone, or as one of the processes of torchrun or accelerate launch."""
 
+import atexit
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from accelerate.utils import set_seed
@@ -29,6 +30,7 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
     """
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)  # torch's own, in jvp
     program = os.path.basename(sys.argv[0])
+    code = 0
     try:
         with outliving_streams(), signals_request_end():
             state = join_processes()
@@ -36,30 +38,44 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
             set_seed(config.seed)
             main(config)
     except UsageError as error:
-        _leave(f"{program}: error: {error}", code=2)
+        code = _agreed_code(f"{program}: error: {error}", code=2)
     except RunError as error:
-        _leave(f"{program}: {error}", code=1)
+        code = _agreed_code(f"{program}: {error}", code=1)
     except KeyboardInterrupt:
-        _leave("ended on request before training began; the same command starts again", code=0)
-    except SystemExit:
+        code = _agreed_code("ended on request before training began; the same command starts again", code=0)
+    except SystemExit as explained:
         if dist.is_initialized():
             dist.barrier()  # all parse the same flags: let the one that explains the error finish first
-        raise
+        code = int(explained.code or 0)
     except Exception as error:
-        _leave(_explain(error), code=1)
-    state.destroy_process_group()
+        code = _agreed_code(_explain(error), code=1)
+    _exit(code)
 
 
-def _leave(sentence: str, code: int) -> NoReturn:
-    """Exit; the first process to get here prints ``sentence``, and its ``code`` is that of all."""
+def _agreed_code(sentence: str, code: int) -> int:
+    """The first process to get here prints ``sentence``, and its ``code`` is that of all."""
     first, agreed = _agree_in_leaving(code)
     if first:
         with suppress(OSError):
             print(sentence, file=sys.stderr, flush=True)
-    if dist.is_initialized() and code == 1:
-        # Past all clean-up, which could wait for a device that waits for another process.
-        os._exit(agreed)
-    sys.exit(agreed)
+    return agreed
+
+
+def _exit(code: int) -> None:
+    """Exit; one of several processes that trained does so past the interpreter's own end.
+
+    DDP keeps the process group's threads alive for good, and one that still lets go of the last message while the
+    interpreter ends aborts the process. After an error, clean-up could wait for a device that waits for another.
+    """
+    if code == 2 or not dist.is_initialized():
+        sys.exit(code)
+    if code == 0:
+        atexit._run_exitfuncs()
+        dist.destroy_process_group()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
 
 
 def _agree_in_leaving(code: int) -> tuple[bool, int]:

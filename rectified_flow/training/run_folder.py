@@ -34,7 +34,7 @@ class RunFolder:
 
     def __init__(self, config: TrainingConfig) -> None:
         self.path = config.output_dir
-        self._folders = {"checkpoint_dir": config.checkpoints, "output_dir": config.output_dir}
+        self._folders = {"output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
         self._locks: list[FileLock] = []
 
     def claim(self, say: Callable[[str], object]) -> None:
@@ -50,9 +50,9 @@ class RunFolder:
                     probe.write(b"a full disk shows here")
             except OSError as error:
                 raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
-        flags = {folder.resolve(): flag for flag, folder in self._folders.items()}  # the two may be one
-        for folder, flag in flags.items():
-            self._locks.append(self._lock(flag, folder, say))
+        for flag, folder in self._folders.items():
+            if flag == "output_dir" or folder.resolve() != self.path.resolve():  # the two may be one
+                self._locks.append(self._lock(flag, folder, say))
 
     def release(self) -> None:
         """Let other runs in."""
@@ -103,7 +103,7 @@ class RunFolder:
                 say(f"waiting for another run to let go of {folder}")
                 lock.acquire(timeout=LOCK_PATIENCE)
         except Timeout:
-            holder = self._status()
+            holder = self._status() if folder == self.path else {}
             who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
             raise UsageError(
                 f"{who} is training in --{flag} {folder}: wait for its end, or choose another folder"

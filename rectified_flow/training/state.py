@@ -131,6 +131,13 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
+def average_of(flow: nn.Module, decay: float) -> EMA:
+    """The moving average of ``flow``, with its own counters on the CPU, where reading them waits for no device."""
+    ema = EMA(flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True)
+    ema.ema_model.eval()
+    return ema
+
+
 def load_network(network: nn.Module, path: Path) -> None:
     """Give ``network`` the weights of a checkpoint or run, the averaged ones if there are any.
 

@@ -1,6 +1,6 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
@@ -9,31 +9,29 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from ema_pytorch import EMA
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.interruption import Interrupted, deferring, leave_signals_to_parent, requested
+from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
 from rectified_flow.progress import progress_bar
-from rectified_flow.randomness import Rows, rows_of
 from rectified_flow.training.collectives import (
     any_rank,
     check_equal_weights,
-    gather_interleaved,
     gather_scalars,
     limit_waiting,
     on_main,
 )
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.plan import describe_run, forward_flops
+from rectified_flow.training.previews import draw_preview
 from rectified_flow.training.processes import PATIENCE_AT_START, build_accelerator
 from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.run_folder import RunFolder
 from rectified_flow.training.saving import Saver
-from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState
+from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState, average_of
 from rectified_flow.training.stepper import BadStep, Batch, Stepper
 from rectified_flow.training.tracking import RunLog, Throughput
 
@@ -68,7 +66,7 @@ class Trainer:
         flow.to(self.device)
         # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
         self.flops = forward_flops(flow, {key: value.to(self.device) for key, value in collate([dataset[0]]).items()})
-        ema = _average(flow, config.ema_decay) if config.use_ema else None
+        ema = average_of(flow, config.ema_decay) if config.use_ema else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
@@ -202,23 +200,11 @@ class Trainer:
         return ", ".join([*shown, f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
-        """Draw the same noise every time, an equal share on each rank, with the averaged weights."""
         self.stepper.settle()
-        sample: Callable[..., Tensor] | None = getattr(self.averaged_flow, "sample", None)
-        total, world = self.config.num_samples, self.accelerator.num_processes
-        if total == 0 or sample is None:
+        images = draw_preview(self.accelerator, self.averaged_flow, self.config)
+        if images is None or self.log is None:
             return {}
-        share = -(-total // world)
-        mine = [(self.accelerator.process_index + world * i) % total for i in range(share)]
-        images = None
-        with self.accelerator.autocast(), rows_of(Rows(self.config.seed, 0, total, mine), self.device):
-            steps = {"steps": self.config.sample_steps} if self.config.sample_steps else {}  # else the flow's own
-            with suppress(Interrupted):
-                images = sample(share, **steps)
-        if any_rank(self.accelerator, images is None) or images is None:
-            return {}
-        images = gather_interleaved(self.accelerator, images.mul(255).round().to(torch.uint8), total)
-        return {} if self.log is None else {"samples": self.log.samples(self.state.step, images)}
+        return {"samples": self.log.samples(self.state.step, images)}
 
     def _save(self) -> None:
         """Have a checkpoint written; one that fails for want of space leaves the one before, and the run, alone."""
@@ -309,10 +295,3 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
-
-
-def _average(flow: nn.Module, decay: float) -> EMA:
-    """The moving average of ``flow``, with its own counters on the CPU, where reading them waits for no device."""
-    ema = EMA(flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True)
-    ema.ema_model.eval()
-    return ema
