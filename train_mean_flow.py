@@ -4,28 +4,30 @@ Start it with python on one device, and with torchrun or accelerate launch on se
 newest checkpoint.
 """
 
+from collections.abc import Sequence
+
 from rectified_flow import MeanFlow, MeanFlowConfig, Trainer
+from rectified_flow.checkpoint import load_network
 from rectified_flow.flows.timesteps import LogitNormal
 from rectified_flow.training.launch import run
 from rectified_flow.training.parts import build_dataset, build_network, flow_settings
 from rectified_flow.training.plan import print_plan
-from rectified_flow.training.state import load_network
 
 
 def main(config: MeanFlowConfig) -> None:
     if config.dry_run:
-        print_plan(config, build_flow(config, num_classes=1 if config.use_cfg else None))
+        print_plan(config, build_flow(config, class_names=("any",)))
         return
     dataset = build_dataset(config)
-    flow = build_flow(config, dataset.num_classes)
+    flow = build_flow(config, dataset.class_names)
     if config.init_from is not None:
         load_network(flow.network, config.init_from)
     Trainer(flow, dataset, config).train()
 
 
-def build_flow(config: MeanFlowConfig, num_classes: int | None) -> MeanFlow:
+def build_flow(config: MeanFlowConfig, class_names: Sequence[str]) -> MeanFlow:
     return MeanFlow(
-        build_network(config, num_classes),
+        build_network(config, class_names),
         objective=config.objective,
         mean_fraction=config.mean_fraction,
         weight_power=config.weight_power,
@@ -34,7 +36,7 @@ def build_flow(config: MeanFlowConfig, num_classes: int | None) -> MeanFlow:
         earlier_distribution=LogitNormal(config.earlier_mean, config.earlier_std),
         guidance_scale=config.guidance_scale,
         guidance_mixing=config.guidance_mixing,
-        **flow_settings(config),
+        **flow_settings(config, class_names),
     )
 
 

@@ -4,6 +4,8 @@ Start it with python on one device, and with torchrun or accelerate launch on se
 newest checkpoint.
 """
 
+from collections.abc import Sequence
+
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform
 from rectified_flow.training.launch import run
@@ -13,22 +15,22 @@ from rectified_flow.training.plan import print_plan
 
 def main(config: RectifiedFlowConfig) -> None:
     if config.dry_run:
-        print_plan(config, build_flow(config, num_classes=None))
+        print_plan(config, build_flow(config, class_names=()))
         return
     dataset = build_dataset(config)
-    Trainer(build_flow(config, dataset.num_classes), dataset, config).train()
+    Trainer(build_flow(config, dataset.class_names), dataset, config).train()
 
 
-def build_flow(config: RectifiedFlowConfig, num_classes: int | None) -> RectifiedFlow:
+def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> RectifiedFlow:
     times: TimeDistribution = LogitNormal(config.time_mean, config.time_std, config.time_shift)
     if config.time_distribution == "uniform":
         times = Uniform(config.time_shift)
     return RectifiedFlow(
-        build_network(config, num_classes),
+        build_network(config, class_names),
         prediction=config.prediction,
         time_distribution=times,
         loss=config.loss,
-        **flow_settings(config),
+        **flow_settings(config, class_names),
     )
 
 

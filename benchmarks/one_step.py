@@ -1,7 +1,7 @@
 """Draw grids of several runs side by side, from the same noise: what one step gives, and what several do.
 
-A column is KIND:STEPS:RUN, KIND being mean or rectified (by Euler, one network call a step, as in mean flow) and RUN a
-checkpoint or a run's folder: `python benchmarks/one_step.py --columns mean:1:runs/mean rectified:16:runs/rectified`.
+A column is STEPS:RUN, RUN being a checkpoint or a run's folder; a rectified flow steps by Euler, one network call a
+step as in mean flow: `python benchmarks/one_step.py --columns 1:runs/mean 16:runs/rectified`.
 """
 
 import sys
@@ -15,15 +15,13 @@ from torchvision.utils import make_grid, save_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow import MeanFlow, RectifiedFlow, Unet
-from rectified_flow.training import checkpoint
-from rectified_flow.training.state import CONFIG_FILE, load_network
+from rectified_flow import Flow, RectifiedFlow
 
 
 @dataclass(frozen=True)
 class Flags:
     columns: tuple[str, ...]
-    """KIND:STEPS:RUN of each grid, from left to right."""
+    """STEPS:RUN of each grid, from left to right."""
     output: Path = Path("one-step.png")
     """The picture to write."""
     num_samples: int = 36
@@ -33,18 +31,13 @@ class Flags:
 
 
 def draw(column: str, flags: Flags) -> Tensor:
-    """The grid ``[3, h, w]`` of one column; labels are not supported."""
-    kind, steps, run = column.split(":", 2)
-    path = checkpoint.resolve(Path(run))
-    config = checkpoint.load_document(path, CONFIG_FILE)
-    side = config["image_size"]
-    network = Unet(config["dim"], config["dim_mults"], image_size=side)
-    load_network(network, path)
-    noise = torch.randn(flags.num_samples, 3, side, side, generator=torch.Generator().manual_seed(flags.seed))
-    if kind == "mean":
-        images = MeanFlow(network).sample(noise=noise, steps=int(steps))
-    else:
-        images = RectifiedFlow(network).sample(noise=noise, steps=int(steps), solver="euler")
+    """The grid ``[3, h, w]`` of one column."""
+    steps, run = column.split(":", 1)
+    flow = Flow.from_checkpoint(run)
+    how = {"solver": "euler"} if isinstance(flow, RectifiedFlow) else {}
+    images = flow.sample(
+        flags.num_samples, steps=int(steps), generator=torch.Generator().manual_seed(flags.seed), **how
+    )
     return make_grid(images, nrow=round(flags.num_samples**0.5), padding=2, pad_value=1)
 
 

@@ -2,7 +2,8 @@
 
 Training enters :func:`rows_of` around each forward pass. Every draw made inside is then drawn for the *global* batch
 and cut down to the rows this process holds, so a run draws the same numbers on any number of processes, with any
-gradient accumulation, and after any restart. Outside of it the draws come from torch's default generator.
+gradient accumulation, and after any restart. Sampling enters it with :class:`Items`, each a picture with draws of its
+own. Outside of it the draws come from torch's default generator.
 """
 
 import hashlib
@@ -33,8 +34,28 @@ class Rows:
     index: slice | Sequence[int]
 
 
+@dataclass(frozen=True)
+class Items:
+    """Rows that stand alone: what each draws is a function of its number, not of how many others there are.
+
+    Drawn on the CPU and then moved, so that every device has the same.
+
+    Args:
+        seed: of all of them.
+        index: the number of each row that is present, in order.
+    """
+
+    seed: int
+    index: Sequence[int]
+
+    @property
+    def total(self) -> int:
+        """How many are present."""
+        return len(self.index)
+
+
 class _Ambient:
-    rows: Rows | None = None
+    rows: Rows | Items | None = None
     dropout_keys: Tensor | None = None
 
 
@@ -42,7 +63,7 @@ _ambient = _Ambient()
 
 
 @contextmanager
-def rows_of(rows: Rows, device: torch.device | str = "cpu") -> Iterator[None]:
+def rows_of(rows: Rows | Items, device: torch.device | str = "cpu") -> Iterator[None]:
     """Make every draw inside the block a function of ``rows``; ``device`` is where dropout will happen."""
     previous = _ambient.rows, _ambient.dropout_keys
     _ambient.rows = rows
@@ -83,6 +104,9 @@ def _draw(source: Callable[..., Tensor], purpose: str, shape: Sequence[int], dev
     rows = _ambient.rows
     if rows is None:
         return source(tuple(shape), device=device)
+    if isinstance(rows, Items):
+        streams = (generator("cpu", rows.seed, purpose, index) for index in rows.index)
+        return torch.stack([source(tuple(shape[1:]), generator=stream) for stream in streams]).to(device)
     stream = generator(device, rows.seed, purpose, rows.step)
     return source((rows.total, *shape[1:]), device=device, generator=stream)[rows.index]
 

@@ -1,17 +1,18 @@
 """What all flows share: how images, labels and noise enter, and in which state sampling happens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
 from rectified_flow.flows.images import random_horizontal_flip, to_signed
+from rectified_flow.flows.saved import Saved
 
 
-class Flow(nn.Module):
+class Flow(nn.Module, Saved):
     """A module that holds a network, whose ``forward(images, labels)`` is the loss and which can ``sample``.
 
     Time is the noise level: ``x_t = (1 - t) x_0 + t noise``, so ``t = 0`` is data, ``t = 1`` is noise and the velocity
@@ -22,7 +23,10 @@ class Flow(nn.Module):
         label_dropout: probability of training a row without its label (Ho & Salimans 2022, arXiv:2207.12598).
         horizontal_flip: mirror half of the training images.
         image_shape: ``(c, h, w)`` to sample; remembered from the first training batch if not given.
+        class_names: names by label.
     """
+
+    settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names")
 
     def __init__(
         self,
@@ -30,18 +34,24 @@ class Flow(nn.Module):
         *,
         label_dropout: float = 0.0,
         horizontal_flip: bool = False,
-        image_shape: tuple[int, ...] | None = None,
+        image_shape: Sequence[int] | None = None,
+        class_names: Sequence[str] = (),
     ) -> None:
         super().__init__()
         self.network = network
         self.num_classes: int | None = getattr(network, "num_classes", None)
         self.label_dropout = label_dropout
         self.horizontal_flip = horizontal_flip
-        self.image_shape = image_shape
+        self.image_shape = None if image_shape is None else tuple(image_shape)
+        self.class_names = list(class_names)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective in place, its draws left outside; no saved name changes."""
         self.objective = torch.compile(self.objective, *args, **kwargs)  # type: ignore[has-type]
+
+    def sample(self, *args: Any, **how: Any) -> Tensor:
+        """Generate images, float32 ``[b, c, h, w]`` in [0, 1]."""
+        raise NotImplementedError
 
     def _call(self, x: Tensor, t: Tensor, labels: Tensor | None, **conditions: Tensor) -> Tensor:
         """The network's output in float32; labels only where it has classes."""
@@ -65,16 +75,25 @@ class Flow(nn.Module):
         return labels.masked_fill(dropped, self.num_classes)
 
     def _draw_start(
-        self, batch_size: int, labels: Tensor | None, noise: Tensor | None, generator: torch.Generator | None
+        self,
+        batch_size: int,
+        labels: Tensor | None,
+        noise: Tensor | None,
+        generator: torch.Generator | None,
+        images: Tensor | None = None,
+        noise_level: float = 1.0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Noise to start sampling from, and labels: what was given, the rest drawn."""
+        """What to start sampling from, noise or noisy images, and labels: what was given, the rest drawn."""
         device = next(self.network.parameters()).device
-        count = len(noise) if noise is not None else len(labels) if labels is not None else batch_size
+        count = next((len(given) for given in (images, noise, labels) if given is not None), batch_size)
         if noise is None:
             noise = self._draw_noise(count, device, generator)
         if labels is None and self.num_classes is not None:
             labels = _draw_labels(self.num_classes, count, device, generator)
-        return noise.float(), labels
+        x = noise.float()
+        if images is not None:
+            x = torch.lerp(to_signed(images).to(device), x, noise_level)
+        return x, labels
 
     def _draw_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
         if self.image_shape is None:
@@ -92,17 +111,6 @@ class Flow(nn.Module):
             yield
         finally:
             self.train(was_training)
-
-
-def time_grid(steps: int) -> list[float]:
-    """``steps`` equal intervals from noise (1) to data (0).
-
-    Raises:
-        ValueError: if ``steps`` is not positive.
-    """
-    if steps < 1:
-        raise ValueError(f"steps is {steps}; sampling needs at least 1")
-    return torch.linspace(1, 0, steps + 1).tolist()
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:

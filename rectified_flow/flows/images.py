@@ -1,5 +1,8 @@
 """The one place where pictures become numbers a flow works on, and back."""
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,15 @@ def to_signed(images: Tensor) -> Tensor:
 def to_unit(x: Tensor) -> Tensor:
     """A flow's ``x`` to float32 images in [0, 1], what lies outside clipped."""
     return x.float().add(1).div(2).clamp(0, 1)
+
+
+def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 ``[n, c, h, w]`` side by side in one picture ``[H, W, c]``, as near to a square as can be."""
+    from torchvision.utils import make_grid  # takes seconds to load
+
+    columns = columns or max(1, round(len(images) ** 0.5))
+    grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255)
+    return grid.permute(1, 2, 0).cpu().numpy()
 
 
 def random_horizontal_flip(x: Tensor) -> Tensor:

@@ -14,14 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from rectified_flow.flows.flow import Flow, expand, time_grid
+from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.images import to_unit
+from rectified_flow.flows.solvers import Watch
+from rectified_flow.flows.time_grids import TimeGrid, time_grid
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
 from rectified_flow.interruption import poll
 
@@ -90,6 +92,12 @@ class MeanFlow(Flow):
         ValueError: if the fraction is not in [0, 1], or guidance has no classes to work with.
     """
 
+    settings: ClassVar[tuple[str, ...]] = (
+        *Flow.settings,
+        *("mean_fraction", "weight_power", "weight_epsilon", "time_distribution"),
+        *("earlier_distribution", "guidance_scale", "guidance_mixing"),
+    )
+
     def __init__(
         self,
         network: nn.Module,
@@ -110,6 +118,7 @@ class MeanFlow(Flow):
         self.guided = guidance_scale != 1 or guidance_mixing != 0
         if self.guided and self.num_classes is None:
             raise ValueError("guidance needs a network with num_classes")
+        self.objective_name = objective if isinstance(objective, str) else None
         self.member = OBJECTIVES[objective] if isinstance(objective, str) else objective
         self.mean_fraction = mean_fraction
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
@@ -118,6 +127,13 @@ class MeanFlow(Flow):
         self.guidance_scale, self.guidance_mixing = guidance_scale, guidance_mixing
         self.progress = 0.0
         self.logged: dict[str, Tensor] = {}
+
+    def describe(self) -> dict[str, Any] | None:
+        """As in :class:`Flow`; None also for an objective without a name."""
+        description = super().describe()
+        if description is None or self.objective_name is None:
+            return None
+        return description | {"objective": self.objective_name}
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Draw noise and intervals for a batch and return the scalar loss.
@@ -190,28 +206,40 @@ class MeanFlow(Flow):
         batch_size: int = 1,
         *,
         steps: int = 1,
+        grid: TimeGrid = "uniform",
         labels: Tensor | None = None,
+        images: Tensor | None = None,
+        noise_level: float = 1.0,
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Generate images, float32 ``[b, c, h, w]`` in [0, 1], with one network call per step.
 
         Args:
-            batch_size: how many, where neither ``labels`` nor ``noise`` says so.
+            batch_size: how many, where no tensor says so.
             steps: intervals between noise and image, each crossed with its average velocity.
+            grid: how the intervals are cut.
             labels: int64 ``[b]``; drawn uniformly if a conditional network is given none.
-            noise: ``[b, c, h, w]`` to start from, standard normal; drawn if not given.
+            images: ``[b, c, h, w]``, uint8 or in [-1, 1], to start from, with noise up to ``noise_level``.
+            noise_level: the time to start at.
+            noise: ``[b, c, h, w]``, standard normal; drawn if not given.
             generator: source of what is drawn, on the network's device.
+            watch: called with time and ``x`` at the start and after each interval.
 
         Raises:
-            ValueError: if ``steps`` is not positive, or the flow has not seen an image shape yet.
+            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], or the flow has not seen an image
+                shape yet.
         """
-        times = time_grid(steps)
-        x, labels = self._draw_start(batch_size, labels, noise, generator)
+        times = time_grid(steps, grid, noise_level if images is not None else 1.0)
+        x, labels = self._draw_start(batch_size, labels, noise, generator, images, noise_level)
+        watch = watch or _unwatched
+        watch(times[0], x)
         with self._evaluating():
             for t, r in pairwise(times):
                 poll()
                 x = x - (t - r) * self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), labels)
+                watch(r, x)
         return to_unit(x)
 
     def _correction(
@@ -257,3 +285,7 @@ class MeanFlow(Flow):
         if self.guidance_mixing:
             guided = guided + self.guidance_mixing * self.average_velocity(x, t, t, labels)
         return torch.where(expand(labels == nobody, x), v, guided)
+
+
+def _unwatched(_t: float, _x: Tensor) -> None:
+    pass

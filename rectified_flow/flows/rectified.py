@@ -1,17 +1,20 @@
 """Rectified flow: learn the velocity of straight paths from data to noise, then integrate it back."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flows.flow import Flow, expand, time_grid
-from rectified_flow.flows.images import to_unit
-from rectified_flow.flows.solvers import Solver, integrate
+from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.flows.guidance import Guidance, guided
+from rectified_flow.flows.images import to_signed, to_unit
+from rectified_flow.flows.solvers import Solver, Velocity, Watch, default_noise, integrate
+from rectified_flow.flows.time_grids import TimeGrid, time_grid
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
 
 Prediction = Literal["velocity", "clean", "noise"]
 Loss = Literal["mse", "pseudo_huber"]
+NO_GUIDANCE = Guidance()
 
 
 class RectifiedFlow(Flow):
@@ -25,6 +28,7 @@ class RectifiedFlow(Flow):
         settings: those of :class:`Flow`.
     """
 
+    settings: ClassVar[tuple[str, ...]] = (*Flow.settings, "prediction", "time_distribution", "loss")
     # Clean and noise predictions divide by t or 1 - t; published x-prediction clips there too (arXiv:2511.13720).
     min_divisor = 0.05
 
@@ -76,31 +80,80 @@ class RectifiedFlow(Flow):
         *,
         steps: int = 16,
         solver: Solver = "midpoint",
+        grid: TimeGrid = "uniform",
         labels: Tensor | None = None,
+        guidance: Guidance = NO_GUIDANCE,
+        images: Tensor | None = None,
+        noise_level: float = 1.0,
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """Generate images, float32 ``[b, c, h, w]`` in [0, 1].
 
         Args:
-            batch_size: how many, where neither ``labels`` nor ``noise`` says so.
+            batch_size: how many, where no tensor says so.
             steps: intervals between noise and image; the solver decides the network calls in each.
             solver: how to cross an interval.
+            grid: how the intervals are cut.
             labels: int64 ``[b]``; drawn uniformly if a conditional network is given none.
-            noise: ``[b, c, h, w]`` to start from, standard normal; drawn if not given.
+            guidance: pushes towards the labels; one network call all the same, on twice the rows.
+            images: ``[b, c, h, w]``, uint8 or in [-1, 1], to start from, with noise up to ``noise_level``.
+            noise_level: the time to start at.
+            noise: ``[b, c, h, w]``, standard normal; drawn if not given.
             generator: source of what is drawn, on the network's device.
+            watch: called with time and ``x`` at the start and after each interval.
 
         Raises:
-            ValueError: if ``steps`` is not positive, or the flow has not seen an image shape yet.
+            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], guidance has no labels, or the flow
+                has not seen an image shape yet.
         """
-        times = time_grid(steps)
-        noise, labels = self._draw_start(batch_size, labels, noise, generator)
+        times = time_grid(steps, grid, noise_level if images is not None else 1.0)
+        x, labels = self._draw_start(batch_size, labels, noise, generator, images, noise_level)
 
-        def velocity(x: Tensor, t: float) -> Tensor:
-            return self.velocity(x, x.new_full((len(x),), t), labels)
+        def fresh_noise(x: Tensor, t: float) -> Tensor:
+            if generator is None:
+                return default_noise(x, t)
+            return torch.randn(x.shape, device=x.device, generator=generator)
 
         with self._evaluating():
-            return to_unit(integrate(velocity, noise, times, solver))
+            field = self._field(labels, guidance)
+            return to_unit(integrate(field, x, times, solver, fresh_noise=fresh_noise, watch=watch))
+
+    @torch.no_grad()
+    def encode(
+        self,
+        images: Tensor,
+        *,
+        steps: int = 16,
+        solver: Solver = "midpoint",
+        grid: TimeGrid = "uniform",
+        labels: Tensor | None = None,
+        guidance: Guidance = NO_GUIDANCE,
+    ) -> Tensor:
+        """The noise ``[b, c, h, w]`` from which ``sample`` with the same settings comes back to ``images``.
+
+        Args:
+            images: ``[b, c, h, w]``, uint8 or in [-1, 1].
+            steps: intervals.
+            solver: any but ``stochastic``, which has no way back.
+            grid: how the intervals are cut.
+            labels: int64 ``[b]``.
+            guidance: as in sampling.
+
+        Raises:
+            ValueError: if ``steps`` is not positive, or the solver has no way back.
+        """
+        if solver == "stochastic":
+            raise ValueError("the stochastic solver has no way back to the noise")
+        x = to_signed(images).to(next(self.network.parameters()).device)
+        with self._evaluating():
+            return integrate(self._field(labels, guidance), x, time_grid(steps, grid)[::-1], solver)
+
+    def _field(self, labels: Tensor | None, guidance: Guidance) -> Velocity:
+        if guidance.scale != 1 and self.num_classes is None:
+            raise ValueError("guidance needs a network with num_classes")
+        return guided(self.velocity, labels, self.num_classes or 0, guidance)
 
     def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor) -> Tensor:
         times = expand(t, x)

@@ -1,28 +1,70 @@
-"""Fixed-step solvers of dx/dt = v(x, t)."""
+"""Solvers of dx/dt = v(x, t), from noise to data or back."""
 
 from collections.abc import Callable
 from itertools import pairwise
+from math import exp, sqrt
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
+from rectified_flow import randomness
 from rectified_flow.interruption import poll
 
-Solver = Literal["euler", "midpoint", "heun"]
+FixedStep = Literal["euler", "midpoint", "heun"]
+Solver = Literal[FixedStep, "stochastic", "adaptive"]
 Velocity = Callable[[Tensor, float], Tensor]
+Watch = Callable[[float, Tensor], object]
+FreshNoise = Callable[[Tensor, float], Tensor]
 
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
+CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
+"""Network calls in one interval; adaptive takes what it needs."""
+
+CHURN = 1.0
+TOLERANCE = 1e-4
 
 
-def integrate(velocity: Velocity, x: Tensor, times: list[float], solver: Solver = "midpoint") -> Tensor:
+def default_noise(x: Tensor, t: float) -> Tensor:
+    """Standard normal noise of the shape of ``x``, a draw of its own for each time."""
+    return randomness.randn(f"solver noise at {t:.6f}", x.shape, x.device)
+
+
+def integrate(
+    velocity: Velocity,
+    x: Tensor,
+    times: list[float],
+    solver: Solver = "midpoint",
+    *,
+    fresh_noise: FreshNoise = default_noise,
+    watch: Watch | None = None,
+) -> Tensor:
     """Carry ``x`` ``[b, ...]`` from ``times[0]`` to ``times[-1]``, one step per interval.
 
-    Euler has order 1 and calls ``velocity`` once a step; midpoint and Heun have order 2 and call it twice.
+    Args:
+        velocity: called with ``x`` and a time.
+        x: where to start.
+        times: falling, or rising for the way back (not for ``stochastic``).
+        solver: ``euler`` has order 1 and calls ``velocity`` once a step; ``midpoint`` and ``heun`` have order 2 and
+            call it twice. ``stochastic`` steps like Euler and replaces part of the noise that is left by a fresh draw,
+            which keeps the distribution at each time and corrects errors made before (the generalised DDIM of Song et
+            al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is Dormand-Prince 5(4) of torchdiffeq, which chooses its
+            own steps for the batch as a whole; ``times`` only say where it is watched.
+        fresh_noise: called with ``x`` and a time, for ``stochastic``.
+        watch: called with time and ``x`` at the start and after each interval.
     """
-    step = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}[solver]
+    if solver == "adaptive":
+        return _adaptive(velocity, x, times, watch)
+    if watch is not None:
+        watch(times[0], x)
     for t, t_next in pairwise(times):
         poll()
-        x = step(velocity, x, t, t_next - t)
+        if solver == "stochastic":
+            x = _stochastic(velocity, x, t, t_next, fresh_noise)
+        else:
+            x = _STEPS[solver](velocity, x, t, t_next - t)
+        if watch is not None:
+            watch(t_next, x)
     return x
 
 
@@ -39,3 +81,33 @@ def _heun(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
     start = velocity(x, t)
     end = velocity(x + dt * start, t + dt)
     return x + dt / 2 * (start + end)
+
+
+_STEPS: dict[FixedStep, Callable[[Velocity, Tensor, float, float], Tensor]] = {
+    "euler": _euler,
+    "midpoint": _midpoint,
+    "heun": _heun,
+}
+
+
+def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, fresh_noise: FreshNoise) -> Tensor:
+    v = velocity(x, t)
+    clean, noise = x - t * v, x + (1 - t) * v
+    renewed = 1 - exp(-CHURN * (t - t_next) / t)
+    noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh_noise(x, t_next)
+    return (1 - t_next) * clean + t_next * noise
+
+
+def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None) -> Tensor:
+    from torchdiffeq import odeint
+
+    def derivative(t: Tensor, x: Tensor) -> Tensor:
+        poll()
+        return velocity(x, float(t))
+
+    stops = times if watch is not None else [times[0], times[-1]]
+    path = odeint(derivative, x, torch.tensor(stops), rtol=TOLERANCE, atol=TOLERANCE, method="dopri5")
+    if watch is not None:
+        for t, there in zip(times, path, strict=True):
+            watch(t, there)
+    return path[-1]

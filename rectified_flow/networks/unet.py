@@ -52,6 +52,18 @@ class Unet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        self.config = {
+            "dim": dim,
+            "dim_mults": list(dim_mults),
+            "channels": channels,
+            "num_classes": num_classes,
+            "image_size": image_size,
+            "attention_sides": list(attention_sides),
+            "attention_head_dim": attention_head_dim,
+            "blocks_per_level": blocks_per_level,
+            "dropout": dropout,
+        }
+        """What it takes to build this network again."""
         self.channels = channels
         self.num_classes = num_classes
         self.downsampling = 2 ** (len(dim_mults) - 1)

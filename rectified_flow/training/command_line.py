@@ -6,9 +6,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from rectified_flow.training.config import TrainingConfig
-
-C = TypeVar("C", bound=TrainingConfig)
+C = TypeVar("C")
 
 
 def parse(config_class: type[C], description: str, *, quiet: bool = False) -> C:

@@ -129,31 +129,31 @@ class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
         positive = "image_size dim batch_size global_batch_size gradient_accumulation_steps train_num_steps"
         positive += " num_epochs learning_rate sample_steps log_every max_bad_steps rank_timeout"
         for name in positive.split():
-            _require_positive(self, name)
+            require_positive(self, name)
         natural = "num_workers lr_warmup_steps weight_decay max_grad_norm save_every keep_checkpoints sample_every"
         natural += " num_samples seed keep_every"
         for name in natural.split():
             value = getattr(self, name)
-            _require(value >= 0, f"--{name} is {value}; it must not be below 0")
+            require(value >= 0, f"--{name} is {value}; it must not be below 0")
         for name in ("dropout", "ema_decay"):
             value = getattr(self, name)
-            _require(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
-        _require(
+            require(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+        require(
             len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
             f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
         )
-        _require(self.seed < 2**32, f"--seed is {self.seed}; it must be below 2**32")
+        require(self.seed < 2**32, f"--seed is {self.seed}; it must be below 2**32")
         divisor = 2 ** (len(self.dim_mults) - 1)
-        _require(
+        require(
             self.image_size % divisor == 0,
             f"--image_size {self.image_size} is not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
             f"--dim_mults need; take {max(1, round(self.image_size / divisor)) * divisor}",
         )
-        _require(
+        require(
             self.train_num_steps is None or self.num_epochs is None,
             "--train_num_steps and --num_epochs exclude each other; give one",
         )
-        _require(
+        require(
             self.num_workers > 0 or not (self.persistent_workers or self.multiprocessing_context),
             "--persistent_workers and --multiprocessing_context need --num_workers above 0",
         )
@@ -178,7 +178,7 @@ class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
         else:
             accumulation = self.gradient_accumulation_steps or 1
         batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
-        _require(
+        require(
             batch.total == total,
             f"--global_batch_size {total} does not divide into {batch.per_process or 'images'} per process x "
             f"{world_size} process{'es' * (world_size > 1)} x {accumulation} accumulation",
@@ -221,8 +221,8 @@ class RectifiedFlowConfig(RectifiedFlowFlags, TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_positive(self, "time_std")
-        _require_positive(self, "time_shift")
+        require_positive(self, "time_std")
+        require_positive(self, "time_shift")
 
 
 @dataclass(frozen=True)
@@ -258,21 +258,22 @@ class MeanFlowConfig(MeanFlowFlags, TrainingConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("time_std", "earlier_std"):
-            _require_positive(self, name)
-        _require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
-        _require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")
-        _require(
+            require_positive(self, name)
+        require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
+        require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")
+        require(
             self.use_cfg or (self.guidance_scale, self.guidance_mixing) == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
 
 
-def _require_positive(config: "TrainingConfig", name: str) -> None:
+def require_positive(config: object, name: str) -> None:
     """Raise a UsageError if a flag that was given is not above 0."""
     value = getattr(config, name)
-    _require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
+    require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
 
 
-def _require(condition: bool, sentence: str) -> None:
+def require(condition: bool, sentence: str) -> None:
+    """Raise a UsageError with ``sentence`` unless ``condition`` holds."""
     if not condition:
         raise UsageError(sentence)

@@ -1,4 +1,4 @@
-"""Start and end a training program: alone, or as one of the processes of torchrun or accelerate launch."""
+"""Start and end a program: alone, or as one of the processes of torchrun or accelerate launch."""
 
 import atexit
 import os
@@ -7,7 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from accelerate.utils import set_seed
@@ -16,10 +16,17 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.interruption import signals_request_end
 from rectified_flow.progress import outliving_streams
 from rectified_flow.training.command_line import parse
-from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.processes import join_processes
 
-C = TypeVar("C", bound=TrainingConfig)
+
+class Config(Protocol):
+    """The flags of a program."""
+
+    @property
+    def seed(self) -> int: ...
+
+
+C = TypeVar("C", bound=Config)
 
 
 def run(main: Callable[[C], None], config_class: type[C], description: str) -> None:
@@ -42,7 +49,7 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
     except RunError as error:
         code = _agreed_code(f"{program}: {error}", code=1)
     except KeyboardInterrupt:
-        code = _agreed_code("ended on request before training began; the same command starts again", code=0)
+        code = _agreed_code("ended on request; the same command starts again", code=0)
     except SystemExit as explained:
         if dist.is_initialized():
             dist.barrier()  # all parse the same flags: let the one that explains the error finish first

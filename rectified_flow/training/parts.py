@@ -1,5 +1,7 @@
 """From flags to the parts of a run that all flows have."""
 
+from collections.abc import Sequence
+
 from rectified_flow.data import ImageDataset, open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.networks import Unet
@@ -23,29 +25,30 @@ def build_dataset(config: TrainingConfig) -> ImageDataset:
     )
 
 
-def build_network(config: TrainingConfig, num_classes: int | None) -> Unet:
+def build_network(config: TrainingConfig, class_names: Sequence[str]) -> Unet:
     """The Unet; the classes count only with ``--use_cfg``.
 
     Raises:
         UsageError: if that is given and there are no labels.
     """
-    if config.use_cfg and num_classes is None and not config.dry_run:
+    if config.use_cfg and not class_names and not config.dry_run:
         raise UsageError(
             "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
         )
     return Unet(
         config.dim,
         config.dim_mults,
-        num_classes=num_classes if config.use_cfg else None,
+        num_classes=(len(class_names) or None) if config.use_cfg else None,
         image_size=config.image_size,
         dropout=config.dropout,
     )
 
 
-def flow_settings(config: TrainingConfig) -> dict[str, object]:
+def flow_settings(config: TrainingConfig, class_names: Sequence[str]) -> dict[str, object]:
     """What every flow is told about images and labels."""
     return {
         "label_dropout": LABEL_DROPOUT,
         "horizontal_flip": config.horizontal_flip,
+        "class_names": class_names if config.use_cfg else (),
         "image_shape": (3, config.image_size, config.image_size),
     }

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
-from rectified_flow.training import checkpoint
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.state import STATE_FILE
 

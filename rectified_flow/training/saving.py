@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rectified_flow import checkpoint
 from rectified_flow.errors import RunError
-from rectified_flow.training import checkpoint
 from rectified_flow.training.config import TrainingConfig
 
 Tensors = Mapping[str, Mapping[str, Tensor]]

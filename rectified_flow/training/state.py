@@ -9,10 +9,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from ema_pytorch import EMA
 from torch import Tensor, nn
 
-from rectified_flow.errors import UsageError
-from rectified_flow.training import checkpoint
+from rectified_flow import checkpoint
 
-MODEL_FILE, EMA_FILE, OPTIMIZER_FILE = "model.safetensors", "ema.safetensors", "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE, CONFIG_FILE = "trainer.json", "config.json"
 COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
 
@@ -72,9 +71,9 @@ class TrainingState:
             for name, parameter in self.parameters.items()
             for key, value in self.optimizer.optimizer.state[parameter].items()
         }
-        files = {MODEL_FILE: network_of(self.flow).state_dict(), OPTIMIZER_FILE: moments}
+        files = {checkpoint.MODEL_FILE: network_of(self.flow).state_dict(), OPTIMIZER_FILE: moments}
         if self.ema is not None:
-            files[EMA_FILE] = network_of(self.ema.ema_model).state_dict()
+            files[checkpoint.EMA_FILE] = network_of(self.ema.ema_model).state_dict()
         return files
 
     def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
@@ -94,13 +93,12 @@ class TrainingState:
         Raises:
             UsageError: if it was made by another architecture.
         """
-        _load_weights(network_of(self.flow), path, MODEL_FILE)
+        checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
         counters = checkpoint.load_document(path, STATE_FILE)
         # Those that version 0.1 did not have yet.
         counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
         if self.ema is not None:
-            averaged = (path / EMA_FILE).exists()
-            _load_weights(network_of(self.ema.ema_model), path, EMA_FILE if averaged else MODEL_FILE)
+            checkpoint.load_weights(network_of(self.ema.ema_model), path, checkpoint.best_weights(path))
             self.ema.initted.fill_(True)
             self.ema.step.fill_(counters["ema_step"] or 0)
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE))
@@ -138,32 +136,9 @@ def average_of(flow: nn.Module, decay: float) -> EMA:
     return ema
 
 
-def load_network(network: nn.Module, path: Path) -> None:
-    """Give ``network`` the weights of a checkpoint or run, the averaged ones if there are any.
-
-    Raises:
-        UsageError: if there is none, or it is of another architecture.
-    """
-    path = checkpoint.resolve(path)
-    _load_weights(network, path, EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE)
-
-
 def network_of(flow: nn.Module) -> nn.Module:
     """The module whose weights are a flow's: its ``network``, if nothing outside of that has any."""
     network = getattr(flow, "network", None)
     if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
         return network
     return flow
-
-
-def _load_weights(network: nn.Module, path: Path, name: str) -> None:
-    saved = checkpoint.load_tensors(path, name)
-    wanted = network.state_dict()
-    for key in [*wanted, *saved]:
-        there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
-        if there != here:
-            raise UsageError(
-                f"checkpoint {path} is of another architecture ({key} is {there} there and {here} here): pass the "
-                "network flags in its config.json, or choose another --output_dir"
-            )
-    network.load_state_dict(saved)

@@ -13,9 +13,10 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
+from rectified_flow.checkpoint import step_name
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, replace_file
-from rectified_flow.training.checkpoint import step_name
+from rectified_flow.flows.images import to_grid
 from rectified_flow.training.config import TrainingConfig
 
 
@@ -151,10 +152,7 @@ class RunLog:
 
     def samples(self, step: int, images: Tensor) -> Path:
         """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
-        from torchvision.utils import make_grid  # takes seconds to load
-
-        columns = max(1, round(len(images) ** 0.5))
-        grid = make_grid(images, nrow=columns, padding=2, pad_value=255).permute(1, 2, 0).cpu().numpy()
+        grid = to_grid(images)
         path = self.folder / "samples" / f"{step_name(step)}.png"
         with self._tolerant("samples"):
             path.parent.mkdir(exist_ok=True)

@@ -15,6 +15,8 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
 from rectified_flow.progress import progress_bar
 from rectified_flow.training.collectives import (
@@ -219,6 +221,9 @@ class Trainer:
                 STATE_FILE: state.counters(sums) | {"run": asdict(self.run)},
                 CONFIG_FILE: self.config.plain(),
             }
+            description = self.flow.describe() if isinstance(self.flow, Flow) else None
+            if description is not None:
+                documents[FLOW_FILE] = description
             self.saver.save(state.step, state.tensors(), documents)
 
     def _tell_bad(self, bad: BadStep) -> None:

@@ -19,7 +19,7 @@ class Faulty(RectifiedFlow):
 
 
 def main(config: RectifiedFlowConfig) -> None:
-    Trainer(Faulty(build_network(config, None)), build_dataset(config), config).train()
+    Trainer(Faulty(build_network(config, ())), build_dataset(config), config).train()
 
 
 if __name__ == "__main__":

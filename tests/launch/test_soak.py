@@ -4,7 +4,7 @@ import pytest
 
 from tests.launch.soak import differences, leaks, two_runs
 
-SHORT = ("kill_worker", "fill_disk", "warn_one_rank", "kill_launcher", "corrupt_checkpoint", "preempt")
+SHORT = ("kill_worker", "fill_disk", "kill_launcher", "corrupt_checkpoint", "preempt")
 
 
 @pytest.mark.timeout(900)

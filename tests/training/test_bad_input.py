@@ -13,7 +13,7 @@ from torch import Tensor
 
 import train_mean_flow
 import train_oxford
-from rectified_flow.training import checkpoint
+from rectified_flow import checkpoint
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
 from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks

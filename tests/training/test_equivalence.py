@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rectified_flow import checkpoint
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.training import MeanFlowConfig, TrainingConfig, checkpoint
+from rectified_flow.training import MeanFlowConfig, TrainingConfig
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
 

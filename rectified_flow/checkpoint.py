@@ -14,11 +14,12 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, flush_folder
 
+MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 MANIFEST = "manifest.json"
 STAGE_PREFIX = ".writing-"
 
@@ -61,7 +62,7 @@ def save(
     stage.mkdir()
     try:
         for name, values in tensors.items():
-            save_file(_unshared(values), stage / name)
+            save_tensors(values, stage / name)
         for name, document in documents.items():
             (stage / name).write_text(json.dumps(document, indent=1))
         files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in stage.iterdir()}
@@ -149,9 +150,47 @@ def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor
         raise UsageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
 
 
+def load_weights(network: nn.Module, path: Path, name: str) -> None:
+    """Give ``network`` the weights in one of a checkpoint's safetensors files.
+
+    Raises:
+        UsageError: if it is damaged, or of another architecture.
+    """
+    saved = load_tensors(path, name)
+    wanted = network.state_dict()
+    for key in [*wanted, *saved]:
+        there, here = (tuple(of[key].shape) if key in of else "missing" for of in (saved, wanted))
+        if there != here:
+            raise UsageError(
+                f"checkpoint {path} is of another architecture ({key} is {there} there and {here} here): pass the "
+                "network flags in its config.json, or choose another --output_dir"
+            )
+    network.load_state_dict(saved)
+
+
+def load_network(network: nn.Module, path: Path) -> None:
+    """Give ``network`` the weights of a checkpoint or run, the averaged ones if there are any.
+
+    Raises:
+        UsageError: if there is none, or it is of another architecture.
+    """
+    path = resolve(path)
+    load_weights(network, path, best_weights(path))
+
+
+def best_weights(path: Path) -> str:
+    """The file with a checkpoint's averaged weights, or else its last ones."""
+    return EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE
+
+
 def load_document(path: Path, name: str) -> dict[str, Any]:
     """One of a checkpoint's JSON documents."""
     return dict(json.loads((path / name).read_text()))
+
+
+def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write named tensors as safetensors."""
+    save_file(_unshared(tensors), file)
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

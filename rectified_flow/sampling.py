@@ -1,0 +1,310 @@
+"""What sample.py does: numbered pictures of a trained flow, each process drawing its share."""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rectified_flow import checkpoint
+from rectified_flow.data.image_folder import find_images
+from rectified_flow.data.store_builder import fit
+from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.flows import Flow, MeanFlow, RectifiedFlow
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.guidance import Guidance
+from rectified_flow.flows.images import to_grid, to_unit
+from rectified_flow.flows.solvers import Solver
+from rectified_flow.flows.time_grids import TimeGrid
+from rectified_flow.progress import progress_bar
+from rectified_flow.training.config import require, require_positive
+from rectified_flow.training.processes import join_processes
+
+GRID_PICTURES = 100
+PATH_PICTURES = 8
+PATH_STOPS = 9
+
+
+@dataclass(frozen=True)
+class ModelFlags:
+    checkpoint: Path = Path("runs/rectified-flow")
+    """A run's folder, for its newest checkpoint, or a checkpoint; averaged weights are taken if there are any."""
+
+
+@dataclass(frozen=True)
+class PictureFlags:
+    num_samples: int = 64
+    """How many pictures to draw; number 5 of a seed is the same picture however many there are."""
+    classes: str | None = None
+    """Names or numbers of classes, separated by commas, that take turns; or all (default: drawn for each picture)."""
+    seed: int = 0
+    """Of the noise, and all else that is drawn."""
+    from_images: Path | None = None
+    """A picture, or a folder of them, to start from instead of noise alone; they take turns."""
+    noise_level: float = 0.6
+    """How far towards noise those are taken first: near 0 they stay as they are, at 1 nothing is left of them."""
+
+
+@dataclass(frozen=True)
+class SolverFlags:
+    steps: int | None = None
+    """Intervals from noise to picture (default: 16 for a rectified flow, 1 for a mean flow)."""
+    solver: Solver | None = None
+    """How a rectified flow crosses an interval (default: midpoint); adaptive chooses its own steps."""
+    time_grid: TimeGrid = "uniform"
+    """How the intervals are cut: all alike, or denser near the noise, or as in EDM."""
+    guidance_scale: float = 1.0
+    """Above 1, pictures that show their class more clearly, and vary less; for a rectified flow with classes."""
+    guidance_interval: tuple[float, float] = (0.0, 1.0)
+    """First and last noise level at which guidance acts."""
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    output_dir: Path | None = None
+    """Where the pictures go (default: generated, in the run's folder)."""
+    batch_size: int = 64
+    """Pictures drawn at once by each process."""
+    mixed_precision: Literal["no", "bf16"] = "no"
+    """Precision of the network."""
+    path: Literal["none", "strip", "gif"] = "none"
+    """Also show how the first pictures come out of the noise."""
+    save_pretrained: Path | None = None
+    """Also write the model into this folder, with a card, ready for the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class SampleConfig(OutputFlags, SolverFlags, PictureFlags, ModelFlags):
+    """A call of sample.py.
+
+    Raises:
+        UsageError: where a value makes no sense.
+    """
+
+    def __post_init__(self) -> None:
+        for name in ("num_samples", "steps", "batch_size"):
+            require_positive(self, name)
+        require(0 <= self.seed < 2**32, f"--seed is {self.seed}; it must be at least 0 and below 2**32")
+        require(0 < self.noise_level <= 1, f"--noise_level is {self.noise_level}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and all it takes to draw its pictures."""
+
+    flow: Flow
+    source: Path
+    output_dir: Path
+    classes: Sequence[int]
+    images: Tensor | None
+    how: dict[str, Any]
+
+    def draw(self, numbers: Sequence[int], config: SampleConfig, **more: Any) -> Any:
+        """The pictures with these numbers, as :func:`draw` yields them."""
+        return draw(
+            self.flow,
+            numbers,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            classes=self.classes,
+            images=self.images,
+            **self.how,
+            **more,
+        )
+
+
+def sample(config: SampleConfig) -> None:
+    """Draw this process's share of the pictures, and on the main process what shows them together.
+
+    Raises:
+        UsageError: if the checkpoint, the classes or the pictures to start from are not there, or do not fit.
+        RunError: if a picture cannot be written.
+    """
+    state = join_processes()
+    plan = prepare(config)
+    flow = plan.flow.to(state.device)
+    say: Callable[[str], object] = tqdm.write if state.is_main_process else lambda _line: None
+    say(describe(config, plan, state))
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    mine = range(state.process_index, config.num_samples, state.num_processes)
+    width = max(5, len(str(config.num_samples - 1)))
+    with (
+        flow.network.register_forward_hook(count),
+        torch.autocast(state.device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16"),
+        progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
+    ):
+        for numbers, pictures in plan.draw(mine, config):
+            for number, picture in zip(numbers, pictures.cpu(), strict=True):
+                _write(plan.output_dir / f"{number:0{width}d}.png", picture.permute(1, 2, 0).numpy())
+            bar.update(len(numbers))
+        batches = -(-len(mine) // config.batch_size)
+        if dist.is_initialized():
+            dist.barrier()
+        if not state.is_main_process:
+            return
+        say(f"{'calls':<11} {calls / batches:g} of the network for each picture")
+        if config.path != "none":
+            say(f"{'path':<11} {_draw_path(config, plan)}")
+    grid = _draw_grid(plan.output_dir, width, config.num_samples)
+    say(f"{'grid':<11} {grid}")
+    say(f"{'pictures':<11} {plan.output_dir}/{0:0{width}d}.png to {config.num_samples - 1:0{width}d}.png")
+    if config.save_pretrained is not None:
+        config.save_pretrained.mkdir(parents=True, exist_ok=True)
+        (config.save_pretrained / "grid.png").write_bytes(grid.read_bytes())
+        flow.save_pretrained(config.save_pretrained, model_card_kwargs={"grid": "grid.png"})
+        say(f"{'model':<11} {config.save_pretrained}")
+
+
+def prepare(config: SampleConfig) -> Plan:
+    """Load the model and see that what is asked of it makes sense.
+
+    Raises:
+        UsageError: if it does not.
+    """
+    source = checkpoint.resolve(config.checkpoint)
+    flow = Flow.from_checkpoint(source)
+    how: dict[str, Any] = {"grid": config.time_grid}
+    if config.steps is not None:
+        how["steps"] = config.steps
+    if isinstance(flow, RectifiedFlow):
+        how["guidance"] = Guidance(config.guidance_scale, config.guidance_interval)
+        if config.solver is not None:
+            how["solver"] = config.solver
+    else:
+        require(config.solver is None, f"--solver is for a rectified flow, and {source} holds a {type(flow).__name__}")
+        require(
+            config.guidance_scale == 1,
+            f"--guidance_scale is for a rectified flow: {source} holds a {type(flow).__name__}, which is guided in "
+            "training, by train_mean_flow.py --guidance_scale",
+        )
+    classes = _find_classes(config, flow, source)
+    images = None
+    if config.from_images is not None:
+        images = _load_images(config.from_images, flow)
+        how["noise_level"] = config.noise_level
+    run = source.parent.parent if source.parent.name == "checkpoints" else source
+    output_dir = config.output_dir or run / "generated"
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from error
+    stale = sorted(
+        file for file in output_dir.glob("*.png") if file.stem.isdigit() and int(file.stem) >= config.num_samples
+    )
+    require(
+        not stale,
+        f"--output_dir {output_dir} holds {len(stale)} pictures of an earlier call that would stay among the new ones: "
+        "move them away, or choose another folder",
+    )
+    return Plan(flow, source, output_dir, classes, images, how)
+
+
+def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
+    """Lines on what is drawn, from what and how."""
+    flow, names = plan.flow, plan.flow.class_names
+    parameters = sum(p.numel() for p in flow.parameters()) / 1e6
+    steps = plan.how.get("steps", 1 if isinstance(flow, MeanFlow) else 16)
+    means = "average velocity" if isinstance(flow, MeanFlow) else plan.how.get("solver", "midpoint")
+    averaged = "averaged weights" if checkpoint.best_weights(plan.source) == checkpoint.EMA_FILE else "last weights"
+    shown = [names[label] if names else str(label) for label in plan.classes[:6]]
+    lines = {
+        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {averaged} of {plan.source}",
+        "processes": f"{state.num_processes} x {state.device.type}",
+        "solver": f"{steps} intervals, {means}, {config.time_grid} grid",
+        "pictures": f"{config.num_samples} of {(flow.image_shape or [0])[-1]} px, seed {config.seed}",
+    }
+    if shown:
+        lines["classes"] = ", ".join(shown) + ", ..." * (len(plan.classes) > len(shown))
+    if plan.images is not None:
+        lines["start"] = f"{len(plan.images)} pictures of {config.from_images}, noise level {config.noise_level:g}"
+    return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def _find_classes(config: SampleConfig, flow: Flow, source: Path) -> list[int]:
+    if flow.num_classes is None:
+        require(
+            config.classes is None, f"--classes: {source} was trained without labels; train with --use_cfg for them"
+        )
+        require(config.guidance_scale == 1, f"--guidance_scale: {source} was trained without labels, see --use_cfg")
+        return []
+    if config.classes is None:
+        return []
+    if config.classes.strip() == "all":
+        return list(range(flow.num_classes))
+    return [_find_class(name.strip(), flow) for name in config.classes.split(",")]
+
+
+def _find_class(name: str, flow: Flow) -> int:
+    names, count = flow.class_names, flow.num_classes or 0
+    if name in names:
+        return names.index(name)
+    if name.isdigit() and int(name) < count:
+        return int(name)
+    close = difflib.get_close_matches(name, names, 3, cutoff=0.5)
+    hint = (
+        f"perhaps {' or '.join(close)}?"
+        if close
+        else f"there are {', '.join(names[:10])}" + ", ..." * (len(names) > 10)
+    )
+    raise UsageError(f"--classes: there is no class {name} among the {count}: {hint} Numbers go from 0 to {count - 1}")
+
+
+def _load_images(path: Path, flow: Flow) -> Tensor:
+    files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
+    require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
+    side = (flow.image_shape or [0])[-1]
+    pictures = []
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
+        except Exception as error:  # every decoder fails in its own way
+            raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
+    return torch.from_numpy(np.stack(pictures))
+
+
+def _write(path: Path, pixels: np.ndarray[Any, Any]) -> Path:
+    try:
+        Image.fromarray(pixels).save(path)
+    except OSError as error:
+        raise RunError(f"could not write {path} ({error}): make room, and the same command starts again") from error
+    return path
+
+
+def _draw_grid(folder: Path, width: int, count: int) -> Path:
+    """The first pictures in one, read back, for other processes drew most of them."""
+    files = [folder / f"{number:0{width}d}.png" for number in range(min(count, GRID_PICTURES))]
+    pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
+    return _write(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
+
+
+def _draw_path(config: SampleConfig, plan: Plan) -> Path:
+    """The first pictures on their way out of the noise: a row each, or in motion."""
+    frames: list[Tensor] = []
+
+    def watch(_t: float, x: Tensor) -> None:
+        frames.append(to_unit(x).mul(255).round().to(torch.uint8).cpu())
+
+    list(plan.draw(range(min(PATH_PICTURES, config.num_samples)), config, watch=watch))
+    if config.path == "gif":
+        first, *rest = [Image.fromarray(to_grid(frame)) for frame in frames]
+        path = plan.output_dir / "path.gif"
+        pauses = [80] * len(rest) + [1500]
+        first.save(path, save_all=True, append_images=rest, duration=pauses, loop=0)
+        return path
+    stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
+    strip = torch.stack([frames[stop] for stop in stops], dim=1)
+    return _write(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))
