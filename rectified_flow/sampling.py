@@ -1,7 +1,7 @@
 """What sample.py does: numbered pictures of a trained flow, each process drawing its share."""
 
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -206,7 +206,7 @@ def prepare(config: SampleConfig) -> Plan:
     )
     require(
         not stale,
-        f"--output_dir {output_dir} holds {len(stale)} pictures of an earlier call that would stay among the new ones: "
+        f"--output_dir {output_dir} holds {_count(stale)} of an earlier call that would stay among the new ones: "
         "move them away, or choose another folder",
     )
     return Plan(flow, source, output_dir, classes, images, how)
@@ -229,8 +229,12 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     if shown:
         lines["classes"] = ", ".join(shown) + ", ..." * (len(plan.classes) > len(shown))
     if plan.images is not None:
-        lines["start"] = f"{len(plan.images)} pictures of {config.from_images}, noise level {config.noise_level:g}"
+        lines["start"] = f"{_count(plan.images)} of {config.from_images}, noise level {config.noise_level:g}"
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
+
+def _count(pictures: Sized) -> str:
+    return f"{len(pictures)} picture{'s' * (len(pictures) > 1)}"
 
 
 def _find_classes(config: SampleConfig, flow: Flow, source: Path) -> list[int]:

@@ -106,7 +106,7 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
         return velocity(x, float(t))
 
     stops = times if watch is not None else [times[0], times[-1]]
-    path = odeint(derivative, x, torch.tensor(stops), rtol=TOLERANCE, atol=TOLERANCE, method="dopri5")
+    path = odeint(derivative, x, torch.tensor(stops, device=x.device), rtol=TOLERANCE, atol=TOLERANCE, method="dopri5")
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)

@@ -1,26 +1,111 @@
-"""Orders of accuracy of the solvers."""
+"""Solvers on Gaussian data, whose flow map is known."""
 
+from itertools import pairwise
 from math import log2
 
 import pytest
 import torch
+from torch import Tensor
 
-from rectified_flow.flows.solvers import SOLVERS, Solver, integrate
+from rectified_flow.flows.solvers import CALLS_PER_STEP, SOLVERS, Solver, integrate
+from rectified_flow.flows.time_grids import TimeGrid, time_grid
 from tests.analytic import image_gaussian
+
+DATA = image_gaussian()
+GRIDS: tuple[TimeGrid, ...] = ("uniform", "shifted", "edm")
+
+
+def velocity(x: Tensor, t: float) -> Tensor:
+    return DATA.velocity(x, torch.tensor(t, dtype=x.dtype))
+
+
+def line(start: float, end: float, steps: int) -> list[float]:
+    return torch.linspace(start, end, steps + 1, dtype=torch.float64).tolist()
+
+
+def draw(count: int = 64) -> Tensor:
+    return torch.randn(count, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("start", "end"), [(0.9, 0.1), (0.1, 0.9)])
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("midpoint", 2), ("heun", 2)])
+def test_order(solver: Solver, order: int, start: float, end: float) -> None:
+    """Halving the step divides the error by two to the order, towards the data and back."""
+    x = draw()
+    exact = DATA.flow_map(x, start, end)
+
+    def error(steps: int) -> float:
+        return (integrate(velocity, x, line(start, end, steps), solver) - exact).abs().mean().item()
+
+    assert log2(error(40) / error(80)) > order - 0.1
+
+
+def test_adaptive_keeps_its_tolerance_both_ways() -> None:
+    x = draw()
+    end = integrate(velocity, x, [1.0, 0.0], "adaptive")
+    assert (end - DATA.flow_map(x, 1.0, 0.0)).abs().max() < 5e-3
+    assert (integrate(velocity, end, [0.0, 1.0], "adaptive") - x).abs().max() < 0.05
+
+
+def test_stochastic_keeps_the_distribution_at_each_time() -> None:
+    """Other pictures come out than without fresh noise, of the same mean and variance all along."""
+    torch.manual_seed(0)
+    x = draw(5_000)
+    seen: list[tuple[float, Tensor]] = []
+    end = integrate(velocity, x, line(1, 0, 100), "stochastic", watch=lambda t, x: seen.append((t, x)))
+    for t, there in seen[25::25]:
+        time = torch.tensor(t)
+        assert (there.mean(0) - (1 - time) * DATA.mean).abs().max() < 0.05
+        assert ((there.var(0) / DATA.marginal(time)) - 1).abs().max() < 0.15
+    assert (end - DATA.flow_map(x, 1, 0)).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("solver", CALLS_PER_STEP)
+def test_steps_are_intervals_and_calls_are_counted(solver: Solver) -> None:
+    calls: list[float] = []
+
+    def counted(x: Tensor, t: float) -> Tensor:
+        calls.append(t)
+        return velocity(x, t)
+
+    integrate(counted, draw(2), time_grid(5), solver)
+    assert len(calls) == 5 * CALLS_PER_STEP[solver]
+    assert set(SOLVERS) == {*CALLS_PER_STEP, "adaptive"}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_order(solver: Solver) -> None:
-    """Halving the step divides the error by two to the order."""
-    order = {"euler": 0.9, "midpoint": 1.9, "heun": 1.9}[solver]
-    data = image_gaussian()
-    torch.manual_seed(0)
-    x = torch.randn(64, 3, 4, 4, dtype=torch.float64)
-    exact = data.flow_map(x, 0.9, 0.1)
+def test_the_way_is_watched_from_start_to_end(solver: Solver) -> None:
+    seen: list[float] = []
+    x = draw(2)
+    end = integrate(velocity, x, time_grid(4), solver, watch=lambda t, x: seen.append(t))
+    assert seen == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+    assert end.shape == x.shape
 
-    def error(steps: int) -> float:
-        times = torch.linspace(0.9, 0.1, steps + 1, dtype=torch.float64).tolist()
-        end = integrate(lambda x, t: data.velocity(x, torch.tensor(t)), x, times, solver)
-        return (end - exact).abs().mean().item()
 
-    assert log2(error(40) / error(80)) > order
+@pytest.mark.parametrize("start", [1.0, 0.6])
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("steps", [1, 2, 16])
+def test_a_grid_falls_from_the_start_to_zero(kind: TimeGrid, steps: int, start: float) -> None:
+    times = time_grid(steps, kind, start)
+    assert len(times) == steps + 1
+    assert (times[0], times[-1]) == (start, 0)
+    assert all(t > later for t, later in pairwise(times))
+
+
+def test_grids_have_the_published_values() -> None:
+    assert time_grid(2, "shifted")[1] == pytest.approx(3 * 0.5 / (1 + 2 * 0.5))
+    sigma = (80 ** (1 / 7) + 0.5 * (0.002 ** (1 / 7) - 80 ** (1 / 7))) ** 7
+    assert time_grid(2, "edm")[1] == pytest.approx(sigma / (1 + sigma))
+
+
+@pytest.mark.parametrize(("steps", "start"), [(0, 1.0), (-1, 1.0), (4, 0.0), (4, 1.5)])
+def test_senseless_grids_are_refused(steps: int, start: float) -> None:
+    with pytest.raises(ValueError, match=r"must be|at least 1"):
+        time_grid(steps, start=start)
+
+
+@pytest.mark.parametrize("kind", GRIDS)
+def test_every_grid_leads_to_the_data(kind: TimeGrid) -> None:
+    x = draw()
+    end = integrate(velocity, x, time_grid(200, kind), "midpoint")
+    assert (end - DATA.flow_map(x, 1, 0)).abs().max() < 0.01

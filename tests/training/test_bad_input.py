@@ -1,9 +1,6 @@
 """Bad input ends in one sentence, printed once, and exit code 2 in every process, on 1 and on 2 processes."""
 
-import os
 import shutil
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +8,9 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
-import train_mean_flow
-import train_oxford
 from rectified_flow import checkpoint
-from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
-from rectified_flow.training.launch import run
+from tests import programs
+from tests.programs import program
 from tests.ranks import run_on_ranks
 from tests.training.runs import metrics, tiny_config, tiny_dataset, train
 
@@ -30,31 +25,13 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def program(argv: list[str], mean: bool = False) -> tuple[int, str]:
-    """Run train_oxford.py or train_mean_flow.py in this process; returns exit code and what it wrote to stderr."""
-    sys.argv = ["train_mean_flow.py" if mean else "train_oxford.py", *argv]
-    with tempfile.TemporaryFile() as output:
-        os.dup2(output.fileno(), 2)
-        code = 0
-        try:
-            if mean:
-                run(train_mean_flow.main, MeanFlowConfig, "Train.")
-            else:
-                run(train_oxford.main, RectifiedFlowConfig, "Train.")
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
-        sys.stderr.flush()
-        output.seek(0)
-        return code, output.read().decode()
-
-
 def assert_refused(world_size: int, flags: str, *expected: str, mean: bool = False) -> None:
-    results = run_on_ranks(world_size, program, flags.split(), mean, deadline=40)
-    assert [code for code, _ in results] == [2] * world_size, results
-    written = "".join(text for _, text in results)
-    assert "Traceback" not in written
-    for words in expected:
-        assert written.count(words) == 1, written
+    programs.assert_refused("train_mean_flow.py" if mean else "train_oxford.py", world_size, flags, *expected)
+
+
+def one_step(output_dir: Path) -> None:
+    flags = [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(output_dir)]
+    run_on_ranks(1, program, "train_oxford.py", flags)
 
 
 both = pytest.mark.parametrize("world_size", [1, 2])
@@ -113,7 +90,7 @@ def test_batch_not_dividing(world_size: int) -> None:
 def test_mean_flow_refuses_alike(world_size: int, flags: str, sentence: str, tmp_path: Path) -> None:
     if "wide" in flags:
         wide = [*TINY.split(), "--dim", "16", "--train_num_steps", "1", "--output_dir", str(tmp_path / "wide")]
-        run_on_ranks(1, program, wide)
+        run_on_ranks(1, program, "train_oxford.py", wide)
     assert_refused(world_size, f"{TINY} {flags.format(tmp_path)} --output_dir {tmp_path}/run", sentence, mean=True)
 
 
@@ -135,7 +112,9 @@ def test_unwritable_output(world_size: int, tmp_path: Path) -> None:
 
 @both
 def test_checkpoint_of_another_architecture(world_size: int, tmp_path: Path) -> None:
-    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    run_on_ranks(
+        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
+    )
     assert (tmp_path / "checkpoints/step_00000001/manifest.json").exists()
     flags = f"{TINY} --dim 16 --output_dir {tmp_path}"
     assert_refused(world_size, flags, "of another architecture")
@@ -150,12 +129,16 @@ def test_no_network_names_the_ways_out() -> None:
 
 
 def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
-    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    run_on_ranks(
+        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
+    )
     assert_refused(1, f"{TINY} --resume never --output_dir {tmp_path}", "already holds checkpoints")
 
 
 def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -> None:
-    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    run_on_ranks(
+        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
+    )
     flags = f"{TINY} --dataset_path {pictures} --output_dir {tmp_path}"
     assert_refused(1, flags, "was trained on other pictures")
 
@@ -166,12 +149,12 @@ def test_resuming_from_nowhere_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(tmp_path: Path) -> None:
     flags = [*TINY.split(), "--save_every", "2", "--num_samples", "0", "--output_dir", str(tmp_path)]
-    run_on_ranks(1, program, flags)
+    run_on_ranks(1, program, "train_oxford.py", flags)
     weights = tmp_path / "checkpoints/step_00000004/model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    [(code, _)] = run_on_ranks(1, program, flags)
+    [(code, _)] = run_on_ranks(1, program, "train_oxford.py", flags)
     assert code == 0
     assert weights.read_bytes() != bytes(content), "step 4 was not trained again from step 2"
     content[-1] ^= 1
@@ -194,9 +177,11 @@ def test_a_seed_too_large() -> None:
 
 
 def test_another_seed_or_batch_is_told(tmp_path: Path) -> None:
-    run_on_ranks(1, program, [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)])
+    run_on_ranks(
+        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
+    )
     flags = [*TINY.split(), "--seed", "3", "--global_batch_size", "8", "--output_dir", str(tmp_path)]
-    [(code, _)] = run_on_ranks(1, program, flags)
+    [(code, _)] = run_on_ranks(1, program, "train_oxford.py", flags)
     assert code == 0
 
 

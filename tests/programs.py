@@ -1,0 +1,46 @@
+"""Run the scripts inside this process, as a rank of :func:`tests.ranks.run_on_ranks` or alone."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import train_mean_flow
+import train_oxford
+from rectified_flow.sampling import SampleConfig, sample
+from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
+from rectified_flow.training.launch import run
+from tests.ranks import run_on_ranks
+
+PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {
+    "train_oxford.py": (train_oxford.main, RectifiedFlowConfig),
+    "train_mean_flow.py": (train_mean_flow.main, MeanFlowConfig),
+    "sample.py": (sample, SampleConfig),
+}
+
+
+def program(name: str, argv: list[str]) -> tuple[int, str]:
+    """Run a script; returns its exit code and what it wrote to stderr. It must not end well on several ranks."""
+    sys.argv = [name, *argv]
+    main, config_class = PROGRAMS[name]
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
+        code = 0
+        try:
+            run(main, config_class, "What it does.")
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        sys.stderr.flush()
+        output.seek(0)
+        return code, output.read().decode()
+
+
+def assert_refused(name: str, world_size: int, flags: str, *expected: str) -> None:
+    """The script must end on every rank with code 2, and say once what is expected."""
+    results = run_on_ranks(world_size, program, name, flags.split(), deadline=40)
+    assert [code for code, _ in results] == [2] * world_size, results
+    written = "".join(text for _, text in results)
+    assert "Traceback" not in written
+    for words in expected:
+        assert written.count(words) == 1, written
