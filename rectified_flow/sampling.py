@@ -43,6 +43,8 @@ class ModelFlags:
 class PictureFlags:
     num_samples: int = 64
     """How many pictures to draw; number 5 of a seed is the same picture however many there are."""
+    steps: int | None = None
+    """Intervals from noise to picture (default: 16 for a rectified flow, 1 for a mean flow)."""
     classes: str | None = None
     """Names or numbers of classes, separated by commas, that take turns; or all (default: drawn for each picture)."""
     seed: int = 0
@@ -55,8 +57,6 @@ class PictureFlags:
 
 @dataclass(frozen=True)
 class SolverFlags:
-    steps: int | None = None
-    """Intervals from noise to picture (default: 16 for a rectified flow, 1 for a mean flow)."""
     solver: Solver | None = None
     """How a rectified flow crosses an interval (default: midpoint); adaptive chooses its own steps."""
     time_grid: TimeGrid = "uniform"
@@ -68,13 +68,17 @@ class SolverFlags:
 
 
 @dataclass(frozen=True)
-class OutputFlags:
-    output_dir: Path | None = None
-    """Where the pictures go (default: generated, in the run's folder)."""
+class PrecisionFlags:
     batch_size: int = 64
     """Pictures drawn at once by each process."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Precision of the network."""
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    output_dir: Path | None = None
+    """Where the pictures go (default: generated, in the run's folder)."""
     path: Literal["none", "strip", "gif"] = "none"
     """Also show how the first pictures come out of the noise."""
     save_pretrained: Path | None = None
@@ -82,7 +86,7 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class SampleConfig(OutputFlags, SolverFlags, PictureFlags, ModelFlags):
+class SampleConfig(OutputFlags, PrecisionFlags, SolverFlags, PictureFlags, ModelFlags):
     """A call of sample.py.
 
     Raises:
@@ -148,7 +152,7 @@ def sample(config: SampleConfig) -> None:
     ):
         for numbers, pictures in plan.draw(mine, config):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
-                _write(plan.output_dir / f"{number:0{width}d}.png", picture.permute(1, 2, 0).numpy())
+                write_picture(plan.output_dir / f"{number:0{width}d}.png", picture.permute(1, 2, 0).numpy())
             bar.update(len(numbers))
         batches = -(-len(mine) // config.batch_size)
         if dist.is_initialized():
@@ -176,27 +180,15 @@ def prepare(config: SampleConfig) -> Plan:
     """
     source = checkpoint.resolve(config.checkpoint)
     flow = Flow.from_checkpoint(source)
-    how: dict[str, Any] = {"grid": config.time_grid}
+    how = solver_options(config, flow, source)
     if config.steps is not None:
         how["steps"] = config.steps
-    if isinstance(flow, RectifiedFlow):
-        how["guidance"] = Guidance(config.guidance_scale, config.guidance_interval)
-        if config.solver is not None:
-            how["solver"] = config.solver
-    else:
-        require(config.solver is None, f"--solver is for a rectified flow, and {source} holds a {type(flow).__name__}")
-        require(
-            config.guidance_scale == 1,
-            f"--guidance_scale is for a rectified flow: {source} holds a {type(flow).__name__}, which is guided in "
-            "training, by train_mean_flow.py --guidance_scale",
-        )
     classes = _find_classes(config, flow, source)
     images = None
     if config.from_images is not None:
         images = _load_images(config.from_images, flow)
         how["noise_level"] = config.noise_level
-    run = source.parent.parent if source.parent.name == "checkpoints" else source
-    output_dir = config.output_dir or run / "generated"
+    output_dir = config.output_dir or run_folder_of(source) / "generated"
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -212,11 +204,40 @@ def prepare(config: SampleConfig) -> Plan:
     return Plan(flow, source, output_dir, classes, images, how)
 
 
+def solver_options(config: SolverFlags, flow: Flow, source: Path) -> dict[str, Any]:
+    """Arguments of ``flow.sample``.
+
+    Raises:
+        UsageError: if the flow of the checkpoint ``source`` has no use for them.
+    """
+    guidance = Guidance(config.guidance_scale, config.guidance_interval)
+    if isinstance(flow, RectifiedFlow):
+        require(
+            guidance.scale == 1 or flow.num_classes is not None,
+            f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",
+        )
+        solver = {} if config.solver is None else {"solver": config.solver}
+        return {"grid": config.time_grid, "guidance": guidance, **solver}
+    kind = type(flow).__name__
+    require(config.solver is None, f"--solver is for a rectified flow, and {source} holds a {kind}")
+    require(
+        guidance.scale == 1,
+        f"--guidance_scale is for a rectified flow: {source} holds a {kind}, which is guided in training, by "
+        "train_mean_flow.py --guidance_scale",
+    )
+    return {"grid": config.time_grid}
+
+
+def run_folder_of(source: Path) -> Path:
+    """The folder of the run that a checkpoint is of."""
+    return source.parent.parent if source.parent.name == "checkpoints" else source
+
+
 def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     """Lines on what is drawn, from what and how."""
     flow, names = plan.flow, plan.flow.class_names
     parameters = sum(p.numel() for p in flow.parameters()) / 1e6
-    steps = plan.how.get("steps", 1 if isinstance(flow, MeanFlow) else 16)
+    steps = plan.how.get("steps", flow.default_steps)
     means = "average velocity" if isinstance(flow, MeanFlow) else plan.how.get("solver", "midpoint")
     averaged = "averaged weights" if checkpoint.best_weights(plan.source) == checkpoint.EMA_FILE else "last weights"
     shown = [names[label] if names else str(label) for label in plan.classes[:6]]
@@ -242,7 +263,6 @@ def _find_classes(config: SampleConfig, flow: Flow, source: Path) -> list[int]:
         require(
             config.classes is None, f"--classes: {source} was trained without labels; train with --use_cfg for them"
         )
-        require(config.guidance_scale == 1, f"--guidance_scale: {source} was trained without labels, see --use_cfg")
         return []
     if config.classes is None:
         return []
@@ -280,7 +300,12 @@ def _load_images(path: Path, flow: Flow) -> Tensor:
     return torch.from_numpy(np.stack(pictures))
 
 
-def _write(path: Path, pixels: np.ndarray[Any, Any]) -> Path:
+def write_picture(path: Path, pixels: np.ndarray[Any, Any]) -> Path:
+    """Write ``pixels`` ``[h, w, 3]`` and return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
     try:
         Image.fromarray(pixels).save(path)
     except OSError as error:
@@ -292,7 +317,7 @@ def _draw_grid(folder: Path, width: int, count: int) -> Path:
     """The first pictures in one, read back, for other processes drew most of them."""
     files = [folder / f"{number:0{width}d}.png" for number in range(min(count, GRID_PICTURES))]
     pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
-    return _write(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
+    return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
 
 
 def _draw_path(config: SampleConfig, plan: Plan) -> Path:
@@ -311,4 +336,4 @@ def _draw_path(config: SampleConfig, plan: Plan) -> Path:
         return path
     stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
     strip = torch.stack([frames[stop] for stop in stops], dim=1)
-    return _write(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))
+    return write_picture(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import train_mean_flow
 import train_oxford
+from rectified_flow.evaluating import EvaluateConfig, evaluate
 from rectified_flow.sampling import SampleConfig, sample
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
 from rectified_flow.training.launch import run
@@ -17,6 +18,7 @@ PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {
     "train_oxford.py": (train_oxford.main, RectifiedFlowConfig),
     "train_mean_flow.py": (train_mean_flow.main, MeanFlowConfig),
     "sample.py": (sample, SampleConfig),
+    "evaluate.py": (evaluate, EvaluateConfig),
 }
 
 

@@ -28,6 +28,9 @@ class Flow(nn.Module, Saved):
 
     settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names")
 
+    default_steps: ClassVar[int]
+    """Intervals of :meth:`sample` unless told otherwise."""
+
     def __init__(
         self,
         network: nn.Module,

@@ -92,6 +92,7 @@ class MeanFlow(Flow):
         ValueError: if the fraction is not in [0, 1], or guidance has no classes to work with.
     """
 
+    default_steps = 1
     settings: ClassVar[tuple[str, ...]] = (
         *Flow.settings,
         *("mean_fraction", "weight_power", "weight_epsilon", "time_distribution"),

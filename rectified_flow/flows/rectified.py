@@ -29,6 +29,7 @@ class RectifiedFlow(Flow):
     """
 
     settings: ClassVar[tuple[str, ...]] = (*Flow.settings, "prediction", "time_distribution", "loss")
+    default_steps = 16
     # Clean and noise predictions divide by t or 1 - t; published x-prediction clips there too (arXiv:2511.13720).
     min_divisor = 0.05
 

@@ -57,10 +57,13 @@ def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[
     return dict(zip(values, by_rank.T.tolist(), strict=True))
 
 
-def gather_interleaved(accelerator: Accelerator, share: Tensor, total: int) -> Tensor:
+def gather_interleaved(share: Tensor, total: int) -> Tensor:
     """Join shares ``[s, ...]`` in which rank ``k`` holds items ``k, k + world_size, ...`` into ``[total, ...]``."""
-    everything = accelerator.gather(share)
-    return rearrange(everything, "(world s) ... -> (s world) ...", world=accelerator.num_processes)[:total]
+    if not dist.is_initialized():
+        return share[:total]
+    parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, share.contiguous())
+    return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
 
 
 def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:

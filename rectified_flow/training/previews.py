@@ -30,4 +30,4 @@ def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConf
         images = sample(share, **steps)
     if any_rank(accelerator, images is None) or images is None:
         return None
-    return gather_interleaved(accelerator, images.mul(255).round().to(torch.uint8), total)
+    return gather_interleaved(images.mul(255).round().to(torch.uint8), total)

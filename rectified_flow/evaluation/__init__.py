@@ -1,0 +1,1 @@
+"""How near generated pictures are to real ones, in numbers."""

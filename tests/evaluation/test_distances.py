@@ -1,0 +1,66 @@
+"""Distances between sets of features, against closed forms."""
+
+import pytest
+import torch
+
+from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
+from rectified_flow.evaluation.features import average_colours
+
+
+def normal(count: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)) * scale + shift
+
+
+def test_frechet_distance_of_normal_distributions() -> None:
+    """|m1 - m2|^2 + sum((s1 - s2)^2) where the covariances are multiples of one"""
+    real = normal(20_000, 0)
+    assert frechet_distance(real, normal(20_000, 1, scale=2, shift=0.5)) == pytest.approx(4 * 0.25 + 4, rel=0.03)
+    assert frechet_distance(real, real) == pytest.approx(0, abs=1e-4)
+
+
+def test_kernel_distance_is_unbiased_and_repeats() -> None:
+    real = normal(600, 0)
+    mean, deviation = kernel_distance(real, normal(600, 1))
+    assert abs(mean) < 0.05
+    assert kernel_distance(real, normal(600, 1)) == (mean, deviation)
+    assert kernel_distance(real, normal(600, 2, shift=1))[0] > 1
+
+
+def test_kernel_distance_by_hand() -> None:
+    """k(a, b) = (a b + 1)^3 in one dimension: (8 + 8) / 2 within each, 1 between 1 and 0."""
+    real, generated = torch.ones(2, 1), torch.zeros(2, 1)
+    assert kernel_distance(real, generated)[0] == pytest.approx(8 + 1 - 2)
+
+
+def test_copies_are_precise_and_not_authentic() -> None:
+    real = normal(300, 0)
+    copies = manifold_scores(real, real + 1e-4)
+    assert (copies["precision"], copies["recall"], copies["coverage"]) == (1, 1, 1)
+    assert copies["authenticity"] == 0
+    others = manifold_scores(real, normal(300, 1))
+    assert others["precision"] > 0.8
+    assert others["recall"] > 0.8
+    assert 0.3 < others["authenticity"] < 0.7
+
+
+def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:
+    real = torch.cat((normal(200, 0), normal(200, 1, shift=20)))
+    half = manifold_scores(real, normal(200, 2))
+    assert half["precision"] > 0.8, "all of it is real enough"
+    assert half["recall"] < 0.6
+    assert half["coverage"] < 0.6
+    far = manifold_scores(real, normal(200, 3, shift=-50))
+    assert (far["precision"], far["recall"], far["coverage"], far["authenticity"]) == (0, 0, 0, 1)
+
+
+def test_nearest_neighbours() -> None:
+    real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
+    assert nearest(torch.tensor([[10.4], [29.0]]), real, 2).tolist() == [[1, 2], [3, 2]]
+
+
+def test_colours_are_means_of_fields() -> None:
+    images = torch.zeros(1, 3, 16, 16, dtype=torch.uint8)
+    images[:, 0, :2, :2] = 255
+    colours = average_colours().extract(images).reshape(3, 8, 8) * 64 + 127.5
+    assert colours[0, 0, 0] == pytest.approx(255)
+    assert colours.sum() == pytest.approx(255)

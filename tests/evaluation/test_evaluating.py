@@ -1,0 +1,92 @@
+"""evaluate.py: the same numbers on 1 and 2 processes, written down once."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow import checkpoint
+from rectified_flow.evaluating import EvaluateConfig, evaluate
+from rectified_flow.flows.saved import FLOW_FILE
+from rectified_flow.training.command_line import parse
+from rectified_flow.training.state import CONFIG_FILE
+from tests.flows.test_saved import FLOWS
+from tests.programs import assert_refused
+from tests.ranks import run_on_ranks
+
+COUNT = 21
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a rectified flow on a folder of random pictures of cats and dogs."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    random = np.random.default_rng(0)
+    for i in range(COUNT):
+        picture = folder / "pictures" / ("cat" if i < 7 else "dog") / f"{i}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
+    flow = FLOWS["rectified"]()
+    config = {
+        "dataset": "unused",
+        "dataset_path": str(folder / "pictures"),
+        "image_size": 8,
+        "cache_dir": str(folder / "cache"),
+        "skip_broken_images": False,
+    }
+    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
+    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), CONFIG_FILE: config})
+    return folder
+
+
+def measure(*flags: object) -> None:
+    sys.argv = ["evaluate.py", *map(str, flags), "--feature_network", "efficientnet_lite0", "--num_samples", "13"]
+    evaluate(parse(EvaluateConfig, "Measure."))
+
+
+def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
+    for world_size in (2, 1):
+        flags = ["--checkpoint", run, "--steps", 1, 3, "--batch_size", 5, "--output_dir", tmp_path / str(world_size)]
+        run_on_ranks(world_size, measure, *flags)
+    alone, shared = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("1", "2"))
+    assert [each["steps"] for each in alone] == [1, 3]
+    for one, two in zip(alone, shared, strict=True):
+        distances = one.pop("distances")
+        assert two.pop("distances") == pytest.approx(distances, rel=1e-3, abs=1e-3)
+        assert one == two
+        assert distances["efficientnet_lite0_frechet_distance"] > 0
+    assert (alone[0]["num_real"], alone[0]["num_samples"], alone[0]["split"]) == (COUNT, 13, "train")
+    assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
+    assert len(list((run / "cache").rglob("features-*.npy"))) == 2, "reference features were not kept"
+
+
+def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for steps in (1, 2, 1):
+        measure("--checkpoint", run, "--steps", steps, "--output_dir", tmp_path)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [each["steps"] for each in results] == [2, 1]
+    told = capfd.readouterr().out
+    assert "against 21 of pictures (train split, 8 px)" in told
+    assert "efficientnet_lite0_kernel_distance" in told
+    assert "colours_8x8_kernel_distance" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--checkpoint {tmp}", "there is no checkpoint at"),
+        ("--checkpoint {run} --num_samples 1", "a distance needs at least 2"),
+        ("--checkpoint {run} --steps 4 0", "all must be above 0"),
+        ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
+    ],
+)
+def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
+    assert_refused("evaluate.py", 1, flags.format(run=run, tmp=tmp_path), sentence)
+
+
+def test_a_feature_network_that_is_not_there(run: Path) -> None:
+    flags = f"--checkpoint {run} --num_samples 2"
+    assert_refused("evaluate.py", 2, flags, "--feature_network inception cannot be loaded")
