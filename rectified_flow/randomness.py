@@ -85,9 +85,9 @@ def generator(device: torch.device | str, *values: int | str) -> torch.Generator
     return torch.Generator(device).manual_seed(mix(*values))
 
 
-def randn(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
-    """Standard normal draws ``[b, ...]`` for this process's rows."""
-    return _draw(torch.randn, purpose, shape, device)
+def randn(purpose: str, shape: Sequence[int], device: torch.device | str, instead: Tensor | None = None) -> Tensor:
+    """Standard normal draws ``[b, ...]`` for this process's rows, or ``instead`` for those of the global batch."""
+    return _draw(torch.randn, purpose, shape, device, instead)
 
 
 def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
@@ -100,15 +100,22 @@ def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device 
     return _draw(partial(torch.randint, high), purpose, shape, device)
 
 
-def _draw(source: Callable[..., Tensor], purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
+def _draw(
+    source: Callable[..., Tensor],
+    purpose: str,
+    shape: Sequence[int],
+    device: torch.device | str,
+    instead: Tensor | None = None,
+) -> Tensor:
     rows = _ambient.rows
     if rows is None:
-        return source(tuple(shape), device=device)
+        drawn = source(tuple(shape), device=device)
+        return drawn if instead is None else drawn[instead]
     if isinstance(rows, Items):
         streams = (generator("cpu", rows.seed, purpose, index) for index in rows.index)
         return torch.stack([source(tuple(shape[1:]), generator=stream) for stream in streams]).to(device)
     stream = generator(device, rows.seed, purpose, rows.step)
-    return source((rows.total, *shape[1:]), device=device, generator=stream)[rows.index]
+    return source((rows.total, *shape[1:]), device=device, generator=stream)[rows.index if instead is None else instead]
 
 
 def dropout(x: Tensor, probability: float, layer: int) -> Tensor:

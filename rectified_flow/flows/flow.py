@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
+from rectified_flow.flows.couplings import CANDIDATES, Coupling, nearest_candidate, optimal_transport
 from rectified_flow.flows.images import random_horizontal_flip, to_signed
 from rectified_flow.flows.saved import Saved
 
@@ -24,9 +25,11 @@ class Flow(nn.Module, Saved):
         horizontal_flip: mirror half of the training images.
         image_shape: ``(c, h, w)`` to sample; remembered from the first training batch if not given.
         class_names: names by label.
+        coupling: which noise each image is trained with: its own, or by ``ot`` or ``immiscible`` one that is near, see
+            :mod:`rectified_flow.flows.couplings`.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names")
+    settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names", "coupling")
 
     default_steps: ClassVar[int]
     """Intervals of :meth:`sample` unless told otherwise."""
@@ -39,6 +42,7 @@ class Flow(nn.Module, Saved):
         horizontal_flip: bool = False,
         image_shape: Sequence[int] | None = None,
         class_names: Sequence[str] = (),
+        coupling: Coupling = "independent",
     ) -> None:
         super().__init__()
         self.network = network
@@ -47,6 +51,7 @@ class Flow(nn.Module, Saved):
         self.horizontal_flip = horizontal_flip
         self.image_shape = None if image_shape is None else tuple(image_shape)
         self.class_names = list(class_names)
+        self.coupling = coupling
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective in place, its draws left outside; no saved name changes."""
@@ -62,14 +67,41 @@ class Flow(nn.Module, Saved):
             return self.network(x, t, labels=labels, **conditions).float()
         return self.network(x, t, **conditions).float()
 
-    def _draw_batch(self, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    @property
+    def pairs(self) -> bool:
+        """Whether :meth:`pair` is to be called before ``forward``."""
+        return self.coupling == "ot"
+
+    def pair(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        """The row of noise that each row of a global batch gets, int64 ``[b]``.
+
+        To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
+        to ``forward``.
+        """
+        x_0 = self._draw_data(images)
+        return self._transport(x_0, randomness.randn("noise", x_0.shape, x_0.device), labels)
+
+    def _draw_batch(
+        self, images: Tensor, labels: Tensor | None, noise_rows: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Data in [-1, 1], noise, and labels as the objective takes them."""
-        x_0 = to_signed(images)
+        x_0 = self._draw_data(images)
         self.image_shape = self.image_shape or tuple(x_0.shape[1:])
-        if self.horizontal_flip:
-            x_0 = random_horizontal_flip(x_0)
-        noise = randomness.randn("noise", x_0.shape, x_0.device)
+        if self.coupling == "immiscible":
+            shape = (len(x_0), CANDIDATES, *x_0.shape[1:])
+            noise = nearest_candidate(x_0, randomness.randn("noise", shape, x_0.device))
+        else:
+            noise = randomness.randn("noise", x_0.shape, x_0.device, instead=noise_rows)
+            if self.coupling == "ot" and noise_rows is None:  # nobody paired the global batch: pair what is here
+                noise = noise[self._transport(x_0, noise, labels)]
         return x_0, noise, self._drop_labels(labels)
+
+    def _transport(self, x_0: Tensor, noise: Tensor, labels: Tensor | None) -> Tensor:
+        return optimal_transport(x_0, noise, labels if self.num_classes is not None else None)
+
+    def _draw_data(self, images: Tensor) -> Tensor:
+        x_0 = to_signed(images)
+        return random_horizontal_flip(x_0) if self.horizontal_flip else x_0
 
     def _drop_labels(self, labels: Tensor | None) -> Tensor | None:
         if labels is None or self.num_classes is None or self.label_dropout == 0:

@@ -136,7 +136,7 @@ class MeanFlow(Flow):
             return None
         return description | {"objective": self.objective_name}
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """Draw noise and intervals for a batch and return the scalar loss.
 
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
@@ -145,8 +145,9 @@ class MeanFlow(Flow):
         Args:
             images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
             labels: int64 ``[b]``; ignored by a network without classes.
+            noise_rows: int64 ``[b]``, the rows of the global batch's noise that :meth:`pair` chose.
         """
-        x_0, noise, labels = self._draw_batch(images, labels)
+        x_0, noise, labels = self._draw_batch(images, labels, noise_rows)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         count = round(self.mean_fraction * len(x_0))

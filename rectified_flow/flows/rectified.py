@@ -47,14 +47,15 @@ class RectifiedFlow(Flow):
         self.time_distribution = time_distribution or LogitNormal()
         self.loss = loss
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss.
 
         Args:
             images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
             labels: int64 ``[b]``; ignored by a network without classes.
+            noise_rows: int64 ``[b]``, the rows of the global batch's noise that :meth:`pair` chose.
         """
-        x_0, noise, labels = self._draw_batch(images, labels)
+        x_0, noise, labels = self._draw_batch(images, labels, noise_rows)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         return self.objective(x_0, noise, t, labels)
 

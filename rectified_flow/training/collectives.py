@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from einops import rearrange
 from torch import Tensor, nn
 
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import RunError
 
 T = TypeVar("T")
@@ -64,6 +65,23 @@ def gather_interleaved(share: Tensor, total: int) -> Tensor:
     parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, share.contiguous())
     return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
+
+
+def gather_rows(micro_batches: list[dict[str, Tensor]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
+    """The global batch ``[total, ...]``, in order, from all micro-batches of all ranks."""
+    everything = {}
+    for key in micro_batches[0]:
+        share = torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device)
+        parts = [share]
+        if dist.is_initialized():
+            parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, share)
+        rows = share.new_empty((batch.total, *share.shape[1:]))
+        for rank, part in enumerate(parts):
+            for micro_batch, values in enumerate(part.chunk(batch.accumulation)):
+                rows[batch.rows(rank, micro_batch)] = values
+        everything[key] = rows
+    return everything
 
 
 def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:

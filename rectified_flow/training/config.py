@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.couplings import Coupling
 from rectified_flow.flows.mean import ObjectiveName
 from rectified_flow.flows.rectified import Loss, Prediction
 
@@ -51,6 +52,12 @@ class NetworkFlags:
     """Dropout probability inside residual blocks."""
     use_cfg: bool = False
     """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
+
+
+@dataclass(frozen=True)
+class CouplingFlags:
+    coupling: Coupling = "independent"
+    """Which noise an image is trained with: any, the best match over the global batch (ot), or the nearest of some."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class TrainingConfig(OutputFlags, OptimizationFlags, NetworkFlags, DataFlags):
+class TrainingConfig(OutputFlags, OptimizationFlags, CouplingFlags, NetworkFlags, DataFlags):
     """A training run, whatever the flow.
 
     Raises:

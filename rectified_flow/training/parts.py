@@ -49,6 +49,7 @@ def flow_settings(config: TrainingConfig, class_names: Sequence[str]) -> dict[st
     return {
         "label_dropout": LABEL_DROPOUT,
         "horizontal_flip": config.horizontal_flip,
+        "coupling": config.coupling,
         "class_names": class_names if config.use_cfg else (),
         "image_shape": (3, config.image_size, config.image_size),
     }

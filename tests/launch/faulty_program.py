@@ -12,7 +12,7 @@ from rectified_flow.training.parts import build_dataset, build_network
 class Faulty(RectifiedFlow):
     progress = 0.0
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
         if self.progress > 0.5 and os.environ["RANK"] == "1":
             raise ValueError("this picture is too sad")
         return super().forward(images, labels)

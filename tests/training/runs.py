@@ -55,7 +55,7 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset) -> Trainer:
         attention_sides=(4,),
         dropout=config.dropout,
     )
-    settings: dict[str, Any] = {"label_dropout": 0.1, "horizontal_flip": True}
+    settings: dict[str, Any] = {"label_dropout": 0.1, "horizontal_flip": True, "coupling": config.coupling}
     flow: Flow = RectifiedFlow(network, **settings)
     if isinstance(config, MeanFlowConfig):
         flow = MeanFlow(network, objective=config.objective, **settings)
