@@ -88,10 +88,10 @@ def test_two_processes_with_accumulation_train_alike(runs: Runs) -> None:
 
 def test_noise_is_paired_over_the_global_batch(runs: Runs) -> None:
     """Each process, and each micro-batch, pairing only its own would train on other pairs."""
-    flags = {"coupling": "ot", "train_num_steps": 12}
+    flags = {"coupling": "ot", "use_cfg": False, "train_num_steps": 12}
     paired = losses(runs.get("ot", 1, **flags))
     assert losses(runs.get("ot-2x2", 2, batch_size=4, **flags)) == pytest.approx(paired, rel=1e-4)
-    assert paired[12] < 0.99 * losses(runs.straight(1))[12]
+    assert paired[12] < losses(runs.straight(1))[12]
 
 
 def test_another_seed_trains_differently(runs: Runs) -> None:
