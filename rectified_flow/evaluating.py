@@ -14,25 +14,28 @@ from tqdm.auto import tqdm
 
 from rectified_flow import checkpoint, randomness
 from rectified_flow.data import ImageDataset, open_dataset
-from rectified_flow.errors import RunError
+from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
 from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
 from rectified_flow.evaluation.reference import reference_features
 from rectified_flow.files import replace_file
 from rectified_flow.flows import Flow
 from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.images import to_grid
+from rectified_flow.flows.images import to_grid, write_picture
 from rectified_flow.progress import progress_bar
-from rectified_flow.sampling import (
+from rectified_flow.trained import (
     ModelFlags,
     PrecisionFlags,
     SolverFlags,
+    autocast,
+    check_common,
+    load_flow,
+    prepare_folder,
     run_folder_of,
     solver_options,
-    write_picture,
 )
 from rectified_flow.training.collectives import gather_interleaved
-from rectified_flow.training.config import require, require_positive
+from rectified_flow.training.config import require
 from rectified_flow.training.processes import join_processes
 from rectified_flow.training.state import CONFIG_FILE
 
@@ -68,7 +71,7 @@ class EvaluateConfig(PrecisionFlags, SolverFlags, EvaluationFlags, ModelFlags):
     """
 
     def __post_init__(self) -> None:
-        require_positive(self, "batch_size")
+        check_common(self)
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
 
@@ -125,7 +128,10 @@ class Evaluation:
             classes=self._labels(),
             **how,
         )
-        with self._bar(len(mine), f"{how['steps']} step{'s' * (how['steps'] > 1)}") as bar, self._autocast():
+        with (
+            self._bar(len(mine), f"{how['steps']} step{'s' * (how['steps'] > 1)}") as bar,
+            autocast(self.config, self.state.device),
+        ):
             for numbers, pictures in batches:
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     for part, each in zip(parts, self.features, strict=True):
@@ -143,10 +149,6 @@ class Evaluation:
         order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.config.seed, "labels"))
         return [int(label) for label in self.dataset.labels[order.numpy()]]
 
-    def _autocast(self) -> torch.autocast:
-        bf16 = self.config.mixed_precision == "bf16"
-        return torch.autocast(self.state.device.type, torch.bfloat16, enabled=bf16)
-
     def _bar(self, total: int, doing: str) -> "tqdm[Any]":
         return progress_bar(total=total, desc=doing, unit="img", disable=not self.state.is_main_process)
 
@@ -159,13 +161,19 @@ def evaluate(config: EvaluateConfig) -> None:
         RunError: if the results cannot be written.
     """
     state = join_processes()
-    source = checkpoint.resolve(config.checkpoint)
-    flow = Flow.from_checkpoint(source)
+    flow, source = load_flow(config, state)
     how = solver_options(config, flow, source)
-    dataset = _training_pictures(config, checkpoint.load_document(source, CONFIG_FILE))
+    folder = prepare_folder("output_dir", config.output_dir or run_folder_of(source))
+    results = _known_results(folder)
+    dataset = _training_pictures(config, source)
+    require(
+        not flow.class_names or flow.class_names == dataset.class_names,
+        f"{source} was trained on other classes than those of {dataset.info['source']}: name its training pictures "
+        "with --dataset_path",
+    )
+    require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
     features = [load_features(config.feature_network, state.device), average_colours()]
-    evaluation = Evaluation(config, state, flow.to(state.device), dataset, features)
-    folder = config.output_dir or run_folder_of(source)
+    evaluation = Evaluation(config, state, flow, dataset, features)
     real = evaluation.reference()
     for steps in config.steps or (flow.default_steps,):
         generated, shown = evaluation.generated(how | {"steps": steps})
@@ -173,16 +181,21 @@ def evaluate(config: EvaluateConfig) -> None:
             continue
         result = _settings(config, source, dataset, features[0], steps)
         result["distances"] = _compare(features, real, generated, config.seed)
-        _write_down(folder, result)
+        others = [each for each in results if each | {"distances": None} != result | {"distances": None}]
+        results = [*others, result]
+        _write_down(folder, results)
         near = nearest(generated[0][: len(shown)], real[0], NEIGHBOURS_SHOWN)
         write_picture(folder / NEIGHBOURS_FILE, _beside_neighbours(shown, near, dataset))
         tqdm.write(_describe(result))
+    state.wait_for_everyone()
     if state.is_main_process:
         tqdm.write(f"{'results':<11} {folder / RESULTS_FILE}")
         tqdm.write(f"{'neighbours':<11} {folder / NEIGHBOURS_FILE}: a picture in each row, then the nearest real ones")
 
 
-def _training_pictures(config: EvaluateConfig, trained: dict[str, Any]) -> ImageDataset:
+def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
+    trained = checkpoint.load_document(source, CONFIG_FILE)
+
     def folder(name: str) -> Path | None:
         given = getattr(config, name) or trained[name]
         return None if given is None else Path(given)
@@ -239,15 +252,20 @@ def _describe(result: dict[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {name:<38} {value:.5g}" for name, value in result["distances"].items())])
 
 
-def _write_down(folder: Path, result: dict[str, Any]) -> None:
-    """Add ``result`` to the results in ``folder``, in the place of one of the same settings."""
+def _known_results(folder: Path) -> list[dict[str, Any]]:
     path = folder / RESULTS_FILE
     try:
-        before = json.loads(path.read_text()) if path.exists() else []
-        others = [each for each in before if each | {"distances": None} != result | {"distances": None}]
-        folder.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps([*others, result], indent=1))
-    except (OSError, ValueError) as error:
+        results = json.loads(path.read_text()) if path.exists() else []
+        return [dict(each) for each in results]
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path} cannot be read ({first_line(error)}): move it away, or pass --output_dir") from error
+
+
+def _write_down(folder: Path, results: list[dict[str, Any]]) -> None:
+    path = folder / RESULTS_FILE
+    try:
+        replace_file(path, json.dumps(results, indent=1))
+    except OSError as error:
         raise RunError(f"could not write {path} ({error}): name another folder with --output_dir") from error
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
@@ -18,13 +17,21 @@ from rectified_flow import checkpoint
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store_builder import fit
 from rectified_flow.errors import RunError, UsageError, first_line
-from rectified_flow.flows import Flow, MeanFlow, RectifiedFlow
+from rectified_flow.flows import Flow, MeanFlow
 from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.guidance import Guidance
-from rectified_flow.flows.images import to_grid, to_unit
-from rectified_flow.flows.solvers import Solver
-from rectified_flow.flows.time_grids import TimeGrid
+from rectified_flow.flows.images import to_grid, to_unit, write_picture
 from rectified_flow.progress import progress_bar
+from rectified_flow.trained import (
+    ModelFlags,
+    PrecisionFlags,
+    SolverFlags,
+    autocast,
+    check_common,
+    load_flow,
+    prepare_folder,
+    run_folder_of,
+    solver_options,
+)
 from rectified_flow.training.config import require, require_positive
 from rectified_flow.training.processes import join_processes
 
@@ -34,15 +41,9 @@ PATH_STOPS = 9
 
 
 @dataclass(frozen=True)
-class ModelFlags:
-    checkpoint: Path = Path("runs/rectified-flow")
-    """A run's folder, for its newest checkpoint, or a checkpoint; averaged weights are taken if there are any."""
-
-
-@dataclass(frozen=True)
 class PictureFlags:
     num_samples: int = 64
-    """How many pictures to draw; number 5 of a seed is the same picture however many there are."""
+    """How many to draw; picture 5 of a seed stays the same however many there are (but by --solver adaptive)."""
     steps: int | None = None
     """Intervals from noise to picture (default: 16 for a rectified flow, 1 for a mean flow)."""
     classes: str | None = None
@@ -53,26 +54,6 @@ class PictureFlags:
     """A picture, or a folder of them, to start from instead of noise alone; they take turns."""
     noise_level: float = 0.6
     """How far towards noise those are taken first: near 0 they stay as they are, at 1 nothing is left of them."""
-
-
-@dataclass(frozen=True)
-class SolverFlags:
-    solver: Solver | None = None
-    """How a rectified flow crosses an interval (default: midpoint); adaptive chooses its own steps."""
-    time_grid: TimeGrid = "uniform"
-    """How the intervals are cut: all alike, or denser near the noise, or as in EDM."""
-    guidance_scale: float = 1.0
-    """Above 1, pictures that show their class more clearly, and vary less; for a rectified flow with classes."""
-    guidance_interval: tuple[float, float] = (0.0, 1.0)
-    """First and last noise level at which guidance acts."""
-
-
-@dataclass(frozen=True)
-class PrecisionFlags:
-    batch_size: int = 64
-    """Pictures drawn at once by each process."""
-    mixed_precision: Literal["no", "bf16"] = "no"
-    """Precision of the network."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +75,9 @@ class SampleConfig(OutputFlags, PrecisionFlags, SolverFlags, PictureFlags, Model
     """
 
     def __post_init__(self) -> None:
-        for name in ("num_samples", "steps", "batch_size"):
+        for name in ("num_samples", "steps"):
             require_positive(self, name)
-        require(0 <= self.seed < 2**32, f"--seed is {self.seed}; it must be at least 0 and below 2**32")
+        check_common(self)
         require(0 < self.noise_level <= 1, f"--noise_level is {self.noise_level}; it must be above 0 and at most 1")
 
 
@@ -133,104 +114,69 @@ def sample(config: SampleConfig) -> None:
         RunError: if a picture cannot be written.
     """
     state = join_processes()
-    plan = prepare(config)
-    flow = plan.flow.to(state.device)
+    plan = prepare(config, state)
+    flow = plan.flow
     say: Callable[[str], object] = tqdm.write if state.is_main_process else lambda _line: None
     say(describe(config, plan, state))
-    calls = 0
+    rows = 0
 
-    def count(*_: object) -> None:
-        nonlocal calls
-        calls += 1
+    def count(_network: object, arguments: tuple[Tensor, ...], _output: object) -> None:
+        nonlocal rows
+        rows += len(arguments[0])
 
     mine = range(state.process_index, config.num_samples, state.num_processes)
-    width = max(5, len(str(config.num_samples - 1)))
     with (
         flow.network.register_forward_hook(count),
-        torch.autocast(state.device.type, torch.bfloat16, enabled=config.mixed_precision == "bf16"),
+        autocast(config, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
         for numbers, pictures in plan.draw(mine, config):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
-                write_picture(plan.output_dir / f"{number:0{width}d}.png", picture.permute(1, 2, 0).numpy())
+                write_picture(
+                    plan.output_dir / picture_name(number, config.num_samples), picture.permute(1, 2, 0).numpy()
+                )
             bar.update(len(numbers))
-        batches = -(-len(mine) // config.batch_size)
-        if dist.is_initialized():
-            dist.barrier()
+        state.wait_for_everyone()
         if not state.is_main_process:
             return
-        say(f"{'calls':<11} {calls / batches:g} of the network for each picture")
+        say(f"{'calls':<11} {rows / len(mine):g} of the network for each picture")
         if config.path != "none":
             say(f"{'path':<11} {_draw_path(config, plan)}")
-    grid = _draw_grid(plan.output_dir, width, config.num_samples)
+    grid = _draw_grid(plan.output_dir, config.num_samples)
     say(f"{'grid':<11} {grid}")
-    say(f"{'pictures':<11} {plan.output_dir}/{0:0{width}d}.png to {config.num_samples - 1:0{width}d}.png")
+    first, last = (picture_name(number, config.num_samples) for number in (0, config.num_samples - 1))
+    say(f"{'pictures':<11} {plan.output_dir}/{first} to {last}")
     if config.save_pretrained is not None:
-        config.save_pretrained.mkdir(parents=True, exist_ok=True)
-        (config.save_pretrained / "grid.png").write_bytes(grid.read_bytes())
-        flow.save_pretrained(config.save_pretrained, model_card_kwargs={"grid": "grid.png"})
+        _save_model(flow, config.save_pretrained, grid)
         say(f"{'model':<11} {config.save_pretrained}")
 
 
-def prepare(config: SampleConfig) -> Plan:
+def prepare(config: SampleConfig, state: PartialState) -> Plan:
     """Load the model and see that what is asked of it makes sense.
 
     Raises:
         UsageError: if it does not.
     """
-    source = checkpoint.resolve(config.checkpoint)
-    flow = Flow.from_checkpoint(source)
+    flow, source = load_flow(config, state)
     how = solver_options(config, flow, source)
     if config.steps is not None:
         how["steps"] = config.steps
     classes = _find_classes(config, flow, source)
     images = None
     if config.from_images is not None:
-        images = _load_images(config.from_images, flow)
+        images = _load_images(config.from_images, config.num_samples, flow)
         how["noise_level"] = config.noise_level
-    output_dir = config.output_dir or run_folder_of(source) / "generated"
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output_dir {output_dir} cannot be written: {error.strerror}") from error
-    stale = sorted(
-        file for file in output_dir.glob("*.png") if file.stem.isdigit() and int(file.stem) >= config.num_samples
-    )
+    if config.save_pretrained is not None:
+        prepare_folder("save_pretrained", config.save_pretrained)
+    output_dir = prepare_folder("output_dir", config.output_dir or run_folder_of(source) / "generated")
+    new = {picture_name(number, config.num_samples) for number in range(config.num_samples)}
+    stale = [file for file in output_dir.glob("*.png") if file.stem.isdecimal() and file.name not in new]
     require(
         not stale,
         f"--output_dir {output_dir} holds {_count(stale)} of an earlier call that would stay among the new ones: "
         "move them away, or choose another folder",
     )
     return Plan(flow, source, output_dir, classes, images, how)
-
-
-def solver_options(config: SolverFlags, flow: Flow, source: Path) -> dict[str, Any]:
-    """Arguments of ``flow.sample``.
-
-    Raises:
-        UsageError: if the flow of the checkpoint ``source`` has no use for them.
-    """
-    guidance = Guidance(config.guidance_scale, config.guidance_interval)
-    if isinstance(flow, RectifiedFlow):
-        require(
-            guidance.scale == 1 or flow.num_classes is not None,
-            f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",
-        )
-        solver = {} if config.solver is None else {"solver": config.solver}
-        return {"grid": config.time_grid, "guidance": guidance, **solver}
-    kind = type(flow).__name__
-    require(config.solver is None, f"--solver is for a rectified flow, and {source} holds a {kind}")
-    require(
-        guidance.scale == 1,
-        f"--guidance_scale is for a rectified flow: {source} holds a {kind}, which is guided in training, by "
-        "train_mean_flow.py --guidance_scale",
-    )
-    return {"grid": config.time_grid}
-
-
-def run_folder_of(source: Path) -> Path:
-    """The folder of the run that a checkpoint is of."""
-    return source.parent.parent if source.parent.name == "checkpoints" else source
 
 
 def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
@@ -244,7 +190,7 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     lines = {
         "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {averaged} of {plan.source}",
         "processes": f"{state.num_processes} x {state.device.type}",
-        "solver": f"{steps} intervals, {means}, {config.time_grid} grid",
+        "solver": means if means == "adaptive" else f"{steps} intervals, {means}, {config.time_grid} grid",
         "pictures": f"{config.num_samples} of {(flow.image_shape or [0])[-1]} px, seed {config.seed}",
     }
     if shown:
@@ -275,23 +221,19 @@ def _find_class(name: str, flow: Flow) -> int:
     names, count = flow.class_names, flow.num_classes or 0
     if name in names:
         return names.index(name)
-    if name.isdigit() and int(name) < count:
+    if name.isdecimal() and int(name) < count:
         return int(name)
     close = difflib.get_close_matches(name, names, 3, cutoff=0.5)
-    hint = (
-        f"perhaps {' or '.join(close)}?"
-        if close
-        else f"there are {', '.join(names[:10])}" + ", ..." * (len(names) > 10)
-    )
-    raise UsageError(f"--classes: there is no class {name} among the {count}: {hint} Numbers go from 0 to {count - 1}")
+    hint = f" (perhaps {' or '.join(close)}?)" if close else f", like {', '.join(names[:3])}" if names else ""
+    raise UsageError(f"--classes: there is no class {name}: take names{hint}, or numbers up to {count - 1}")
 
 
-def _load_images(path: Path, flow: Flow) -> Tensor:
+def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
     require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
     side = (flow.image_shape or [0])[-1]
     pictures = []
-    for file in files:
+    for file in files[:count]:
         try:
             with Image.open(file) as image:
                 pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
@@ -300,22 +242,22 @@ def _load_images(path: Path, flow: Flow) -> Tensor:
     return torch.from_numpy(np.stack(pictures))
 
 
-def write_picture(path: Path, pixels: np.ndarray[Any, Any]) -> Path:
-    """Write ``pixels`` ``[h, w, 3]`` and return ``path``.
+def picture_name(number: int, count: int) -> str:
+    """The file of a picture, with as many digits as ``count`` of them need."""
+    return f"{number:0{max(5, len(str(count - 1)))}d}.png"
 
-    Raises:
-        RunError: if that fails.
-    """
+
+def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
     try:
-        Image.fromarray(pixels).save(path)
+        (folder / "grid.png").write_bytes(grid.read_bytes())
+        flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png"})
     except OSError as error:
-        raise RunError(f"could not write {path} ({error}): make room, and the same command starts again") from error
-    return path
+        raise RunError(f"could not write the model into --save_pretrained {folder} ({error})") from error
 
 
-def _draw_grid(folder: Path, width: int, count: int) -> Path:
+def _draw_grid(folder: Path, count: int) -> Path:
     """The first pictures in one, read back, for other processes drew most of them."""
-    files = [folder / f"{number:0{width}d}.png" for number in range(min(count, GRID_PICTURES))]
+    files = [folder / picture_name(number, count) for number in range(min(count, GRID_PICTURES))]
     pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
     return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
 
@@ -330,10 +272,9 @@ def _draw_path(config: SampleConfig, plan: Plan) -> Path:
     list(plan.draw(range(min(PATH_PICTURES, config.num_samples)), config, watch=watch))
     if config.path == "gif":
         first, *rest = [Image.fromarray(to_grid(frame)) for frame in frames]
-        path = plan.output_dir / "path.gif"
         pauses = [80] * len(rest) + [1500]
-        first.save(path, save_all=True, append_images=rest, duration=pauses, loop=0)
-        return path
+        motion = {"save_all": True, "append_images": rest, "duration": pauses, "loop": 0}
+        return write_picture(plan.output_dir / "path.gif", np.asarray(first), **motion)
     stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
     strip = torch.stack([frames[stop] for stop in stops], dim=1)
     return write_picture(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))

@@ -100,11 +100,15 @@ def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
 
 REFUSED = [
     ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-    ("--classes cat,dgo", "there is no class dgo among the 2: perhaps dog?"),
-    ("--classes 2", "Numbers go from 0 to 1"),
+    ("--classes cat,dgo", "there is no class dgo: take names (perhaps dog?), or numbers up to 1\n"),
+    ("--classes 2", "there is no class 2: take names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--noise_level 2", "--noise_level is 2.0"),
+    ("--guidance_scale nan", "--guidance_scale is nan"),
+    ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),
+    ("--solver adaptive --steps 4", "exclude each other"),
+    ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
     ("--from_images {tmp}/nowhere", "is no picture and no folder with pictures"),
     ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
 ]
@@ -119,7 +123,7 @@ def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None
 
 def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
-    assert_refused("sample.py", 2, flags, "there is no class tulip among the 2: there are cat, dog")
+    assert_refused("sample.py", 2, flags, "there is no class tulip: take names, like cat, dog, or numbers up to 1\n")
 
 
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
-    """Numbers ``[q, count]`` of the nearest of ``real`` to each of ``queries``, nearest first."""
+    """Numbers ``[q, count]`` of the nearest of ``real`` to each of ``queries``, nearest first; or of all there are."""
+    count = min(count, len(real))
     return torch.cat([distances.topk(count, largest=False).indices for _, distances in _distances(queries, real)])
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Literal
 
 import torch
@@ -56,7 +57,7 @@ def _inception(device: torch.device) -> Features:
     try:
         from torchmetrics.image.fid import NoTrainInceptionV3
 
-        network = NoTrainInceptionV3("inception-v3-compat", ["2048"]).to(device)
+        network = NoTrainInceptionV3("inception-v3-compat", ["2048"], antialias=True).to(device)
     except (ImportError, OSError, RuntimeError) as error:
         raise UsageError(
             f"--feature_network inception cannot be loaded ({first_line(error)}): pip install torch-fidelity, let it "
@@ -67,7 +68,8 @@ def _inception(device: torch.device) -> Features:
     def extract(images: Tensor) -> Tensor:
         return network(images).float()
 
-    return Features("inception", "fid", "kid", "bilinear to 299 px, by the network itself", extract)
+    resize = f"bilinear to 299 px, antialiased, by torchmetrics {version('torchmetrics')}"
+    return Features("inception", "fid", "kid", resize, extract)
 
 
 def _efficientnet_lite0(device: torch.device) -> Features:

@@ -42,7 +42,7 @@ def reference_features(
     """
     path = dataset.path / f"features-{features.name}.npy"
     known = None
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, EOFError):
         known = torch.from_numpy(np.load(path))
     # Every rank must take the same way.
     everybody_knows = gather(torch.tensor([known is not None and len(known) == len(dataset)]).float(), world_size)

@@ -4,6 +4,7 @@ Independent pairs make paths cross, and the mean velocity at a crossing is nobod
 Pairs that lie near each other cross less.
 """
 
+from collections.abc import Iterable
 from typing import Literal
 
 import torch
@@ -41,17 +42,21 @@ def optimal_transport(x_0: Tensor, noise: Tensor, labels: Tensor | None = None) 
     return order.to(x_0.device)
 
 
-def nearest_candidate(x_0: Tensor, candidates: Tensor) -> Tensor:
+def nearest_candidate(x_0: Tensor, candidates: Iterable[Tensor]) -> Tensor:
     """For each image the nearest of the noises drawn for it alone (Li et al. 2025, arXiv:2505.18521, section 4.2).
 
     Cheaper than transport, and independent of the rest of the batch; what is left is not quite normal.
 
     Args:
         x_0: images ``[b, ...]``.
-        candidates: noise ``[b, k, ...]``.
+        candidates: noises ``[b, ...]``, of which two at a time are held.
 
     Returns:
         Noise ``[b, ...]``.
     """
-    distances = (candidates - x_0[:, None]).flatten(2).square().sum(dim=2)
-    return candidates[torch.arange(len(x_0), device=x_0.device), distances.argmin(dim=1)]
+    best, least = x_0, torch.full((len(x_0),), torch.inf, device=x_0.device)
+    for noise in candidates:
+        distance = (noise - x_0).flatten(1).square().sum(dim=1)
+        nearer = (distance < least).reshape(-1, *[1] * (x_0.ndim - 1))
+        best, least = torch.where(nearer, noise, best), torch.minimum(distance, least)
+    return best

@@ -88,8 +88,8 @@ class Flow(nn.Module, Saved):
         x_0 = self._draw_data(images)
         self.image_shape = self.image_shape or tuple(x_0.shape[1:])
         if self.coupling == "immiscible":
-            shape = (len(x_0), CANDIDATES, *x_0.shape[1:])
-            noise = nearest_candidate(x_0, randomness.randn("noise", shape, x_0.device))
+            drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
+            noise = nearest_candidate(x_0, drawn)
         else:
             noise = randomness.randn("noise", x_0.shape, x_0.device, instead=noise_rows)
             if self.coupling == "ot" and noise_rows is None:  # nobody paired the global batch: pair what is here
@@ -125,7 +125,8 @@ class Flow(nn.Module, Saved):
             noise = self._draw_noise(count, device, generator)
         if labels is None and self.num_classes is not None:
             labels = _draw_labels(self.num_classes, count, device, generator)
-        x = noise.float()
+        x = noise.float().to(device)
+        labels = None if labels is None else labels.to(device)
         if images is not None:
             x = torch.lerp(to_signed(images).to(device), x, noise_level)
         return x, labels

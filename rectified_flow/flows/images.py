@@ -1,12 +1,16 @@
 """The one place where pictures become numbers a flow works on, and back."""
 
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.errors import RunError
 
 
 def to_signed(images: Tensor) -> Tensor:
@@ -34,3 +38,20 @@ def random_horizontal_flip(x: Tensor) -> Tensor:
     """Mirror each row of ``x`` ``[b, c, h, w]`` left to right with probability 1/2."""
     mirrored = randomness.rand("horizontal flip", (len(x), 1, 1, 1), x.device) < 0.5
     return torch.where(mirrored, x.flip(-1), x)
+
+
+def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
+    """Write ``pixels`` ``[h, w, 3]``, whole or not at all, in the format of the suffix; return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
+    content = BytesIO()
+    Image.fromarray(pixels).save(content, format=path.suffix[1:], **options)
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        beside.write_bytes(content.getvalue())
+        beside.replace(path)
+    except OSError as error:
+        raise RunError(f"could not write {path} ({error}): make room, and the same command starts again") from error
+    return path

@@ -149,6 +149,7 @@ class RectifiedFlow(Flow):
         if solver == "stochastic":
             raise ValueError("the stochastic solver has no way back to the noise")
         x = to_signed(images).to(next(self.network.parameters()).device)
+        labels = None if labels is None else labels.to(x.device)
         with self._evaluating():
             return integrate(self._field(labels, guidance), x, time_grid(steps, grid)[::-1], solver)
 

@@ -1,6 +1,7 @@
 """Flows that come back from a checkpoint, a folder or the Hugging Face hub, with nothing to repeat."""
 
 import json
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -75,19 +76,21 @@ class Saved(ModelHubMixin):
         """Build the flow that ``describe`` told of, with fresh weights.
 
         Raises:
-            UsageError: if it is of another class than this.
+            UsageError: if it is of another class than this, or does not describe a flow.
         """
-        settings = dict(description)
-        kind = settings.pop("flow")
-        known = {each.__name__: each for each in _family(cls)}
-        if kind not in known:
-            raise UsageError(f"the model is a {kind}, not a {cls.__name__}")
-        network = dict(settings.pop("network"))
-        for name, value in settings.items():
-            if isinstance(value, dict):
-                settings[name] = TIME_DISTRIBUTIONS[value.pop("kind")](**value)
-        build: Any = known[kind]
-        return cast(Self, build(NETWORKS[network.pop("kind")](**network), **settings))
+        try:
+            settings = deepcopy(description)
+            kind, network = settings.pop("flow"), settings.pop("network")
+            known = {each.__name__: each for each in _family(cls)}
+            if kind not in known:
+                raise UsageError(f"the model is a {kind}, not a {cls.__name__}")
+            for name, value in settings.items():
+                if isinstance(value, dict):
+                    settings[name] = TIME_DISTRIBUTIONS[value.pop("kind")](**value)
+            build: Any = known[kind]
+            return cast(Self, build(NETWORKS[network.pop("kind")](**network), **settings))
+        except (LookupError, TypeError, ValueError) as error:
+            raise UsageError(f"the description of the model is not one that this version knows ({error!r})") from error
 
     @classmethod
     def from_checkpoint(cls, path: str | Path) -> Self:
@@ -103,7 +106,7 @@ class Saved(ModelHubMixin):
                 "rectified_flow.checkpoint.load_network"
             )
         flow = cls.from_description(checkpoint.load_document(path, FLOW_FILE))
-        checkpoint.load_network(flow.network, path)
+        checkpoint.load_weights(flow.network, path, checkpoint.best_weights(path))
         return cast(Self, cast(nn.Module, flow).eval())
 
     def generate_model_card(self, *, grid: str | None = None, **kwargs: Any) -> ModelCard:
@@ -122,10 +125,16 @@ class Saved(ModelHubMixin):
             **kwargs,
         )
 
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the model to ``repo_id``, its card naming that; options are those of the hub's mixin."""
+        card = {"repo_id": repo_id, **(options.pop("model_card_kwargs", None) or {})}
+        return str(super().push_to_hub(repo_id, model_card_kwargs=card, **options))
+
     def _save_pretrained(self, save_directory: Path) -> None:
         description = self.describe()
         if description is None:
             raise UsageError(f"a {type(self.network).__name__} cannot be described, so it cannot be built again")
+        (save_directory / "README.md").unlink(missing_ok=True)  # of a model that was here before
         (save_directory / HUB_CONFIG).write_text(json.dumps(description, indent=1))
         checkpoint.save_tensors(self.network.state_dict(), save_directory / checkpoint.MODEL_FILE)
 

@@ -105,8 +105,10 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
         poll()
         return velocity(x, float(t))
 
-    stops = times if watch is not None else [times[0], times[-1]]
-    path = odeint(derivative, x, torch.tensor(stops, device=x.device), rtol=TOLERANCE, atol=TOLERANCE, method="dopri5")
+    stops = torch.tensor(times if watch is not None else [times[0], times[-1]], device=x.device)
+    # It would step past the end and interpolate back: no network knows what is beyond data and noise.
+    options = {"step_t": stops}
+    path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)

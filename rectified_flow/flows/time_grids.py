@@ -33,7 +33,8 @@ def time_grid(steps: int, kind: TimeGrid = "uniform", start: float = 1.0) -> lis
     if kind == "edm":
         # With one interval more than levels: the last one ends in no noise at all.
         highest = min(SIGMA_MAX, start / (1 - start)) if start < 1 else SIGMA_MAX
-        roots = torch.linspace(highest ** (1 / RHO), SIGMA_MIN ** (1 / RHO), steps + 1, dtype=torch.float64)[:-1]
+        lowest = min(SIGMA_MIN, highest / 2)
+        roots = torch.linspace(highest ** (1 / RHO), lowest ** (1 / RHO), steps + 1, dtype=torch.float64)[:-1]
         sigma = roots**RHO
         times = [*(sigma / (1 + sigma)).tolist(), 0.0]
         return [start, *times[1:]]

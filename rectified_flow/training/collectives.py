@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from einops import rearrange
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def limit_waiting(seconds: float) -> None:
         set_timeout(timedelta(seconds=seconds))
 
 
-def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
+def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) -> T:
     """Run ``action`` on the main process; every process returns its result or raises its exception."""
     outcome: list[object] = [None, None]
     if accelerator.is_main_process:
@@ -37,6 +37,13 @@ def on_main(accelerator: Accelerator, action: Callable[[], T]) -> T:
     if isinstance(outcome[1], Exception):
         raise outcome[1]
     return outcome[0]  # type: ignore[return-value]
+
+
+def from_main(value: Tensor) -> Tensor:
+    """The main process's ``value``, where rounding may have made others come to another."""
+    if dist.is_initialized():
+        dist.broadcast(value, 0)
+    return value
 
 
 def any_rank(accelerator: Accelerator, value: bool) -> bool:

@@ -37,7 +37,7 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
     """
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)  # torch's own, in jvp
     program = os.path.basename(sys.argv[0])
-    code = 0
+    code, orderly = 0, True
     try:
         with outliving_streams(), signals_request_end():
             state = join_processes()
@@ -49,14 +49,14 @@ def run(main: Callable[[C], None], config_class: type[C], description: str) -> N
     except RunError as error:
         code = _agreed_code(f"{program}: {error}", code=1)
     except KeyboardInterrupt:
-        code = _agreed_code("ended on request; the same command starts again", code=0)
+        code, orderly = _agreed_code("ended on request; the same command starts again", code=0), False
     except SystemExit as explained:
         if dist.is_initialized():
             dist.barrier()  # all parse the same flags: let the one that explains the error finish first
         code = int(explained.code or 0)
     except Exception as error:
         code = _agreed_code(_explain(error), code=1)
-    _exit(code)
+    _exit(code, orderly)
 
 
 def _agreed_code(sentence: str, code: int) -> int:
@@ -68,7 +68,7 @@ def _agreed_code(sentence: str, code: int) -> int:
     return agreed
 
 
-def _exit(code: int) -> None:
+def _exit(code: int, orderly: bool) -> None:
     """Exit; one of several processes that trained does so past the interpreter's own end.
 
     DDP keeps the process group's threads alive for good, and one that still lets go of the last message while the
@@ -78,7 +78,8 @@ def _exit(code: int) -> None:
         sys.exit(code)
     if code == 0:
         atexit._run_exitfuncs()
-        dist.destroy_process_group()
+        if orderly:  # else others may be in a collective, and this would wait for them
+            dist.destroy_process_group()
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

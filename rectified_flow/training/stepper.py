@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +13,7 @@ from rectified_flow.data.stream import GlobalBatch, image_indices
 from rectified_flow.errors import RunError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import Rows, rows_of
-from rectified_flow.training.collectives import any_rank, gather_rows, join_lists
+from rectified_flow.training.collectives import any_rank, from_main, gather_rows, join_lists
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.state import TrainingState
 
@@ -79,7 +80,7 @@ class Stepper:
         """
         state, optimizer = self.state, self.state.optimizer
         losses, values = [], dict[str, Tensor]()
-        for micro_batch, batch in enumerate(self._paired([next(batches) for _ in range(self.batch.accumulation)])):
+        for micro_batch, batch in enumerate(self._micro_batches(batches)):
             losses.append(self.backward(batch, micro_batch))
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
                 values[name] = values.get(name, 0) + value.detach() / self.batch.accumulation
@@ -132,16 +133,19 @@ class Stepper:
             self.accelerator.backward(loss * torch.where(torch.isfinite(loss), 1.0, torch.nan).to(loss))
         return loss.detach()
 
-    def _paired(self, micro_batches: list[Batch]) -> list[Batch]:
-        """With the noise that the flow chooses for each image, if it looks at the global batch for that."""
+    def _micro_batches(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """This rank's, with the noise that the flow chooses for each image if it looks at the global batch for that."""
+        coming = islice(batches, self.batch.accumulation)
         flow, device = self.state.flow, self.accelerator.device
         if not (isinstance(flow, Flow) and flow.pairs):
-            return micro_batches
+            yield from coming
+            return
+        micro_batches = list(coming)
         everything = gather_rows(micro_batches, self.batch, device)
         with rows_of(Rows(self.config.seed, self.state.step, self.batch.total, slice(None)), device):
-            chosen = flow.pair(**everything)
-        rank = self.accelerator.process_index
-        return [batch | {"noise_rows": chosen[self.batch.rows(rank, m)]} for m, batch in enumerate(micro_batches)]
+            chosen = from_main(flow.pair(**everything))
+        for micro_batch, batch in enumerate(micro_batches):
+            yield batch | {"noise_rows": chosen[self.batch.rows(self.accelerator.process_index, micro_batch)]}
 
     def _learning_rate(self) -> float:
         """A function of the updates made: linear warm-up, then constant."""

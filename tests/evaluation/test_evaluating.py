@@ -6,10 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from rectified_flow import checkpoint
+from rectified_flow import UsageError, checkpoint
 from rectified_flow.evaluating import EvaluateConfig, evaluate
+from rectified_flow.evaluation.features import load_features
 from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.training.command_line import parse
 from rectified_flow.training.state import CONFIG_FILE
@@ -50,6 +52,7 @@ def measure(*flags: object) -> None:
 def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
     for world_size in (2, 1):
         flags = ["--checkpoint", run, "--steps", 1, 3, "--batch_size", 5, "--output_dir", tmp_path / str(world_size)]
+        flags += ["--cache_dir", tmp_path / f"cache-{world_size}"]
         run_on_ranks(world_size, measure, *flags)
     alone, shared = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("1", "2"))
     assert [each["steps"] for each in alone] == [1, 3]
@@ -60,7 +63,8 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
         assert distances["efficientnet_lite0_frechet_distance"] > 0
     assert (alone[0]["num_real"], alone[0]["num_samples"], alone[0]["split"]) == (COUNT, 13, "train")
     assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
-    assert len(list((run / "cache").rglob("features-*.npy"))) == 2, "reference features were not kept"
+    for name in ("cache-1", "cache-2"):
+        assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
 
 
 def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -81,12 +85,32 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --num_samples 1", "a distance needs at least 2"),
         ("--checkpoint {run} --steps 4 0", "all must be above 0"),
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
+        ("--checkpoint {run} --dataset_path {other}", "was trained on other classes than those of other"),
+        ("--checkpoint {run} --seed -1", "--seed is -1"),
+        ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
 )
 def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
-    assert_refused("evaluate.py", 1, flags.format(run=run, tmp=tmp_path), sentence)
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(other / f"{i}.png")
+    assert_refused("evaluate.py", 1, flags.format(run=run, tmp=tmp_path, other=other), sentence)
 
 
-def test_a_feature_network_that_is_not_there(run: Path) -> None:
-    flags = f"--checkpoint {run} --num_samples 2"
-    assert_refused("evaluate.py", 2, flags, "--feature_network inception cannot be loaded")
+def test_bad_input_is_told_once_on_two_processes(run: Path) -> None:
+    assert_refused(
+        "evaluate.py", 2, f"--checkpoint {run} --output_dir /proc/nothing", "/proc/nothing cannot be written"
+    )
+
+
+def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(UsageError, match=f"--feature_network {name} .*pip install"):
+            load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text('{"not": "a list')
+    assert_refused("evaluate.py", 1, f"--checkpoint {run} --output_dir {tmp_path}", "evaluation.json cannot be read")

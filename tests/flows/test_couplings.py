@@ -39,7 +39,7 @@ def test_transport_within_classes() -> None:
 
 def test_the_nearest_candidate() -> None:
     x_0 = torch.zeros(2, 3)
-    candidates = torch.stack([torch.full((3,), float(v)) for v in (3, -1, 2, 5, 4, 6)]).reshape(2, 3, 3)
+    candidates = [torch.tensor([[float(a)] * 3, [float(b)] * 3]) for a, b in ((3, 5), (-1, 4), (2, 6))]
     assert nearest_candidate(x_0, candidates).tolist() == [[-1.0] * 3, [4.0] * 3]
 
 

@@ -154,7 +154,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}.safetensors" for name in checkpoint_files}
-        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "trainer", "manifest")}
+        expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
     assert left == expected
 
 
