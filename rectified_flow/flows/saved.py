@@ -134,7 +134,6 @@ class Saved(ModelHubMixin):
         description = self.describe()
         if description is None:
             raise UsageError(f"a {type(self.network).__name__} cannot be described, so it cannot be built again")
-        (save_directory / "README.md").unlink(missing_ok=True)  # of a model that was here before
         (save_directory / HUB_CONFIG).write_text(json.dumps(description, indent=1))
         checkpoint.save_tensors(self.network.state_dict(), save_directory / checkpoint.MODEL_FILE)
 
