@@ -17,6 +17,7 @@ from rectified_flow.data.stream import GlobalBatch, StreamSampler
 
 FORK = multiprocessing.get_context("fork")
 LENGTH, SIDE, PROCESSES = 15_000_000, 2, 8
+pytestmark = pytest.mark.xdist_group("big data")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ TINY_FLAGS = (
 )
 TINY = TINY_FLAGS.split()
 DEADLINE = 120
+pytestmark = pytest.mark.xdist_group("programs")  # some of which want the same port
 
 
 def start(command: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:

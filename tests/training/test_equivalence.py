@@ -15,6 +15,7 @@ from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
 
 STEPS = 40
+pytestmark = pytest.mark.xdist_group("equivalence")  # whose tests share runs
 Kind = type[TrainingConfig]
 either_flow = pytest.mark.parametrize("kind", [TrainingConfig, MeanFlowConfig])
 
