@@ -169,7 +169,8 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", ["train_oxford.py", pytest.param("train_mean_flow.py", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["train_oxford.py", "train_mean_flow.py"])
 def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str) -> None:
     flags = [*TINY, "--train_num_steps", "6", "--log_every", "1", "--num_samples", "0", "--dim_mults", "1"]
     processes = [
