@@ -190,7 +190,9 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     lines = {
         "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {averaged} of {plan.source}",
         "processes": f"{state.num_processes} x {state.device.type}",
-        "solver": means if means == "adaptive" else f"{steps} intervals, {means}, {config.time_grid} grid",
+        "solver": means
+        if means == "adaptive"
+        else f"{steps} interval{'s' * (steps > 1)}, {means}, {config.time_grid} grid",
         "pictures": f"{config.num_samples} of {(flow.image_shape or [0])[-1]} px, seed {config.seed}",
     }
     if shown:
