@@ -1,5 +1,6 @@
 """sample.py: from a checkpoint to numbered pictures, alike on 1 and 2 processes; and what it refuses."""
 
+import resource
 import shutil
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 from PIL import Image
 
 from rectified_flow import Flow, MeanFlow, checkpoint
+from rectified_flow.errors import RunError
+from rectified_flow.flows.images import write_picture
 from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.sampling import SampleConfig, sample
 from rectified_flow.training.command_line import parse
@@ -144,3 +147,15 @@ def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path)
     assert_refused("sample.py", 1, f"{flags} 2", "holds 1 picture of an earlier call")
     assert program("sample.py", f"{flags} 4".split())[0] == 0
     assert len(pictures(tmp_path)) == 5
+
+
+def write_on_a_full_disk(folder: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+    with pytest.raises(RunError) as told:
+        write_picture(folder / "00000.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    return str(told.value)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(f"could not write {tmp_path}/00000.png")
+    assert not list(tmp_path.iterdir())

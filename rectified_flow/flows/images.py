@@ -1,5 +1,6 @@
 """The one place where pictures become numbers a flow works on, and back."""
 
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -53,5 +54,7 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
         beside.write_bytes(content.getvalue())
         beside.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
         raise RunError(f"could not write {path} ({error}): make room, and the same command starts again") from error
     return path
