@@ -1,6 +1,6 @@
 """What all flows share: how images, labels and noise enter, and in which state sampling happens."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -31,6 +31,8 @@ class Flow(nn.Module, Saved):
 
     settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names", "coupling")
 
+    sample: Callable[..., Tensor]
+    """Generates images, float32 ``[b, c, h, w]`` in [0, 1]; each flow in its own way."""
     default_steps: ClassVar[int]
     """Intervals of :meth:`sample` unless told otherwise."""
 
@@ -56,10 +58,6 @@ class Flow(nn.Module, Saved):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective in place, its draws left outside; no saved name changes."""
         self.objective = torch.compile(self.objective, *args, **kwargs)  # type: ignore[has-type]
-
-    def sample(self, *args: Any, **how: Any) -> Tensor:
-        """Generate images, float32 ``[b, c, h, w]`` in [0, 1]."""
-        raise NotImplementedError
 
     def _call(self, x: Tensor, t: Tensor, labels: Tensor | None, **conditions: Tensor) -> Tensor:
         """The network's output in float32; labels only where it has classes."""

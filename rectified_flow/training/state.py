@@ -10,6 +10,8 @@ from ema_pytorch import EMA
 from torch import Tensor, nn
 
 from rectified_flow import checkpoint
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.saved import FLOW_FILE
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE, CONFIG_FILE = "trainer.json", "config.json"
@@ -76,8 +78,21 @@ class TrainingState:
             files[checkpoint.EMA_FILE] = network_of(self.ema.ema_model).state_dict()
         return files
 
-    def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
-        """A checkpoint's numbers; ``sums`` are this state's by rank."""
+    def documents(
+        self, config: dict[str, Any], run: dict[str, Any], sums: dict[str, list[float]]
+    ) -> dict[str, dict[str, Any]]:
+        """A checkpoint's other files: the run's flags and identity, its numbers, and how its flow is built.
+
+        Args:
+            config: the flags.
+            run: what makes it the same run.
+            sums: this state's, by rank.
+        """
+        description = self.flow.describe() if isinstance(self.flow, Flow) else None
+        files = {CONFIG_FILE: config, STATE_FILE: self._counters(sums) | {"run": run}}
+        return files if description is None else files | {FLOW_FILE: description}
+
+    def _counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
         scaler = self.optimizer.scaler
         return {
             **{name: getattr(self, name) for name in COUNTERS},

@@ -15,8 +15,6 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
 from rectified_flow.progress import progress_bar
 from rectified_flow.training.collectives import (
@@ -33,7 +31,7 @@ from rectified_flow.training.processes import PATIENCE_AT_START, build_accelerat
 from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.run_folder import RunFolder
 from rectified_flow.training.saving import Saver
-from rectified_flow.training.state import CONFIG_FILE, STATE_FILE, TrainingState, average_of
+from rectified_flow.training.state import TrainingState, average_of
 from rectified_flow.training.stepper import BadStep, Batch, Stepper
 from rectified_flow.training.tracking import RunLog, Throughput
 
@@ -217,13 +215,7 @@ class Trainer:
             self.folder.tell("running", state.step, self.total_steps)
             with suppress(OSError):
                 self.log.write_lines()
-            documents = {
-                STATE_FILE: state.counters(sums) | {"run": asdict(self.run)},
-                CONFIG_FILE: self.config.plain(),
-            }
-            description = self.flow.describe() if isinstance(self.flow, Flow) else None
-            if description is not None:
-                documents[FLOW_FILE] = description
+            documents = state.documents(self.config.plain(), asdict(self.run), sums)
             self.saver.save(state.step, state.tensors(), documents)
 
     def _tell_bad(self, bad: BadStep) -> None:
