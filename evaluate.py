@@ -5,7 +5,7 @@ torchrun or accelerate launch to share the work between several devices.
 """
 
 from rectified_flow.evaluating import EvaluateConfig, evaluate
-from rectified_flow.training.launch import run
+from rectified_flow.processes.launch import run
 
 if __name__ == "__main__":
     run(evaluate, EvaluateConfig, __doc__)

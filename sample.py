@@ -4,8 +4,8 @@
 torchrun or accelerate launch to draw on several devices.
 """
 
+from rectified_flow.processes.launch import run
 from rectified_flow.sampling import SampleConfig, sample
-from rectified_flow.training.launch import run
 
 if __name__ == "__main__":
     run(sample, SampleConfig, __doc__)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rectified_flow import MeanFlow, MeanFlowConfig, Trainer
 from rectified_flow.checkpoint import load_network
 from rectified_flow.flows.timesteps import LogitNormal
-from rectified_flow.training.launch import run
+from rectified_flow.processes.launch import run
 from rectified_flow.training.parts import build_dataset, build_network, flow_settings
 from rectified_flow.training.plan import print_plan
 

@@ -20,7 +20,7 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, flush_folder
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
-MANIFEST = "manifest.json"
+CONFIG_FILE, MANIFEST = "config.json", "manifest.json"
 STAGE_PREFIX = ".writing-"
 
 

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow import checkpoint, randomness
 from rectified_flow.data import ImageDataset, open_dataset
-from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.errors import RunError, UsageError, first_line, require
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
 from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
 from rectified_flow.evaluation.reference import reference_features
@@ -22,6 +22,8 @@ from rectified_flow.files import replace_file
 from rectified_flow.flows import Flow
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.images import to_grid, write_picture
+from rectified_flow.processes.collectives import gather_interleaved
+from rectified_flow.processes.joining import join_processes
 from rectified_flow.progress import progress_bar
 from rectified_flow.trained import (
     ModelFlags,
@@ -34,10 +36,6 @@ from rectified_flow.trained import (
     run_folder_of,
     solver_options,
 )
-from rectified_flow.training.collectives import gather_interleaved
-from rectified_flow.training.config import require
-from rectified_flow.training.processes import join_processes
-from rectified_flow.training.state import CONFIG_FILE
 
 RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
@@ -194,7 +192,7 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
-    trained = checkpoint.load_document(source, CONFIG_FILE)
+    trained = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
 
     def folder(name: str) -> Path | None:
         given = getattr(config, name) or trained[name]

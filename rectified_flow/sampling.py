@@ -16,10 +16,11 @@ from tqdm.auto import tqdm
 from rectified_flow import checkpoint
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store_builder import fit
-from rectified_flow.errors import RunError, UsageError, first_line
+from rectified_flow.errors import RunError, UsageError, first_line, require, require_positive
 from rectified_flow.flows import Flow, MeanFlow
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.images import to_grid, to_unit, write_picture
+from rectified_flow.processes.joining import join_processes
 from rectified_flow.progress import progress_bar
 from rectified_flow.trained import (
     ModelFlags,
@@ -32,8 +33,6 @@ from rectified_flow.trained import (
     run_folder_of,
     solver_options,
 )
-from rectified_flow.training.config import require, require_positive
-from rectified_flow.training.processes import join_processes
 
 GRID_PICTURES = 100
 PATH_PICTURES = 8

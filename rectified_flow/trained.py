@@ -10,13 +10,12 @@ import torch
 from accelerate import PartialState
 
 from rectified_flow import checkpoint
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, require, require_positive
 from rectified_flow.flows import Flow, RectifiedFlow
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.solvers import Solver
 from rectified_flow.flows.time_grids import TimeGrid
-from rectified_flow.training.collectives import on_main
-from rectified_flow.training.config import require, require_positive
+from rectified_flow.processes.collectives import on_main
 
 
 @dataclass(frozen=True)

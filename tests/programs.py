@@ -9,9 +9,9 @@ from typing import Any
 import train_mean_flow
 import train_oxford
 from rectified_flow.evaluating import EvaluateConfig, evaluate
+from rectified_flow.processes.launch import run
 from rectified_flow.sampling import SampleConfig, sample
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig
-from rectified_flow.training.launch import run
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {

@@ -25,7 +25,7 @@ _context.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "torch.optim",
         "accelerate", "accelerate.data_loader", "datasets", "ema_pytorch", "safetensors.torch", "matplotlib.figure",
-        "rectified_flow", "rectified_flow.training.launch", "rectified_flow.training.trainer", "tests.training.runs",
+        "rectified_flow", "rectified_flow.processes.launch", "rectified_flow.training.trainer", "tests.training.runs",
     ]
 )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Training: flags, processes, the loop, and what a run leaves on disk."""
+"""Training: flags, the loop, and what a run leaves on disk."""
 
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig
 from rectified_flow.training.trainer import Trainer

@@ -1,13 +1,13 @@
 """Every flag of a training run, frozen and validated."""
 
 from dataclasses import asdict, dataclass
-from math import ceil, isfinite
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
 from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
 from rectified_flow.data.stream import GlobalBatch
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import require, require_positive
 from rectified_flow.flows.couplings import Coupling
 from rectified_flow.flows.mean import ObjectiveName
 from rectified_flow.flows.rectified import Loss, Prediction
@@ -272,15 +272,3 @@ class MeanFlowConfig(MeanFlowFlags, TrainingConfig):
             self.use_cfg or (self.guidance_scale, self.guidance_mixing) == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
-
-
-def require_positive(config: object, name: str) -> None:
-    """Raise a UsageError if a flag that was given is not above 0."""
-    value = getattr(config, name)
-    require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
-
-
-def require(condition: bool, sentence: str) -> None:
-    """Raise a UsageError with ``sentence`` unless ``condition`` holds."""
-    if not condition:
-        raise UsageError(sentence)

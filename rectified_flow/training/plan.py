@@ -9,8 +9,8 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.processes import build_accelerator
 
 
 def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:

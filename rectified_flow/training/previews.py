@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rectified_flow.interruption import Interrupted
+from rectified_flow.processes.collectives import any_rank, gather_interleaved
 from rectified_flow.randomness import Rows, rows_of
-from rectified_flow.training.collectives import any_rank, gather_interleaved
 from rectified_flow.training.config import TrainingConfig
 
 

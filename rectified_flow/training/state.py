@@ -14,7 +14,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.saved import FLOW_FILE
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE, CONFIG_FILE = "trainer.json", "config.json"
+STATE_FILE = "trainer.json"
 COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
 
 
@@ -89,7 +89,7 @@ class TrainingState:
             sums: this state's, by rank.
         """
         description = self.flow.describe() if isinstance(self.flow, Flow) else None
-        files = {CONFIG_FILE: config, STATE_FILE: self._counters(sums) | {"run": run}}
+        files = {checkpoint.CONFIG_FILE: config, STATE_FILE: self._counters(sums) | {"run": run}}
         return files if description is None else files | {FLOW_FILE: description}
 
     def _counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rectified_flow.data.stream import GlobalBatch, image_indices
 from rectified_flow.errors import RunError
 from rectified_flow.flows.flow import Flow
+from rectified_flow.processes.collectives import any_rank, from_main, gather_rows, join_lists
 from rectified_flow.randomness import Rows, rows_of
-from rectified_flow.training.collectives import any_rank, from_main, gather_rows, join_lists
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.state import TrainingState
 

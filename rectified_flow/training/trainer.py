@@ -16,18 +16,19 @@ from tqdm.auto import tqdm
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
-from rectified_flow.progress import progress_bar
-from rectified_flow.training.collectives import (
+from rectified_flow.processes.collectives import (
     any_rank,
     check_equal_weights,
     gather_scalars,
     limit_waiting,
     on_main,
 )
+from rectified_flow.processes.joining import PATIENCE_AT_START
+from rectified_flow.progress import progress_bar
+from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.plan import describe_run, forward_flops
 from rectified_flow.training.previews import draw_preview
-from rectified_flow.training.processes import PATIENCE_AT_START, build_accelerator
 from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.run_folder import RunFolder
 from rectified_flow.training.saving import Saver

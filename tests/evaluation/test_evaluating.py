@@ -13,8 +13,7 @@ from rectified_flow import UsageError, checkpoint
 from rectified_flow.evaluating import EvaluateConfig, evaluate
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.flows.saved import FLOW_FILE
-from rectified_flow.training.command_line import parse
-from rectified_flow.training.state import CONFIG_FILE
+from rectified_flow.processes.command_line import parse
 from tests.flows.test_saved import FLOWS
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
@@ -40,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "skip_broken_images": False,
     }
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
-    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), CONFIG_FILE: config})
+    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config})
     return folder
 
 

@@ -5,7 +5,7 @@ import os
 from torch import Tensor
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
-from rectified_flow.training.launch import run
+from rectified_flow.processes.launch import run
 from rectified_flow.training.parts import build_dataset, build_network
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rectified_flow.errors import UsageError
-from rectified_flow.training.command_line import parse
+from rectified_flow.processes.command_line import parse
 from rectified_flow.training.config import MeanFlowConfig, RectifiedFlowConfig, TrainingConfig
 
 SHARED = """

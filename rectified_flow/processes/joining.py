@@ -1,4 +1,4 @@
-"""The processes of a run: how they find each other, and the Accelerator they share."""
+"""How the processes of a run find each other."""
 
 import os
 import sys
@@ -7,13 +7,12 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, PartialState
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, parse_flag_from_env
+from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from rectified_flow.errors import UsageError
-from rectified_flow.training.config import TrainingConfig
 
 PATIENCE_AT_START = timedelta(minutes=30)
 """How long processes wait for each other before the first step: some may be reading, compiling, or not even there."""
@@ -44,28 +43,6 @@ def join_processes() -> PartialState:
             local_rank == 0,
         )
     return state
-
-
-def build_accelerator(config: TrainingConfig) -> Accelerator:
-    """The run's Accelerator; a precision left unset is the launcher's.
-
-    Raises:
-        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
-    """
-    state = join_processes()
-    accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=config.output_dir,
-        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
-        ),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
-    return accelerator
 
 
 def _meet(cpu: bool, world_size: int) -> None:

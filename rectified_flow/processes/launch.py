@@ -14,9 +14,9 @@ from accelerate.utils import set_seed
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.interruption import signals_request_end
+from rectified_flow.processes.command_line import parse
+from rectified_flow.processes.joining import join_processes
 from rectified_flow.progress import outliving_streams
-from rectified_flow.training.command_line import parse
-from rectified_flow.training.processes import join_processes
 
 
 class Config(Protocol):

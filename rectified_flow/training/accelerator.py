@@ -1,0 +1,30 @@
+"""The Accelerator that the processes of a training run share."""
+
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+from rectified_flow.errors import UsageError
+from rectified_flow.processes.joining import join_processes
+from rectified_flow.training.config import TrainingConfig
+
+
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """The run's Accelerator; a precision left unset is the launcher's.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
+    """
+    state = join_processes()
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
+    return accelerator
