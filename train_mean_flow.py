@@ -10,7 +10,7 @@ from rectified_flow import MeanFlow, MeanFlowConfig, Trainer
 from rectified_flow.checkpoint import load_network
 from rectified_flow.flows.timesteps import LogitNormal
 from rectified_flow.processes.launch import run
-from rectified_flow.training.parts import build_dataset, build_network, flow_settings
+from rectified_flow.training.parts import build_dataset, build_evaluator, build_network, flow_settings
 from rectified_flow.training.plan import print_plan
 
 
@@ -22,7 +22,7 @@ def main(config: MeanFlowConfig) -> None:
     flow = build_flow(config, dataset.class_names)
     if config.init_from is not None:
         load_network(flow.network, config.init_from)
-    Trainer(flow, dataset, config).train()
+    Trainer(flow, dataset, config, build_evaluator(config, dataset)).train()
 
 
 def build_flow(config: MeanFlowConfig, class_names: Sequence[str]) -> MeanFlow:

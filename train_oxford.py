@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform
 from rectified_flow.processes.launch import run
-from rectified_flow.training.parts import build_dataset, build_network, flow_settings
+from rectified_flow.training.parts import build_dataset, build_evaluator, build_network, flow_settings
 from rectified_flow.training.plan import print_plan
 
 
@@ -18,7 +18,8 @@ def main(config: RectifiedFlowConfig) -> None:
         print_plan(config, build_flow(config, class_names=()))
         return
     dataset = build_dataset(config)
-    Trainer(build_flow(config, dataset.class_names), dataset, config).train()
+    flow = build_flow(config, dataset.class_names)
+    Trainer(flow, dataset, config, build_evaluator(config, dataset)).train()
 
 
 def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> RectifiedFlow:

@@ -86,7 +86,8 @@ def main(flags: Flags) -> None:
     print("| data | setting | " + " | ".join(columns) + " |")
     print("|---|---|" + "---|" * len(columns))
     with ThreadPoolExecutor(flags.workers) as pool:
-        for (data, variation), distances in zip(rows, pool.map(lambda row: measure(row[0], row[1], flags), rows), strict=True):
+        results = pool.map(lambda row: measure(row[0], row[1], flags), rows)
+        for (data, variation), distances in zip(rows, results, strict=True):
             numbers = " | ".join(f"{distances[column]:.4g}" for column in columns)
             print(f"| {Path(data).name} | {variation} | {numbers} |", flush=True)
 

@@ -20,8 +20,9 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, flush_folder
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
-CONFIG_FILE, MANIFEST = "config.json", "manifest.json"
+CONFIG_FILE, STATE_FILE, MANIFEST = "config.json", "trainer.json", "manifest.json"
 STAGE_PREFIX = ".writing-"
+CHECKPOINTS, BEST = "checkpoints", "best"
 
 
 def step_name(step: int) -> str:
@@ -39,18 +40,17 @@ def save(
     step: int,
     tensors: Mapping[str, Mapping[str, Tensor]],
     documents: Mapping[str, Any],
-    keep: int = 0,
-    keep_every: int = 0,
+    *,
+    best: bool = False,
 ) -> Path:
-    """Write a checkpoint into ``folder`` and then remove all but the ``keep`` newest (0 keeps all) and the milestones.
+    """Write a checkpoint into ``folder``.
 
     Args:
         folder: where the run's checkpoints are.
         step: optimizer steps made.
         tensors: file name to named tensors.
         documents: file name to what JSON can hold.
-        keep: how many to keep.
-        keep_every: those at multiples of this step are milestones; 0 makes none.
+        best: whether the name ``best`` is to mean this one from now on.
 
     Returns:
         The checkpoint's folder.
@@ -70,17 +70,37 @@ def save(
         flush_folder(stage)
         if path.exists():
             _remove(path)
+        if best:  # first: a run that is killed in between comes here again
+            link = folder / f".{BEST}.tmp"
+            link.unlink(missing_ok=True)
+            link.symlink_to(path.name)
+            link.replace(folder / BEST)
         stage.rename(path)
         flush(folder)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
-    if keep:
-        # Later ones, if any, were damaged when the run started: never let them push out a good one.
-        for old in [each for each in list_checkpoints(folder) if each.name <= path.name][:-keep]:
-            if not (keep_every and step_of(old) % keep_every == 0):
-                _remove(old)
     return path
+
+
+def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
+    """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
+
+    Args:
+        newest: the one written last. Later ones, if any, were damaged when the run started: they push out no good one.
+        keep: how many to keep.
+        keep_every: those at multiples of this step are milestones; 0 makes none.
+    """
+    older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
+    for each in older[:-keep] if keep else []:
+        if not (keep_every and step_of(each) % keep_every == 0) and each != best_of(newest.parent):
+            _remove(each)
+
+
+def best_of(folder: Path) -> Path | None:
+    """The checkpoint in ``folder`` that evaluations found the best, if there were any."""
+    best = folder / BEST
+    return folder / best.readlink() if best.is_symlink() and best.exists() else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -127,11 +147,13 @@ def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
         UsageError: if there is none, or it is damaged.
     """
     if (path / MANIFEST).exists():
+        if path.is_symlink():
+            path = path.parent / path.readlink()  # the best of today
         problem = find_damage(path)
         if problem is not None:
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
         return path
-    for folder in (path / "checkpoints", path):
+    for folder in (path / CHECKPOINTS, path):
         newest = newest_checkpoint(folder, warn)
         if newest is not None:
             return newest

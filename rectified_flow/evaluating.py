@@ -1,45 +1,38 @@
 """What evaluate.py does: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from accelerate import PartialState
-from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow import checkpoint, randomness
+from rectified_flow import checkpoint
 from rectified_flow.data import ImageDataset, open_dataset
 from rectified_flow.errors import RunError, UsageError, first_line, require
-from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
-from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
-from rectified_flow.evaluation.reference import reference_features
+from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
+from rectified_flow.evaluation.features import FeatureNetwork
 from rectified_flow.files import replace_file
-from rectified_flow.flows import Flow
-from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.images import to_grid, write_picture
-from rectified_flow.processes.collectives import gather_interleaved
+from rectified_flow.plots import draw_lines
 from rectified_flow.processes.joining import join_processes
-from rectified_flow.progress import progress_bar
 from rectified_flow.trained import (
+    LONGEST_EMA,
     ModelFlags,
     PrecisionFlags,
     SolverFlags,
     autocast,
     check_common,
+    load_average,
     load_flow,
     prepare_folder,
     run_folder_of,
     solver_options,
+    weights_of,
 )
 
-RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
-SHOWN, NEIGHBOURS_SHOWN = 8, 5
-SPLIT = "train"
+RESULTS_FILE, NEIGHBOURS_FILE, LENGTHS_FILE = "evaluation.json", "neighbours.png", "ema_lengths.png"
 
 
 @dataclass(frozen=True)
@@ -50,6 +43,8 @@ class EvaluationFlags:
     """Intervals from noise to picture, an evaluation for each (default: 16 for a rectified flow, 1 for a mean flow)."""
     feature_network: FeatureNetwork = "inception"
     """What pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no download."""
+    ema_lengths: tuple[float, ...] = ()
+    """Instead of the averaged weights, power-function averages of these lengths, as shares of the run; --power_ema."""
     seed: int = 0
     """Of the pictures, and of the subsets of the kernel distance."""
     dataset_path: Path | None = None
@@ -72,83 +67,10 @@ class EvaluateConfig(PrecisionFlags, SolverFlags, EvaluationFlags, ModelFlags):
         check_common(self)
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A model, the pictures it was trained on, and what both are seen through.
-
-    Args:
-        config: the call.
-        state: of the processes.
-        flow: on the device.
-        dataset: the training pictures.
-        features: in which the two are compared, the first of them the one that names the neighbours.
-    """
-
-    config: EvaluateConfig
-    state: PartialState
-    flow: Flow
-    dataset: ImageDataset
-    features: Sequence[Features]
-
-    def reference(self) -> list[Tensor]:
-        """Features of the training pictures."""
-        share = -(-len(self.dataset) // self.state.num_processes)
-        result = []
-        for each in self.features:
-            with self._bar(share, f"training pictures, {each.name}") as bar:
-                result.append(
-                    reference_features(
-                        self.dataset,
-                        each,
-                        self.state.device,
-                        rank=self.state.process_index,
-                        world_size=self.state.num_processes,
-                        gather=gather_interleaved,
-                        progress=bar.update,
-                        batch_size=self.config.batch_size,
-                    )
-                )
-        return result
-
-    def generated(self, how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
-        """Features of as many generated pictures as asked for, and the first few pictures."""
-        total, world = self.config.num_samples, self.state.num_processes
-        mine = [(self.state.process_index + world * i) % total for i in range(-(-total // world))]
-        parts: list[list[Tensor]] = [[] for _ in self.features]
-        first: list[Tensor] = []
-        batches = draw(
-            self.flow,
-            mine,
-            seed=self.config.seed,
-            batch_size=self.config.batch_size,
-            classes=self._labels(),
-            **how,
+        require(
+            all(0 < length <= LONGEST_EMA for length in self.ema_lengths),
+            f"--ema_lengths is {self.ema_lengths}; all must be above 0 and at most {LONGEST_EMA}",
         )
-        with (
-            self._bar(len(mine), f"{how['steps']} step{'s' * (how['steps'] > 1)}") as bar,
-            autocast(self.config, self.state.device),
-        ):
-            for numbers, pictures in batches:
-                with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
-                    for part, each in zip(parts, self.features, strict=True):
-                        part.append(each.extract(pictures).cpu())
-                if len(numbers) * len(first) < SHOWN:
-                    first.append(pictures.cpu())
-                bar.update(len(numbers))
-        shown = gather_interleaved(torch.cat(first)[:SHOWN], min(SHOWN, total))
-        return [gather_interleaved(torch.cat(part), total) for part in parts], shown
-
-    def _labels(self) -> list[int]:
-        """The training pictures' labels in a random order, so that any number of them has their shares."""
-        if self.flow.num_classes is None:
-            return []
-        order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.config.seed, "labels"))
-        return [int(label) for label in self.dataset.labels[order.numpy()]]
-
-    def _bar(self, total: int, doing: str) -> "tqdm[Any]":
-        return progress_bar(total=total, desc=doing, unit="img", disable=not self.state.is_main_process)
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -170,25 +92,35 @@ def evaluate(config: EvaluateConfig) -> None:
         "with --dataset_path",
     )
     require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
-    features = [load_features(config.feature_network, state.device), average_colours()]
-    evaluation = Evaluation(config, state, flow, dataset, features)
-    real = evaluation.reference()
-    for steps in config.steps or (flow.default_steps,):
-        generated, shown = evaluation.generated(how | {"steps": steps})
+    evaluator = Evaluator(
+        dataset,
+        config.feature_network,
+        state,
+        num_samples=config.num_samples,
+        seed=config.seed,
+        batch_size=config.batch_size,
+    )
+    new = []
+    for length, steps in product(config.ema_lengths or (None,), config.steps or (flow.default_steps,)):
+        if length is not None:
+            load_average(flow, source, length)
+        with autocast(config, state.device):
+            generated = evaluator.generate(flow, **how, steps=steps)
         if not state.is_main_process:
             continue
-        result = _settings(config, source, dataset, features[0], steps)
-        result["distances"] = _compare(features, real, generated, config.seed)
-        others = [each for each in results if each | {"distances": None} != result | {"distances": None}]
-        results = [*others, result]
+        settings = _settings(config, source, length, steps) | evaluator.settings
+        result = {**settings, "distances": evaluator.distances(generated)}
+        results = [*(each for each in results if each | {"distances": None} != settings | {"distances": None}), result]
+        new.append(result)
         _write_down(folder, results)
-        near = nearest(generated[0][: len(shown)], real[0], NEIGHBOURS_SHOWN)
-        write_picture(folder / NEIGHBOURS_FILE, _beside_neighbours(shown, near, dataset))
+        _show_neighbours(folder, evaluator, generated)
         tqdm.write(_describe(result))
     state.wait_for_everyone()
     if state.is_main_process:
         tqdm.write(f"{'results':<11} {folder / RESULTS_FILE}")
         tqdm.write(f"{'neighbours':<11} {folder / NEIGHBOURS_FILE}: a picture in each row, then the nearest real ones")
+        if len(config.ema_lengths) > 1:
+            tqdm.write(f"{'lengths':<11} {_plot_lengths(folder, new, evaluator.headline)}")
 
 
 def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
@@ -208,43 +140,23 @@ def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
     )
 
 
-def _settings(
-    config: EvaluateConfig, source: Path, dataset: ImageDataset, features: Features, steps: int
-) -> dict[str, Any]:
-    """What was done, by which a number can be compared with another."""
+def _settings(config: EvaluateConfig, source: Path, length: float | None, steps: int) -> dict[str, Any]:
+    """How the pictures were drawn."""
     return {
         "checkpoint": str(source),
-        "weights": checkpoint.best_weights(source),
+        "weights": weights_of(source, length),
         "steps": steps,
         "solver": config.solver or "default",
         "time_grid": config.time_grid,
         "guidance_scale": config.guidance_scale,
         "guidance_interval": list(config.guidance_interval),
-        "feature_network": features.name,
-        "resize": features.resize,
-        "dataset": dataset.info["source"],
-        "split": SPLIT,
-        "image_size": dataset.info["image_size"],
-        "num_real": len(dataset),
-        "num_samples": config.num_samples,
-        "seed": config.seed,
     }
-
-
-def _compare(
-    features: Sequence[Features], real: Sequence[Tensor], generated: Sequence[Tensor], seed: int
-) -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    for each, theirs, ours in zip(features, real, generated, strict=True):
-        numbers[each.frechet_name] = frechet_distance(theirs, ours)
-        numbers[each.kernel_name], numbers[f"{each.kernel_name}_std"] = kernel_distance(theirs, ours, seed)
-    return numbers | manifold_scores(real[0], generated[0])
 
 
 def _describe(result: dict[str, Any]) -> str:
     did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}"
     lines = [
-        did.format(**result) + f" ({result['split']} split, {result['image_size']} px)",
+        did.format(**result) + f" ({result['split']} split, {result['image_size']} px), {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
     return "\n".join([*lines, *(f"  {name:<38} {value:.5g}" for name, value in result["distances"].items())])
@@ -267,6 +179,24 @@ def _write_down(folder: Path, results: list[dict[str, Any]]) -> None:
         raise RunError(f"could not write {path} ({error}): name another folder with --output_dir") from error
 
 
-def _beside_neighbours(shown: Tensor, near: Tensor, dataset: ImageDataset) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    real = dataset.__getitems__(near.flatten().tolist())["images"].unflatten(0, near.shape)
-    return to_grid(torch.cat((shown[:, None], real), dim=1).flatten(0, 1), columns=1 + near.shape[1])
+def _show_neighbours(folder: Path, evaluator: Evaluator, generated: Generated) -> None:
+    rows = evaluator.beside_neighbours(generated)
+    write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
+
+
+def _plot_lengths(folder: Path, results: list[dict[str, Any]], distance: str) -> Path:
+    lines = {}
+    for steps in dict.fromkeys(result["steps"] for result in results):
+        values = [result["distances"][distance] for result in results if result["steps"] == steps]
+        lengths = [float(result["weights"].split()[-1]) for result in results if result["steps"] == steps]
+        lines[f"{steps} step{'s' * (steps > 1)}"] = (lengths, values)
+    try:
+        return draw_lines(
+            folder / LENGTHS_FILE,
+            lines,
+            title="which average of the weights is the best",
+            x_label="length of the average, as a share of the run",
+            y_label=distance,
+        )
+    except OSError as error:
+        raise RunError(f"could not write {folder / LENGTHS_FILE} ({error}): make room") from error

@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow import checkpoint
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store_builder import fit
 from rectified_flow.errors import RunError, UsageError, first_line, require, require_positive
@@ -23,15 +22,18 @@ from rectified_flow.flows.images import to_grid, to_unit, write_picture
 from rectified_flow.processes.joining import join_processes
 from rectified_flow.progress import progress_bar
 from rectified_flow.trained import (
+    LONGEST_EMA,
     ModelFlags,
     PrecisionFlags,
     SolverFlags,
     autocast,
     check_common,
+    load_average,
     load_flow,
     prepare_folder,
     run_folder_of,
     solver_options,
+    weights_of,
 )
 
 GRID_PICTURES = 100
@@ -49,6 +51,8 @@ class PictureFlags:
     """Names or numbers of classes, separated by commas, that take turns; or all (default: drawn for each picture)."""
     seed: int = 0
     """Of the noise, and all else that is drawn."""
+    ema_length: float | None = None
+    """Instead of the averaged weights, a power-function average of this length, as a share of the run; --power_ema."""
     from_images: Path | None = None
     """A picture, or a folder of them, to start from instead of noise alone; they take turns."""
     noise_level: float = 0.6
@@ -77,6 +81,10 @@ class SampleConfig(OutputFlags, PrecisionFlags, SolverFlags, PictureFlags, Model
         for name in ("num_samples", "steps"):
             require_positive(self, name)
         check_common(self)
+        require(
+            self.ema_length is None or 0 < self.ema_length <= LONGEST_EMA,
+            f"--ema_length is {self.ema_length}; it must be above 0 and at most {LONGEST_EMA}",
+        )
         require(0 < self.noise_level <= 1, f"--noise_level is {self.noise_level}; it must be above 0 and at most 1")
 
 
@@ -157,6 +165,8 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
         UsageError: if it does not.
     """
     flow, source = load_flow(config, state)
+    if config.ema_length is not None:
+        load_average(flow, source, config.ema_length)
     how = solver_options(config, flow, source)
     if config.steps is not None:
         how["steps"] = config.steps
@@ -184,10 +194,10 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     parameters = sum(p.numel() for p in flow.parameters()) / 1e6
     steps = plan.how.get("steps", flow.default_steps)
     means = "average velocity" if isinstance(flow, MeanFlow) else plan.how.get("solver", "midpoint")
-    averaged = "averaged weights" if checkpoint.best_weights(plan.source) == checkpoint.EMA_FILE else "last weights"
+    weights = weights_of(plan.source, config.ema_length)
     shown = [names[label] if names else str(label) for label in plan.classes[:6]]
     lines = {
-        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {averaged} of {plan.source}",
+        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {weights} of {plan.source}",
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": means
         if means == "adaptive"

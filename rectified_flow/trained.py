@@ -9,13 +9,16 @@ from typing import Any, Literal
 import torch
 from accelerate import PartialState
 
-from rectified_flow import checkpoint
+from rectified_flow import averages, checkpoint
 from rectified_flow.errors import UsageError, require, require_positive
 from rectified_flow.flows import Flow, RectifiedFlow
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.solvers import Solver
 from rectified_flow.flows.time_grids import TimeGrid
 from rectified_flow.processes.collectives import on_main
+
+LONGEST_EMA = 0.28
+"""A power-function average that weighs all steps alike has 0.289."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,22 @@ def load_flow(config: ModelFlags, state: PartialState) -> tuple[Flow, Path]:
     return Flow.from_checkpoint(source).to(state.device), source
 
 
+def load_average(flow: Flow, source: Path, length: float) -> None:
+    """Give ``flow`` the power-function average of that length at the checkpoint ``source``.
+
+    Raises:
+        UsageError: if the run kept nothing to make it from.
+    """
+    flow.network.load_state_dict(averages.synthesize(source, length))
+
+
+def weights_of(source: Path, length: float | None = None) -> str:
+    """Which of a checkpoint's weights are used, in words."""
+    if length is not None:
+        return f"average of length {length:g}"
+    return "averaged weights" if checkpoint.best_weights(source) == checkpoint.EMA_FILE else "last weights"
+
+
 def prepare_folder(flag: str, folder: Path) -> Path:
     """``folder``, made and seen to be writable.
 
@@ -111,7 +130,7 @@ def solver_options(config: SolverFlags, flow: Flow, source: Path) -> dict[str, A
 
 def run_folder_of(source: Path) -> Path:
     """The folder of the run that a checkpoint is of; with a --checkpoint_dir of its own, that one."""
-    return source.parent.parent if source.parent.name == "checkpoints" else source.parent
+    return source.parent.parent if source.parent.name == checkpoint.CHECKPOINTS else source.parent
 
 
 def autocast(config: PrecisionFlags, device: torch.device) -> torch.autocast:

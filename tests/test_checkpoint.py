@@ -17,9 +17,11 @@ from rectified_flow.errors import UsageError
 FORK = multiprocessing.get_context("fork")
 
 
-def write(folder: Path, step: int, keep: int = 0) -> Path:
+def write(folder: Path, step: int, keep: int = 0, best: bool = False) -> Path:
     tensors = {"model.safetensors": {"weight": torch.full((64, 64), float(step))}}
-    return checkpoint.save(folder, step, tensors, {"trainer.json": {"step": step}}, keep)
+    path = checkpoint.save(folder, step, tensors, {"trainer.json": {"step": step}}, best=best)
+    checkpoint.prune(path, keep)
+    return path
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -40,9 +42,20 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
     for step in range(10, 90, 10):
-        checkpoint.save(tmp_path, step, {}, {}, keep=1, keep_every=30)
+        checkpoint.prune(checkpoint.save(tmp_path, step, {}, {}), keep=1, keep_every=30)
     kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
     assert kept == [30, 60, 80]
+
+
+def test_the_best_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:
+    for step, best in ((1, True), (2, False), (3, False), (4, True), (5, False)):
+        write(tmp_path, step, keep=1, best=best)
+        expected = tmp_path / f"step_{1 if step < 4 else 4:08d}"
+        assert checkpoint.best_of(tmp_path) == checkpoint.resolve(tmp_path / "best") == expected
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [4, 5]
+    assert checkpoint.resolve(tmp_path) == tmp_path / "step_00000005", "a run goes on from its newest"
+    shutil.rmtree(tmp_path / "step_00000004")
+    assert checkpoint.best_of(tmp_path) is None
 
 
 def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
@@ -101,7 +114,7 @@ def cut(path: Path) -> None:
 def test_a_failure_while_writing_leaves_the_others(tmp_path: Path) -> None:
     write(tmp_path, 1)
     with pytest.raises(TypeError):
-        checkpoint.save(tmp_path, 2, {}, {"trainer.json": object()}, keep=1)
+        checkpoint.save(tmp_path, 2, {}, {"trainer.json": object()})
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
 
 

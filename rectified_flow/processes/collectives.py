@@ -46,7 +46,7 @@ def from_main(value: Tensor) -> Tensor:
     return value
 
 
-def any_rank(accelerator: Accelerator, value: bool) -> bool:
+def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Whether ``value`` is true on any process; no device is waited for."""
     if accelerator.num_processes == 1:
         return value

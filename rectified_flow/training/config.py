@@ -5,9 +5,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal
 
+from rectified_flow.checkpoint import CHECKPOINTS
 from rectified_flow.data.oxford_flowers import OXFORD_FLOWERS
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import require, require_positive
+from rectified_flow.evaluation.features import FeatureNetwork
 from rectified_flow.flows.couplings import Coupling
 from rectified_flow.flows.mean import ObjectiveName
 from rectified_flow.flows.rectified import Loss, Prediction
@@ -88,10 +90,22 @@ class OptimizationFlags:
     """Keep an exponential moving average of the weights, in float32, for sampling."""
     ema_decay: float = 0.9999
     """Decay of the average per optimizer step; early in a run it is lower."""
+    power_ema: bool = False
+    """Also keep what evaluate.py --ema_lengths makes averages of any length from: 8 bytes a weight per checkpoint."""
     seed: int = 0
     """Every random draw of the run is a function of this, whatever the number of processes."""
     compile: bool = False
     """Compile the loss with torch.compile: slow to start, then faster."""
+
+
+@dataclass(frozen=True)
+class EvaluationFlags:
+    evaluate_every: int = 0
+    """Steps between evaluations as by evaluate.py, of which the best checkpoint is kept; 0 makes none."""
+    evaluation_samples: int = 2000
+    """Pictures drawn for each."""
+    feature_network: FeatureNetwork = "inception"
+    """What pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no download."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,7 @@ class OutputFlags:
 
 
 @dataclass(frozen=True)
-class TrainingConfig(OutputFlags, OptimizationFlags, CouplingFlags, NetworkFlags, DataFlags):
+class TrainingConfig(EvaluationFlags, OutputFlags, OptimizationFlags, CouplingFlags, NetworkFlags, DataFlags):
     """A training run, whatever the flow.
 
     Raises:
@@ -138,13 +152,17 @@ class TrainingConfig(OutputFlags, OptimizationFlags, CouplingFlags, NetworkFlags
         for name in positive.split():
             require_positive(self, name)
         natural = "num_workers lr_warmup_steps weight_decay max_grad_norm save_every keep_checkpoints sample_every"
-        natural += " num_samples seed keep_every"
+        natural += " num_samples seed keep_every evaluate_every"
         for name in natural.split():
             value = getattr(self, name)
             require(value >= 0, f"--{name} is {value}; it must not be below 0")
         for name in ("dropout", "ema_decay"):
             value = getattr(self, name)
             require(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")
+        require(
+            self.evaluation_samples >= 2,
+            f"--evaluation_samples is {self.evaluation_samples}; a distance needs at least 2",
+        )
         require(
             len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
             f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
@@ -168,7 +186,7 @@ class TrainingConfig(OutputFlags, OptimizationFlags, CouplingFlags, NetworkFlags
     @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
-        return self.checkpoint_dir or self.output_dir / "checkpoints"
+        return self.checkpoint_dir or self.output_dir / CHECKPOINTS
 
     def split_batch(self, world_size: int) -> GlobalBatch:
         """Cut the global batch over processes and accumulation.

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+from accelerate import PartialState
+
 from rectified_flow.data import ImageDataset, open_dataset
 from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.networks import Unet
 from rectified_flow.training.config import TrainingConfig
 
@@ -41,6 +44,23 @@ def build_network(config: TrainingConfig, class_names: Sequence[str]) -> Unet:
         num_classes=(len(class_names) or None) if config.use_cfg else None,
         image_size=config.image_size,
         dropout=config.dropout,
+    )
+
+
+def build_evaluator(config: TrainingConfig, pictures: ImageDataset) -> Evaluator | None:
+    """What ``--evaluate_every`` measures by, if that is asked for.
+
+    Raises:
+        UsageError: if the feature network is not to be had.
+    """
+    if config.evaluate_every == 0:
+        return None
+    return Evaluator(
+        pictures,
+        config.feature_network,
+        PartialState(),
+        num_samples=config.evaluation_samples,
+        seed=config.seed,
     )
 
 

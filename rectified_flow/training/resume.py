@@ -7,7 +7,6 @@ from pathlib import Path
 from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.state import STATE_FILE
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def choose_checkpoint(
     own = checkpoint.newest_checkpoint(folder, warn=say)
     if own is None:
         return None if config.resume == "auto" else checkpoint.resolve(Path(config.resume), warn=say), run
-    before = RunIdentity(**checkpoint.load_document(own, STATE_FILE)["run"])
+    before = RunIdentity(**checkpoint.load_document(own, checkpoint.STATE_FILE)["run"])
     _check_same_run(config, run, before, own)
     for name, then, now in (("seed", before.seed, run.seed), ("global batch", before.global_batch, run.global_batch)):
         if then != now:

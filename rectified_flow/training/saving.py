@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rectified_flow import checkpoint
+from rectified_flow import averages, checkpoint
 from rectified_flow.errors import RunError
 from rectified_flow.training.config import TrainingConfig
 
@@ -28,8 +28,15 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path] | None = None
 
-    def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any]) -> None:
-        """Copy ``tensors`` and write them, unless the disk keeps the checkpoint before for too long."""
+    def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> None:
+        """Copy ``tensors`` and write them, unless the disk keeps the checkpoint before for too long.
+
+        Args:
+            step: of the checkpoint, as all else see :func:`checkpoint.save`.
+            tensors: by file.
+            documents: by file.
+            best: whether evaluations found no better one.
+        """
         try:
             # The other ranks wait for this one meanwhile, and not for ever.
             self.wait(self.config.rank_timeout / 2)
@@ -40,7 +47,7 @@ class Saver:
         copies = {
             file: {name: value.to("cpu", copy=True) for name, value in of.items()} for file, of in tensors.items()
         }
-        self._writing = self._thread.submit(self._write, step, copies, documents)
+        self._writing = self._thread.submit(self._write, step, copies, documents, best)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait until all is written; returns the newest checkpoint, None if that could not be written.
@@ -66,13 +73,14 @@ class Saver:
             )
         return path
 
-    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any]) -> Path:
+    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:
         folder, config = self.config.checkpoints, self.config
         self.draw()
         try:
-            return checkpoint.save(
-                folder, step, tensors, documents, keep=config.keep_checkpoints, keep_every=config.keep_every
-            )
+            path = checkpoint.save(folder, step, tensors, documents, best=best)
+            averages.keep_snapshots(folder)
+            checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
+            return path
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
             raise

@@ -10,11 +10,11 @@ from ema_pytorch import EMA
 from torch import Tensor, nn
 
 from rectified_flow import checkpoint
+from rectified_flow.averages import PowerAverages
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.saved import FLOW_FILE
 
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "trainer.json"
 COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
 
 
@@ -25,7 +25,8 @@ class TrainingState:
 
     Args:
         flow: the module in training, not wrapped.
-        ema: its average, or None.
+        ema: its average of constant decay, or None.
+        power: its power-function averages, or None.
         optimizer: over ``parameters``, as prepared by Accelerate.
         parameters: the trained parameters by name, in the optimizer's order.
     """
@@ -34,10 +35,11 @@ class TrainingState:
         self,
         flow: nn.Module,
         ema: EMA | None,
+        power: PowerAverages | None,
         optimizer: AcceleratedOptimizer,
         parameters: dict[str, nn.Parameter],
     ) -> None:
-        self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
+        self.flow, self.ema, self.power, self.optimizer, self.parameters = flow, ema, power, optimizer, parameters
         self.step = 0
         self.images_seen = 0
         self.updates = 0
@@ -66,6 +68,12 @@ class TrainingState:
         """Start a new mean."""
         self.sums, self.summands = {}, 0
 
+    def update_averages(self) -> None:
+        """Take in the weights after a good step."""
+        for average in (self.ema, self.power):
+            if average is not None:
+                average.update()
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """A checkpoint's tensors by file."""
         moments = {
@@ -76,7 +84,7 @@ class TrainingState:
         files = {checkpoint.MODEL_FILE: network_of(self.flow).state_dict(), OPTIMIZER_FILE: moments}
         if self.ema is not None:
             files[checkpoint.EMA_FILE] = network_of(self.ema.ema_model).state_dict()
-        return files
+        return files if self.power is None else files | self.power.tensors()
 
     def documents(
         self, config: dict[str, Any], run: dict[str, Any], sums: dict[str, list[float]]
@@ -89,7 +97,7 @@ class TrainingState:
             sums: this state's, by rank.
         """
         description = self.flow.describe() if isinstance(self.flow, Flow) else None
-        files = {checkpoint.CONFIG_FILE: config, STATE_FILE: self._counters(sums) | {"run": run}}
+        files = {checkpoint.CONFIG_FILE: config, checkpoint.STATE_FILE: self._counters(sums) | {"run": run}}
         return files if description is None else files | {FLOW_FILE: description}
 
     def _counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
@@ -109,13 +117,15 @@ class TrainingState:
             UsageError: if it was made by another architecture.
         """
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
-        counters = checkpoint.load_document(path, STATE_FILE)
+        counters = checkpoint.load_document(path, checkpoint.STATE_FILE)
         # Those that version 0.1 did not have yet.
         counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
         if self.ema is not None:
             checkpoint.load_weights(network_of(self.ema.ema_model), path, checkpoint.best_weights(path))
             self.ema.initted.fill_(True)
             self.ema.step.fill_(counters["ema_step"] or 0)
+        if self.power is not None:
+            self.power.load(path, counters["updates"])
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE))
         if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
             self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
@@ -142,13 +152,6 @@ class TrainingState:
             }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-
-def average_of(flow: nn.Module, decay: float) -> EMA:
-    """The moving average of ``flow``, with its own counters on the CPU, where reading them waits for no device."""
-    ema = EMA(flow, beta=decay, update_every=1, update_after_step=0, include_online_model=False, use_foreach=True)
-    ema.ema_model.eval()
-    return ema
 
 
 def network_of(flow: nn.Module) -> nn.Module:

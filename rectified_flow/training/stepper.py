@@ -112,8 +112,7 @@ class Stepper:
             state.bad_in_a_row = 0
             state.updates += 1
             state.count(taken.values)
-            if state.ema is not None:
-                state.ema.update()
+            state.update_averages()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in taken.losses))
             if state.scale_may_be_too_large and not bad_loss:

@@ -17,6 +17,7 @@ from rectified_flow.checkpoint import step_name
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, replace_file
 from rectified_flow.flows.images import to_grid
+from rectified_flow.plots import Line, draw_lines
 from rectified_flow.training.config import TrainingConfig
 
 
@@ -97,6 +98,7 @@ class RunLog:
         replace_file(self.folder / "config.json", json.dumps(config.plain(), indent=1))
         self._metrics = LineFile(self.folder / "metrics.jsonl", step)
         self._bad_steps = LineFile(self.folder / "bad_steps.jsonl", step)
+        self.evaluations = LineFile(self.folder / "evaluations.jsonl", step)
 
     def start_trackers(self, run_id: str) -> None:
         """Start what ``--log_with`` names, or go on with the run that it knows by ``run_id``.
@@ -127,7 +129,7 @@ class RunLog:
         Raises:
             OSError: if that is full.
         """
-        for file in (self._metrics, self._bad_steps):
+        for file in (self._metrics, self._bad_steps, self.evaluations):
             file.write()
             if file.path.exists():
                 flush(file.path)
@@ -150,6 +152,25 @@ class RunLog:
         with self._tolerant("bad steps"):
             self._bad_steps.add({"step": step, "images": images})
 
+    def evaluation(self, step: int, headline: str, distances: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+        """Add a line to evaluations.jsonl and to the trackers, and draw ``headline`` over the steps."""
+        with self._tolerant("evaluations"):
+            self.evaluations.add({"step": step, **distances, **settings})
+            rows = [(row["step"], row[headline]) for row in self.evaluations.rows() if headline in row]
+            steps, values = np.array(rows).T
+            title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
+            line: dict[str, Line] = {headline: (steps, values)}
+            draw_lines(
+                self.folder / "evaluations.png",
+                line,
+                title=title,
+                x_label="step",
+                y_label=headline,
+                log_y=len(rows) > 1,
+            )
+        with self._tolerant("the trackers"):
+            self.accelerator.log(dict(distances), step=step)
+
     def samples(self, step: int, images: Tensor) -> Path:
         """Write uint8 ``images`` ``[n, c, h, w]`` as one grid and return its path."""
         grid = to_grid(images)
@@ -171,23 +192,19 @@ class RunLog:
 
     def draw_loss(self) -> None:
         """Draw loss over step."""
-        from matplotlib.figure import Figure  # takes a second to load
-
         with self._tolerant("loss plot"):
             rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
             steps, losses = np.array(rows).reshape(-1, 2).T
-            figure = Figure(figsize=(8, 4.5), layout="constrained")
-            axes = figure.add_subplot(xlabel="step", ylabel="loss", title="training loss, mean since the line before")
-            axes.plot(steps, losses, color="C0", alpha=0.35, linewidth=1)
+            lines: dict[str, Line] = {"mean since the line before": (steps, losses)}
             window = max(1, len(losses) // 20)
             if len(losses) > window:
-                smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-                axes.plot(steps[window - 1 :], smooth, color="C0", marker="." if len(smooth) < 20 else None)
-                axes.set_yscale("log")
-            axes.grid(alpha=0.3, which="both")
-            content = BytesIO()
-            figure.savefig(content, format="png", dpi=120)
-            replace_file(self.loss_plot, content.getvalue())
+                lines[f"mean of {window}"] = (
+                    steps[window - 1 :],
+                    np.convolve(losses, np.ones(window) / window, "valid"),
+                )
+            draw_lines(
+                self.loss_plot, lines, title="training loss", x_label="step", y_label="loss", log_y=len(lines) > 1
+            )
 
     @contextmanager
     def _tolerant(self, what: str) -> Iterator[None]:

@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
+from rectified_flow.averages import PowerAverages, constant_average
 from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
 from rectified_flow.processes.collectives import (
     any_rank,
@@ -27,12 +29,13 @@ from rectified_flow.processes.joining import PATIENCE_AT_START
 from rectified_flow.progress import progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.evaluations import Evaluations
 from rectified_flow.training.plan import describe_run, forward_flops
 from rectified_flow.training.previews import draw_preview
 from rectified_flow.training.resume import choose_checkpoint, identify_run
 from rectified_flow.training.run_folder import RunFolder
 from rectified_flow.training.saving import Saver
-from rectified_flow.training.state import TrainingState, average_of
+from rectified_flow.training.state import TrainingState, network_of
 from rectified_flow.training.stepper import BadStep, Batch, Stepper
 from rectified_flow.training.tracking import RunLog, Throughput
 
@@ -47,12 +50,15 @@ class Trainer:
             before each step, from 0 to 1.
         dataset: map-style, with items that are ``image``, ``(image, label)``, or dicts of tensors.
         config: the run's flags.
+        evaluator: what measures a :class:`Flow` where ``config.evaluate_every`` asks for it.
 
     Raises:
         UsageError: if the batch does not divide, the dataset is smaller than it, or the precision is not to be had.
     """
 
-    def __init__(self, flow: nn.Module, dataset: Dataset[Any], config: TrainingConfig) -> None:
+    def __init__(
+        self, flow: nn.Module, dataset: Dataset[Any], config: TrainingConfig, evaluator: Evaluator | None = None
+    ) -> None:
         self.flow, self.dataset, self.config = flow, dataset, config
         self.accelerator = build_accelerator(config)
         self.device = self.accelerator.device
@@ -67,7 +73,8 @@ class Trainer:
         flow.to(self.device)
         # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
         self.flops = forward_flops(flow, {key: value.to(self.device) for key, value in collate([dataset[0]]).items()})
-        ema = average_of(flow, config.ema_decay) if config.use_ema else None
+        ema = constant_average(flow, config.ema_decay) if config.use_ema else None
+        power = PowerAverages(network_of(flow)) if config.power_ema else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
@@ -81,11 +88,14 @@ class Trainer:
             fused=self.accelerator.scaler is None,  # a fused step under a scaler does not tell whether it was skipped
         )
         wrapped, prepared = self.accelerator.prepare(flow, optimizer)
-        self.state = TrainingState(flow, ema, prepared, parameters)
+        self.state = TrainingState(flow, ema, power, prepared, parameters)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, self._tell_bad)
         self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
         self.folder = RunFolder(config)
         self.throughput = Throughput()
+        self.evaluations: Evaluations | None = None
+        if config.evaluate_every > 0 and evaluator is not None:
+            self.evaluations = Evaluations(self.accelerator, evaluator, config, self._say)
         # What only the main process has:
         self.log: RunLog | None = None
         self.saver: Saver | None = None
@@ -120,6 +130,8 @@ class Trainer:
                 return self._run()
 
     def _run(self) -> bool:
+        if self.evaluations is not None:
+            self.evaluations.evaluator.prepare()
         self.flow.train()
         batches = self._even_out(self._batches())
         self.throughput.restart(self.state.images_seen)
@@ -136,9 +148,10 @@ class Trainer:
                 with self.throughput.paused():
                     if self._is_due(self.config.sample_every):
                         places |= self._draw_samples()
+                    best = self._evaluate()
                     request = any_rank(self.accelerator, requested() is not None)
-                    if self._is_due(self.config.save_every) or request:
-                        self._save()
+                    if self._is_due(self.config.save_every) or request or best:
+                        self._save(best)
         limit_waiting(PATIENCE_AT_START.total_seconds())  # for the disk, which is the main process's alone
         places |= on_main(self.accelerator, self._finish)
         for name, place in places.items():
@@ -207,7 +220,16 @@ class Trainer:
             return {}
         return {"samples": self.log.samples(self.state.step, images)}
 
-    def _save(self) -> None:
+    def _evaluate(self) -> bool:
+        """Measure, if it is time; returns whether there is no better checkpoint."""
+        if self.evaluations is None or not self._is_due(self.config.evaluate_every):
+            return False
+        self.stepper.settle()
+        if self.saver is not None:
+            self.saver.wait()  # which checkpoint is the best so far is known when it is written
+        return self.evaluations.evaluate(self.averaged_flow, self.state.step, self.log)
+
+    def _save(self, best: bool = False) -> None:
         """Have a checkpoint written; one that fails for want of space leaves the one before, and the run, alone."""
         self.stepper.settle()
         check_equal_weights(self.accelerator, self.flow)
@@ -217,7 +239,7 @@ class Trainer:
             with suppress(OSError):
                 self.log.write_lines()
             documents = state.documents(self.config.plain(), asdict(self.run), sums)
-            self.saver.save(state.step, state.tensors(), documents)
+            self.saver.save(state.step, state.tensors(), documents, best=best)
 
     def _tell_bad(self, bad: BadStep) -> None:
         shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)

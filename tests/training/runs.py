@@ -15,6 +15,7 @@ from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks import Unet
 from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig
+from rectified_flow.training.parts import build_evaluator
 
 IMAGE_SIZE = 8
 
@@ -40,6 +41,9 @@ def tiny_config(output_dir: Path, kind: type[TrainingConfig] = TrainingConfig, *
         sample_steps=2,
         log_every=4,
         use_cfg=True,
+        power_ema=True,
+        feature_network="efficientnet_lite0",
+        evaluation_samples=20,
         output_dir=output_dir,
     )
     return replace(defaults, **flags)
@@ -59,7 +63,7 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset) -> Trainer:
     flow: Flow = RectifiedFlow(network, **settings)
     if isinstance(config, MeanFlowConfig):
         flow = MeanFlow(network, objective=config.objective, **settings)
-    return Trainer(flow, dataset, config)
+    return Trainer(flow, dataset, config, build_evaluator(config, dataset))
 
 
 def train(config: TrainingConfig, dataset: ImageDataset) -> dict[str, Any]:

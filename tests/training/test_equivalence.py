@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from rectified_flow import checkpoint
+from rectified_flow.averages import LENGTHS, file_of
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.training import MeanFlowConfig, TrainingConfig
 from tests.ranks import run_on_ranks
@@ -52,7 +53,8 @@ class Runs:
 
 def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
     folder = output_dir / "checkpoints" / f"step_{step:08d}"
-    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
+    files = ["model.safetensors", "ema.safetensors", *map(file_of, LENGTHS)]
+    return {name: (folder / name).read_bytes() for name in files}
 
 
 def assert_close(one: Path, other: Path) -> None:

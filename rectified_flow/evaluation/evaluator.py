@@ -1,0 +1,167 @@
+"""A flow's pictures beside those it was trained on, drawn and looked at by all processes together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rectified_flow import randomness
+from rectified_flow.data import ImageDataset
+from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
+from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
+from rectified_flow.evaluation.reference import reference_features
+from rectified_flow.flows import Flow
+from rectified_flow.flows.drawing import draw
+from rectified_flow.interruption import Interrupted
+from rectified_flow.processes.collectives import any_rank, gather_interleaved
+from rectified_flow.progress import progress_bar
+
+SPLIT = "train"
+SHOWN, NEIGHBOURS_SHOWN = 8, 5
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was seen of generated pictures.
+
+    Args:
+        features: of all of them, by feature network.
+        shown: the first few pictures, uint8 ``[n, c, h, w]``.
+    """
+
+    features: Sequence[Tensor]
+    shown: Tensor
+
+
+class Evaluator:
+    """Tells how near a flow's pictures are to its training pictures.
+
+    Every process must call the same methods in the same order.
+
+    Args:
+        dataset: the training pictures.
+        feature_network: what pictures are compared by.
+        state: of the processes.
+        num_samples: pictures to draw for each comparison.
+        seed: of the pictures, and of the subsets of the kernel distance.
+        batch_size: pictures drawn at once by each process.
+
+    Raises:
+        UsageError: if the feature network is not to be had.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageDataset,
+        feature_network: FeatureNetwork,
+        state: PartialState,
+        *,
+        num_samples: int,
+        seed: int = 0,
+        batch_size: int = 64,
+    ) -> None:
+        self.dataset, self.state = dataset, state
+        self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
+        self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """By what its numbers can be compared with others."""
+        return {
+            "feature_network": self.features[0].name,
+            "resize": self.features[0].resize,
+            "dataset": self.dataset.info["source"],
+            "split": SPLIT,
+            "image_size": self.dataset.info["image_size"],
+            "num_real": len(self.dataset),
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+        }
+
+    @property
+    def headline(self) -> str:
+        """Which of the :meth:`distances` tells the better of two flows: the smaller one."""
+        return self.features[0].frechet_name
+
+    def prepare(self) -> None:
+        """Look at the training pictures, if that has not been done; it may take long the first time of all."""
+        _ = self.real
+
+    @cached_property
+    def real(self) -> list[Tensor]:
+        """Features of the training pictures, by feature network; all processes make them together."""
+        share = -(-len(self.dataset) // self.state.num_processes)
+        result = []
+        for each in self.features:
+            with self._bar(share, f"training pictures, {each.name}") as bar:
+                result.append(
+                    reference_features(self.dataset, each, self.state, progress=bar.update, batch_size=self.batch_size)
+                )
+        return result
+
+    def generate(self, flow: Flow, **how: Any) -> Generated:
+        """Draw pictures and look at them; ``how`` is what ``flow.sample`` is told.
+
+        Raises:
+            Interrupted: on every process, if the end was requested on one.
+        """
+        self.prepare()
+        total, world = self.num_samples, self.state.num_processes
+        mine = [(self.state.process_index + world * i) % total for i in range(-(-total // world))]
+        share: tuple[list[Tensor], Tensor] | None = None
+        request: object = None
+        try:
+            share = self._draw_share(flow, mine, how)
+        except Interrupted as interrupted:
+            request = interrupted
+        if any_rank(self.state, share is None) or share is None:
+            raise Interrupted(request or "on another process")
+        features, shown = share
+        return Generated(
+            [gather_interleaved(part, total) for part in features], gather_interleaved(shown, min(SHOWN, total))
+        )
+
+    def distances(self, generated: Generated) -> dict[str, float]:
+        """Every number by name; see :mod:`rectified_flow.evaluation.distances`. No process waits for another here."""
+        numbers: dict[str, float] = {}
+        for each, theirs, ours in zip(self.features, self.real, generated.features, strict=True):
+            numbers[each.frechet_name] = frechet_distance(theirs, ours)
+            numbers[each.kernel_name], numbers[f"{each.kernel_name}_std"] = kernel_distance(theirs, ours, self.seed)
+        return numbers | manifold_scores(self.real[0], generated.features[0])
+
+    def beside_neighbours(self, generated: Generated) -> Tensor:
+        """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""
+        shown = generated.shown
+        near = nearest(generated.features[0][: len(shown)], self.real[0], NEIGHBOURS_SHOWN)
+        real = self.dataset.__getitems__(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        return torch.cat((shown[:, None], real), dim=1)
+
+    def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+        parts: list[list[Tensor]] = [[] for _ in self.features]
+        first: list[Tensor] = []
+        how = {"steps": flow.default_steps} | how
+        batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, classes=self._labels(flow), **how)
+        with self._bar(len(mine), f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}") as bar:
+            for numbers, pictures in batches:
+                with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
+                    for part, each in zip(parts, self.features, strict=True):
+                        part.append(each.extract(pictures).cpu())
+                if len(numbers) * len(first) < SHOWN:
+                    first.append(pictures)
+                bar.update(len(numbers))
+        return [torch.cat(part) for part in parts], torch.cat(first)[:SHOWN].cpu()
+
+    def _labels(self, flow: Flow) -> list[int]:
+        """The training pictures' labels in a random order, so that any number of them has their shares."""
+        if flow.num_classes is None:
+            return []
+        order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.seed, "labels"))
+        return [int(label) for label in self.dataset.labels[order.numpy()]]
+
+    def _bar(self, total: int, doing: str) -> "tqdm[Any]":
+        return progress_bar(total=total, desc=doing, unit="img", leave=None, disable=not self.state.is_main_process)

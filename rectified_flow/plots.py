@@ -1,0 +1,47 @@
+"""The one look of plots: lines, in a PNG."""
+
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from rectified_flow.files import replace_file
+
+Line = tuple[Any, Any]
+"""The x of its points and their y, as sequences or arrays."""
+
+
+def draw_lines(
+    path: Path,
+    lines: Mapping[str, Line],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Path:
+    """Draw ``lines`` by name into ``path``, and return that.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    from matplotlib.figure import Figure  # takes a second to load
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label, title=title)
+    for name, (x, y) in lines.items():
+        axes.plot(x, y, label=name, marker="." if len(x) < 40 else None)
+    if log_x:
+        axes.set_xscale("log", base=2)
+        points = sorted({float(value) for x, _ in lines.values() for value in x})
+        axes.set_xticks(points, [f"{point:g}" for point in points])
+    if log_y:
+        axes.set_yscale("log")
+    if len(lines) > 1:
+        axes.legend()
+    axes.grid(alpha=0.3, which="both")
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    replace_file(path, content.getvalue())
+    return path

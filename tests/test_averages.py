@@ -1,0 +1,76 @@
+"""Averages of any length, from snapshots of two."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from ema_pytorch.post_hoc_ema import KarrasEMA
+from torch import Tensor, nn
+
+from rectified_flow import UsageError, checkpoint
+from rectified_flow.averages import LENGTHS, PowerAverages, file_of, keep_snapshots, synthesize
+
+UPDATES, EVERY = 400, 40
+
+
+class Weights(nn.Module):
+    """Weights that go somewhere, as in training, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moving = nn.Parameter(torch.zeros(3))
+        self.constant = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
+
+    def go(self, update: int) -> None:
+        time = update / UPDATES
+        self.moving.data = torch.tensor([time, time**3, torch.sin(torch.tensor(25 * time)).item()])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[float, Tensor]]:
+    """A folder of checkpoints of which only the last is left, and what averages of some lengths really are."""
+    folder, weights = tmp_path_factory.mktemp("checkpoints"), Weights()
+    kept = PowerAverages(weights)
+    true = {length: KarrasEMA(weights, length, update_every=1) for length in (*LENGTHS, 0.02, 0.07, 0.15, 0.25)}
+    for update in range(1, UPDATES + 1):
+        weights.go(update)
+        kept.update()
+        for average in true.values():
+            average.update()
+        if update % EVERY == 0:
+            path = checkpoint.save(folder, update, kept.tensors(), {checkpoint.STATE_FILE: {"updates": update}})
+            keep_snapshots(folder)
+            checkpoint.prune(path, keep=1)
+    return path, {length: average.ema_model.moving.detach() for length, average in true.items()}
+
+
+def test_the_kept_lengths_come_out_exactly(trained: tuple[Path, dict[float, Tensor]]) -> None:
+    path, true = trained
+    for length in LENGTHS:
+        assert torch.allclose(synthesize(path, length)["moving"], true[length], atol=1e-6)
+
+
+@pytest.mark.parametrize(("length", "tolerance"), [(0.07, 0.005), (0.15, 0.01), (0.25, 0.03), (0.02, 0.05)])
+def test_other_lengths_come_out_nearly(
+    trained: tuple[Path, dict[float, Tensor]], length: float, tolerance: float
+) -> None:
+    path, true = trained
+    made = synthesize(path, length)
+    assert torch.allclose(made["moving"], true[length], atol=tolerance)
+    assert made["constant"].item() == pytest.approx(7, abs=1e-6), "what never changes must stay"
+    nearest_kept = min(LENGTHS, key=lambda kept: (true[kept] - true[length]).norm())
+    assert (made["moving"] - true[length]).norm() < 0.5 * (true[nearest_kept] - true[length]).norm()
+
+
+def test_snapshots_stay_when_checkpoints_go(trained: tuple[Path, dict[float, Tensor]]) -> None:
+    path, _ = trained
+    assert checkpoint.list_checkpoints(path.parent) == [path]
+    snapshots = sorted((path.parent / "averages").iterdir())
+    assert [checkpoint.step_of(each) for each in snapshots] == list(range(EVERY, UPDATES + 1, EVERY))
+    assert (snapshots[-1] / file_of(0.05)).stat().st_nlink == 2, "the newest one takes no room of its own"
+
+
+def test_a_run_that_kept_none(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 3, {}, {})
+    with pytest.raises(UsageError, match="train with --power_ema"):
+        synthesize(path, 0.1)
