@@ -7,30 +7,40 @@ newest checkpoint.
 from collections.abc import Sequence
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform
+from rectified_flow.checkpoint import load_network
+from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
 from rectified_flow.processes.launch import run
 from rectified_flow.training.parts import build_dataset, build_evaluator, build_network, flow_settings
 from rectified_flow.training.plan import print_plan
+from rectified_flow.training.reflow import inherit, open_pairs
 
 
 def main(config: RectifiedFlowConfig) -> None:
+    if config.reflow_from is not None:
+        config = inherit(config)
     if config.dry_run:
         print_plan(config, build_flow(config, class_names=()))
         return
-    dataset = build_dataset(config)
-    flow = build_flow(config, dataset.class_names)
-    Trainer(flow, dataset, config, build_evaluator(config, dataset)).train()
+    dataset = pictures = build_dataset(config)
+    flow = build_flow(config, pictures.class_names)
+    if config.reflow_from is not None:
+        dataset = open_pairs(config, pictures)
+        load_network(flow.network, config.reflow_from)
+    Trainer(flow, dataset, config, build_evaluator(config, pictures)).train()
 
 
 def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> RectifiedFlow:
-    times: TimeDistribution = LogitNormal(config.time_mean, config.time_std, config.time_shift)
-    if config.time_distribution == "uniform":
-        times = Uniform(config.time_shift)
+    reflows = config.reflow_from is not None
+    times: dict[str, TimeDistribution] = {
+        "logit_normal": LogitNormal(config.time_mean, config.time_std, config.time_shift),
+        "uniform": Uniform(config.time_shift),
+        "u_shaped": UShaped(),
+    }
     return RectifiedFlow(
         build_network(config, class_names),
         prediction=config.prediction,
-        time_distribution=times,
-        loss=config.loss,
+        time_distribution=times[config.time_distribution or ("u_shaped" if reflows else "logit_normal")],
+        loss=config.loss or ("pseudo_huber" if reflows else "mse"),
         **flow_settings(config, class_names),
     )
 

@@ -99,7 +99,7 @@ def find_damage(path: Path) -> str | None:
         # Whole seconds: some file systems keep no more.
         if all(int(stats[name].st_mtime) == made["time"] for name, made in info["files"].items()):
             return None
-        if _hash_contents(path) != info["content"]:
+        if hash_contents(path) != info["content"]:
             return "other pixels or labels"
         with suppress(OSError):  # read-only: the contents are read each time
             for name, made in info["files"].items():
@@ -109,7 +109,14 @@ def find_damage(path: Path) -> str | None:
     return None
 
 
-def _hash_contents(path: Path) -> str:
+def describe_files(path: Path, *names: str) -> dict[str, dict[str, int]]:
+    """Size [bytes] and time [s] of a store's files, by which a later change is noticed."""
+    stats = {name: (path / name).stat() for name in names}
+    return {name: {"size": stat.st_size, "time": int(stat.st_mtime)} for name, stat in stats.items()}
+
+
+def hash_contents(path: Path) -> str:
+    """Hash of all pixels and labels of a store."""
     content = blake2b(digest_size=16)
     with (path / IMAGES_FILE).open("rb") as file:
         while chunk := file.read(1 << 22):

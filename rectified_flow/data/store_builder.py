@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
-from rectified_flow.data.image_store import IMAGES_FILE, INFO_FILE, LABELS_FILE, find_damage
+from rectified_flow.data.image_store import IMAGES_FILE, INFO_FILE, LABELS_FILE, describe_files, find_damage
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush_folder, lock_of
 from rectified_flow.progress import progress_bar
@@ -135,10 +135,7 @@ class _Build:
             "image_size": self.image_size,
             "class_names": self.source.class_names if min(labels) >= 0 else [],
             "skipped": broken,
-            "files": {
-                name: {"size": (stage / name).stat().st_size, "time": int((stage / name).stat().st_mtime)}
-                for name in (IMAGES_FILE, LABELS_FILE)
-            },
+            "files": describe_files(stage, IMAGES_FILE, LABELS_FILE),
         }
         (stage / INFO_FILE).write_text(json.dumps(info, indent=1))
 

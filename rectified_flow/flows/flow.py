@@ -80,12 +80,14 @@ class Flow(nn.Module, Saved):
         return self._transport(x_0, randomness.randn("noise", x_0.shape, x_0.device), labels)
 
     def _draw_batch(
-        self, images: Tensor, labels: Tensor | None, noise_rows: Tensor | None
+        self, images: Tensor, labels: Tensor | None, noise_rows: Tensor | None, noise: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Data in [-1, 1], noise, and labels as the objective takes them."""
-        x_0 = self._draw_data(images)
+        """Data in [-1, 1], noise, and the labels to train on; images that come with their noise are not mirrored."""
+        x_0 = self._draw_data(images) if noise is None else to_signed(images)
         self.image_shape = self.image_shape or tuple(x_0.shape[1:])
-        if self.coupling == "immiscible":
+        if noise is not None:
+            noise = noise.float()
+        elif self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
             noise = nearest_candidate(x_0, drawn)
         else:

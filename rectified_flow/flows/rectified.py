@@ -24,7 +24,8 @@ class RectifiedFlow(Flow):
         network: called ``network(x, t)``, with ``labels`` if it has ``num_classes``.
         prediction: what the network's output means. The loss is that of the velocity for each of them.
         time_distribution: where training times come from.
-        loss: ``mse``, or ``pseudo_huber`` (Song & Dhariwal 2023, arXiv:2310.14189, eq. 11).
+        loss: ``mse``, or ``pseudo_huber`` with the constant for reflow (Lee et al. 2024, arXiv:2405.20320, section
+            4.2), here of the mean over pixels instead of the sum.
         settings: those of :class:`Flow`.
     """
 
@@ -47,15 +48,22 @@ class RectifiedFlow(Flow):
         self.time_distribution = time_distribution or LogitNormal()
         self.loss = loss
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        labels: Tensor | None = None,
+        noise: Tensor | None = None,
+        noise_rows: Tensor | None = None,
+    ) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss.
 
         Args:
             images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
             labels: int64 ``[b]``; ignored by a network without classes.
+            noise: ``[b, c, h, w]`` that belongs to the images (reflow; section 2.2 of the paper); drawn if not given.
             noise_rows: int64 ``[b]``, the rows of the global batch's noise that :meth:`pair` chose.
         """
-        x_0, noise, labels = self._draw_batch(images, labels, noise_rows)
+        x_0, noise, labels = self._draw_batch(images, labels, noise_rows, noise)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         return self.objective(x_0, noise, t, labels)
 
@@ -68,7 +76,7 @@ class RectifiedFlow(Flow):
         mean_square = error.square().flatten(1).mean(dim=1)
         if self.loss == "mse":
             return mean_square.mean()
-        c = 0.00054
+        c = 0.00054 * x_0[0].numel() ** 0.5
         return ((mean_square + c**2).sqrt() - c).mean()
 
     def velocity(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:

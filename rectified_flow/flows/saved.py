@@ -12,14 +12,14 @@ from torch import nn
 
 from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
 from rectified_flow.networks import Unet
 
 FLOW_FILE = "flow.json"
 HUB_CONFIG = "config.json"
 
 NETWORKS = {"Unet": Unet}
-TIME_DISTRIBUTIONS = {"LogitNormal": LogitNormal, "Uniform": Uniform}
+TIME_DISTRIBUTIONS = {each.__name__: each for each in (LogitNormal, Uniform, UShaped)}
 
 MODEL_CARD = """---
 {{ card_data }}

@@ -5,7 +5,7 @@ A logit-normal and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et
 """
 
 from dataclasses import dataclass
-from math import log
+from math import log, sinh
 from typing import Protocol
 
 import torch
@@ -44,3 +44,18 @@ class LogitNormal:
     def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         z = randomness.randn(purpose, (count,), device)
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
+
+
+@dataclass(frozen=True)
+class UShaped:
+    """Times near both ends, with density proportional to ``cosh(steepness (t - 1/2))``.
+
+    For pairs whose path is straight already, where only the ends are hard (Lee et al. 2024, arXiv:2405.20320, section
+    4.1).
+    """
+
+    steepness: float = 4.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        u = randomness.rand(purpose, (count,), device)
+        return 0.5 + torch.asinh((2 * u - 1) * sinh(self.steepness / 2)) / self.steepness

@@ -228,10 +228,10 @@ class TrainingConfig(EvaluationFlags, OutputFlags, OptimizationFlags, CouplingFl
 class RectifiedFlowFlags:
     prediction: Prediction = "velocity"
     """What the network predicts; the loss is that of the velocity in each case."""
-    loss: Loss = "mse"
-    """Distance between predicted and true velocity."""
-    time_distribution: Literal["logit_normal", "uniform"] = "logit_normal"
-    """Where training times come from (0 is data, 1 is noise)."""
+    loss: Loss | None = None
+    """Distance between predicted and true velocity (default: mse, and pseudo_huber with --reflow_from)."""
+    time_distribution: Literal["logit_normal", "uniform", "u_shaped"] | None = None
+    """Where training times come from, 0 being data (default: logit_normal, and u_shaped with --reflow_from)."""
     time_mean: float = -0.5
     """Mean of the time's logit, for logit_normal."""
     time_std: float = 1.2
@@ -241,13 +241,27 @@ class RectifiedFlowFlags:
 
 
 @dataclass(frozen=True)
-class RectifiedFlowConfig(RectifiedFlowFlags, TrainingConfig):
+class ReflowFlags:
+    reflow_from: Path | None = None
+    """Straighten the rectified flow of this run or checkpoint, whose pictures and network it keeps, for fewer steps."""
+    reflow_pairs: int = 50_000
+    """Pictures it draws to be trained on, each with its noise."""
+    reflow_steps: int | None = None
+    """Intervals that each is drawn in (default: 16)."""
+
+
+@dataclass(frozen=True)
+class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
     """A training run of a rectified flow."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "time_std")
-        require_positive(self, "time_shift")
+        for name in ("time_std", "time_shift", "reflow_pairs", "reflow_steps"):
+            require_positive(self, name)
+        require(
+            self.reflow_from is None or self.coupling == "independent",
+            "--coupling and --reflow_from exclude each other: the pictures it draws have their noise",
+        )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
 
 CPU = torch.device("cpu")
 QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
@@ -28,3 +28,16 @@ def test_uniform_quantiles(shift: float) -> None:
     times = Uniform(shift).sample(200_000, CPU)
     expected = shift * QUANTILES / (1 + (shift - 1) * QUANTILES)
     torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("steepness", [1.0, 4.0])
+def test_u_shaped_quantiles(steepness: float) -> None:
+    """The share of times up to t is the integral of cosh(a (t - 1/2)), divided by that over all of [0, 1]."""
+    times = UShaped(steepness).sample(200_000, CPU)
+    fine = torch.linspace(0, 1, 10_001)
+    density = torch.cosh(steepness * (fine - 0.5))
+    share = torch.cumulative_trapezoid(density, fine) / torch.trapezoid(density, fine)
+    expected = fine[1:][torch.searchsorted(share, QUANTILES)]
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+    assert 0 <= times.min() < 1e-3
+    assert 1 >= times.max() > 1 - 1e-3

@@ -1,6 +1,7 @@
 """A program whose last rank fails after some steps."""
 
 import os
+from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from rectified_flow.training.parts import build_dataset, build_network
 class Faulty(RectifiedFlow):
     progress = 0.0
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor | None = None, *args: Any, **more: Any) -> Tensor:
         if self.progress > 0.5 and os.environ["RANK"] == "1":
             raise ValueError("this picture is too sad")
         return super().forward(images, labels)

@@ -32,7 +32,7 @@ class Faulty(RectifiedFlow):
         super().__init__(Unet(8, (1, 2), image_size=8))
         self.kind, self.bad = kind, bad
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor | None = None, *args: Any, **more: Any) -> Tensor:
         loss = super().forward(images, labels)
         last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         if not last or round(self.progress * STEPS) + 1 not in self.bad or not self.training:

@@ -19,7 +19,11 @@ max_bad_steps mixed_precision use_ema ema_decay power_ema seed compile output_di
 keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout dry_run
 evaluate_every evaluation_samples feature_network
 """
-RECTIFIED = SHARED + "prediction loss time_distribution time_mean time_std time_shift"
+RECTIFIED = (
+    SHARED
+    + "prediction loss time_distribution time_mean time_std time_shift "
+    + ("reflow_from reflow_pairs reflow_steps")
+)
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
     "guidance_mixing init_from"

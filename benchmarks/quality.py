@@ -1,0 +1,308 @@
+"""Measure this project's pictures beside those of rectified-flow-pytorch, trained on the same data by the same budget.
+
+Both train for as much processor time of one thread, from the same pictures decoded before, with about as many
+parameters; the peer as it is shipped, without its previews and checkpoints. Then both draw as many pictures with as
+many network calls, and both are compared with the training pictures. This project is measured twice: when its time is
+up, and when it has seen as many images as the peer in all its time. What is done already is not done again.
+Needs `pip install -e ".[benchmark,evaluation]"`.
+"""
+
+import contextlib
+import io
+import json
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+import tyro
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer, Unet, checkpoint, open_dataset, randomness
+from rectified_flow.data import ImageDataset
+from rectified_flow.evaluation.evaluator import Evaluator, Generated
+from rectified_flow.flows.images import to_grid, write_picture
+from rectified_flow.processes.joining import join_processes
+
+PEER, OURS, OURS_EARLY = "rectified-flow-pytorch", "here", "here, as many images"
+IMAGE_SIZE = 32
+PEER_DIM = 16
+FEATURES = ("efficientnet_lite0", "colours_8x8")
+DISTANCES = [f"{features}_{kind}_distance" for features in FEATURES for kind in ("frechet", "kernel")]
+
+
+@dataclass(frozen=True)
+class Flags:
+    data: tuple[str, ...] = ("synthetic-flowers",)
+    """Data sets: what --dataset takes, or folders."""
+    seeds: tuple[int, ...] = (0,)
+    """Of trainings."""
+    cpu_minutes: float = 12
+    """Processor time of each training [minutes]."""
+    num_samples: int = 1000
+    """Pictures that each distance is of."""
+    calls: int = 16
+    """Network calls that a picture is drawn in, by the midpoint method."""
+    workers: int = 1
+    """Trainings and evaluations at once, a thread each."""
+    output_dir: Path = Path("runs/quality")
+    """Where runs, results and grids go."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: on which data, from which seed, and where what comes of it is kept."""
+
+    data: str
+    seed: int
+    flags: Flags
+
+    @property
+    def name(self) -> str:
+        return Path(self.data).name
+
+    def folder(self, who: str) -> Path:
+        return self.flags.output_dir / f"{self.name}-{who}-{self.flags.cpu_minutes:g}min-{self.seed}"
+
+    def pictures(self) -> ImageDataset:
+        path = Path(self.data) if Path(self.data).exists() else None
+        return open_dataset(self.data, path, image_size=IMAGE_SIZE)
+
+
+class Budget:
+    """Processor time that is left to a training."""
+
+    def __init__(self, minutes: float) -> None:
+        self.ends = time.process_time() + 60 * minutes
+
+    @property
+    def spent(self) -> bool:
+        return time.process_time() >= self.ends
+
+
+# The peer
+
+
+class PeerPictures(Dataset[Tensor]):
+    """The pictures as the peer wants them: float32 in [0, 1]."""
+
+    def __init__(self, pictures: ImageDataset) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.pictures[index]["images"] / 255
+
+
+class PeerFlow(nn.Module):
+    """The peer's flow with the interface of ours, as far as an Evaluator asks."""
+
+    num_classes, default_steps = None, 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rectified_flow_pytorch import RectifiedFlow as PeerRectifiedFlow
+        from rectified_flow_pytorch import Unet as PeerUnet
+
+        self.flow = PeerRectifiedFlow(PeerUnet(dim=PEER_DIM), data_shape=(3, IMAGE_SIZE, IMAGE_SIZE))
+
+    @torch.no_grad()
+    def sample(self, count: int, *, steps: int) -> Tensor:
+        noise = randomness.randn("sample noise", (count, 3, IMAGE_SIZE, IMAGE_SIZE), "cpu")
+        images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # it counts times, not intervals
+        return images.clamp(0, 1)
+
+
+def train_peer(case: Case) -> None:
+    """The peer's own Trainer with its own defaults, until the time is up."""
+    from rectified_flow_pytorch import Trainer as PeerTrainer
+
+    folder = case.folder(PEER)
+    if folder.exists():
+        return
+    torch.set_num_threads(1)
+    set_seed(case.seed)
+    flow = PeerFlow()
+    places = {"checkpoints_folder": folder.with_name("unused"), "results_folder": folder.with_name("unused")}
+    never = 10**9
+    trainer = PeerTrainer(
+        flow.flow,
+        dataset=PeerPictures(case.pictures()),
+        num_train_steps=never,
+        save_results_every=never,
+        checkpoint_every=never,
+        accelerate_kwargs={"cpu": True},
+        **{name: str(path) for name, path in places.items()},
+    )
+    budget, steps = Budget(case.flags.cpu_minutes), 0
+    update = trainer.ema_model.update
+
+    def update_until_the_end() -> None:
+        nonlocal steps
+        update()
+        steps += 1
+        if budget.spent:
+            raise TimeoutError
+
+    trainer.ema_model.update = update_until_the_end
+    hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line a step
+    with contextlib.suppress(TimeoutError), hush:
+        trainer()
+    flow.flow.load_state_dict(trainer.ema_model.ema_model.state_dict())
+    images_seen = steps * trainer.dl.batch_sampler.batch_size
+    checkpoint.save(folder, steps, {checkpoint.MODEL_FILE: flow.state_dict()}, {"run.json": {"images": images_seen}})
+
+
+def load_peer(case: Case) -> tuple[PeerFlow, int]:
+    """The peer's flow with averaged weights, and how many images it has seen."""
+    path = checkpoint.resolve(case.folder(PEER))
+    flow = PeerFlow()
+    checkpoint.load_weights(flow, path, checkpoint.MODEL_FILE)
+    return flow, checkpoint.load_document(path, "run.json")["images"]
+
+
+# This project
+
+
+def our_config(case: Case) -> RectifiedFlowConfig:
+    return RectifiedFlowConfig(
+        image_size=IMAGE_SIZE,
+        dim=28,
+        dim_mults=(1, 2, 3),
+        dropout=0,
+        batch_size=32,
+        learning_rate=1e-3,
+        lr_warmup_steps=50,
+        ema_decay=0.995,
+        mixed_precision="bf16",
+        horizontal_flip=False,
+        seed=case.seed,
+        train_num_steps=10**6,
+        num_samples=0,
+        save_every=25,
+        keep_checkpoints=0,
+        output_dir=case.folder(OURS),
+    )
+
+
+def train_ours(case: Case) -> None:
+    """This project's Trainer, until the time is up."""
+    config = our_config(case)
+    status = config.output_dir / "status.json"
+    if status.exists() and json.loads(status.read_text())["state"] == "finished":
+        return
+    shutil.rmtree(config.output_dir, ignore_errors=True)  # its clock has stopped
+    torch.set_num_threads(1)
+    set_seed(case.seed)
+    join_processes()
+    network = Unet(config.dim, config.dim_mults, image_size=IMAGE_SIZE, dropout=config.dropout)
+    trainer = Trainer(RectifiedFlow(network, horizontal_flip=config.horizontal_flip), case.pictures(), config)
+    budget, take = Budget(case.flags.cpu_minutes), trainer.stepper.take
+
+    def take_until_the_end(batches: Any) -> None:
+        take(batches)
+        if budget.spent:
+            trainer.total_steps = trainer.state.step
+
+    trainer.stepper.take = take_until_the_end  # type: ignore[method-assign]
+    trainer.train()
+
+
+def load_ours(case: Case, images: float = float("inf")) -> tuple[RectifiedFlow, int]:
+    """This project's flow when it had seen at most so many images, and how many these were."""
+    config = our_config(case)
+    batch = config.split_batch(1).total
+    paths = checkpoint.list_checkpoints(config.checkpoints)
+    path = max(each for each in paths if checkpoint.step_of(each) * batch <= images)
+    return RectifiedFlow.from_checkpoint(path), checkpoint.step_of(path) * batch
+
+
+# Both
+
+
+def evaluate(case: Case, who: str) -> dict[str, Any]:
+    """Distances of one of the three, with what it takes to judge them."""
+    known = case.folder(who) / "evaluation.json"
+    if known.exists():
+        return dict(json.loads(known.read_text()))
+    torch.set_num_threads(1)
+    peer, peer_images = load_peer(case)
+    load: dict[str, Callable[[], tuple[Any, int]]] = {
+        PEER: lambda: (peer, peer_images),
+        OURS: lambda: load_ours(case),
+        OURS_EARLY: lambda: load_ours(case, peer_images),
+    }
+    flow, images = load[who]()
+    evaluator = Evaluator(
+        case.pictures(), "efficientnet_lite0", join_processes(), num_samples=case.flags.num_samples, seed=case.seed
+    )
+    generated: Generated = evaluator.generate(flow, steps=case.flags.calls // 2)
+    draw_neighbours = evaluator.beside_neighbours(generated)
+    known.parent.mkdir(parents=True, exist_ok=True)
+    write_picture(known.with_name("neighbours.png"), to_grid(draw_neighbours.flatten(0, 1), draw_neighbours.shape[1]))
+    with randomness.rows_of(randomness.Items(case.seed, range(64))):
+        pictures = flow.sample(64, steps=case.flags.calls // 2)
+    write_picture(known.with_name("grid.png"), to_grid(pictures.mul(255).round().to(torch.uint8)))
+    result = {
+        "images": images,
+        "parameters": sum(p.numel() for p in flow.parameters()),
+        **evaluator.distances(generated),
+        **evaluator.settings,
+    }
+    known.write_text(json.dumps(result, indent=1))
+    return result
+
+
+def main(flags: Flags) -> None:
+    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    cases = [Case(data, seed, flags) for seed in flags.seeds for data in flags.data]
+    spawn = multiprocessing.get_context("spawn")
+    fresh = partial(ProcessPoolExecutor, flags.workers, mp_context=spawn, max_tasks_per_child=1)
+    with fresh() as pool:
+        for done in [pool.submit(train, case) for case in cases for train in (train_peer, train_ours)]:
+            done.result()
+    with fresh() as pool:
+        jobs = {(case, who): pool.submit(evaluate, case, who) for case in cases for who in (PEER, OURS, OURS_EARLY)}
+        results = {key: job.result() for key, job in jobs.items()}
+    print_table(flags, results)
+
+
+def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -> None:
+    """Means over seeds, and the ratio to the peer's."""
+    print(
+        f"{flags.cpu_minutes:g} minutes of one thread each, {flags.calls} calls, {flags.num_samples} pictures, ", end=""
+    )
+    print(f"{len(flags.seeds)} seed{'s' * (len(flags.seeds) > 1)}; torch {torch.__version__}\n")
+    print("| data | | M parameters | images seen | " + " | ".join(DISTANCES) + " |")
+    print("|---|---|---|---|" + "---|" * len(DISTANCES))
+    for data in flags.data:
+        rows = {
+            who: [result for (case, which), result in results.items() if which == who and case.data == data]
+            for who in (PEER, OURS_EARLY, OURS)
+        }
+        for who, of in rows.items():
+            cells = []
+            for distance in DISTANCES:
+                ours, theirs = (mean(each[distance] for each in group) for group in (of, rows[PEER]))
+                cells.append(f"{ours:.4g}" + (f" ({ours / theirs:.2f} x)" if who != PEER else ""))
+            images = mean(each["images"] for each in of)
+            parameters = of[0]["parameters"] / 1e6
+            print(f"| {Path(data).name} | {who} | {parameters:.2f} | {images:.0f} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags, description=__doc__, use_underscores=True))

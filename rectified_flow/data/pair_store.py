@@ -1,0 +1,115 @@
+"""Pairs of noise and the picture that a flow made of it, in a memory map: an image store with ``noise.float16``."""
+
+import json
+import os
+import shutil
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rectified_flow.data.image_store import (
+    IMAGES_FILE,
+    INFO_FILE,
+    LABELS_FILE,
+    ImageDataset,
+    describe_files,
+    find_damage,
+    hash_contents,
+)
+from rectified_flow.files import flush_folder, replace_file
+
+NOISE_FILE, PROGRESS_FILE = "noise.float16", "progress.json"
+
+
+class PairDataset(ImageDataset):
+    """The pairs of a store: items as of an :class:`ImageDataset`, and ``noise``, float16 ``[3, s, s]``.
+
+    Args:
+        path: the store's folder.
+    """
+
+    @cached_property
+    def noise(self) -> np.ndarray[Any, np.dtype[np.float16]]:
+        """All noise, a read-only memory map ``[n, 3, s, s]``."""
+        return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
+
+    def __getitems__(self, indices: Any) -> dict[str, Tensor]:
+        return {**super().__getitems__(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
+
+
+class PairWriter:
+    """Writes a store of pairs, by several processes if need be; one that was killed goes on where it was.
+
+    Args:
+        path: the store's folder, which appears when it is whole.
+        length: how many pairs.
+        image_size: side of the pictures [px].
+    """
+
+    def __init__(self, path: Path, length: int, image_size: int) -> None:
+        self.path, self.length, self.image_size = path, length, image_size
+        self.stage = path.with_name(f"{path.name}.building")
+        self._row = 3 * image_size * image_size
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the store is there, undamaged."""
+        return self.path.exists() and find_damage(self.path) is None
+
+    def begin(self) -> int:
+        """Make the files, unless they are there; returns how many pairs are in them. For one process.
+
+        Raises:
+            OSError: if they cannot be made.
+        """
+        if self.path.exists():
+            shutil.rmtree(self.path)  # damaged
+        self.stage.mkdir(parents=True, exist_ok=True)
+        for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, 2 * self._row)):
+            with (self.stage / name).open("ab") as file:
+                file.truncate(self.length * size)
+        progress = self.stage / PROGRESS_FILE
+        return int(json.loads(progress.read_text())["done"]) if progress.exists() else 0
+
+    def write(self, first: int, images: Tensor, noise: Tensor) -> None:
+        """Write consecutive pairs, uint8 and floating point ``[b, 3, s, s]``, from number ``first`` on.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        for name, rows in ((IMAGES_FILE, images.numpy()), (NOISE_FILE, noise.half().numpy())):
+            with (self.stage / name).open("r+b") as file:
+                file.seek(first * rows[0].nbytes)
+                file.write(rows.tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+
+    def reached(self, done: int) -> None:
+        """Remember that the first ``done`` pairs are written. For one process."""
+        replace_file(self.stage / PROGRESS_FILE, json.dumps({"done": done}))
+
+    def finish(self, labels: np.ndarray[Any, np.dtype[np.int64]], class_names: list[str], source: str) -> None:
+        """Give the store its name, once all is written. For one process.
+
+        Args:
+            labels: int64 ``[n]``, -1 without labels.
+            class_names: names by label; empty without labels.
+            source: what made the pairs, for the reader.
+        """
+        np.save(self.stage / LABELS_FILE, labels)
+        info = {
+            "content": hash_contents(self.stage),
+            "source": source,
+            "length": self.length,
+            "image_size": self.image_size,
+            "class_names": class_names,
+            "files": describe_files(self.stage, IMAGES_FILE, LABELS_FILE, NOISE_FILE),
+        }
+        (self.stage / INFO_FILE).write_text(json.dumps(info, indent=1))
+        (self.stage / PROGRESS_FILE).unlink(missing_ok=True)
+        flush_folder(self.stage)
+        self.stage.rename(self.path)
