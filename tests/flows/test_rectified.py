@@ -69,10 +69,10 @@ def test_pseudo_huber() -> None:
     flow = RectifiedFlow(Constant(0.0), loss="pseudo_huber")
     t = torch.full((2,), 0.5)
     x_0 = torch.zeros(2, 3, 4, 4)
-    far, near = torch.full_like(x_0, 2.0), torch.full_like(x_0, 1e-5)
+    far, near = torch.full_like(x_0, 2.0), torch.full_like(x_0, 1e-3)
     c = 0.00054 * 48**0.5
     assert flow.objective(x_0, far, t).item() == pytest.approx(2 - c, rel=1e-4)
-    assert flow.objective(x_0, near, t).item() == pytest.approx(1e-10 / (2 * c), rel=1e-2)
+    assert flow.objective(x_0, near, t).item() == pytest.approx(1e-6 / (2 * c), rel=0.02)
 
 
 def test_steps_are_intervals() -> None:
