@@ -185,7 +185,7 @@ def our_config(case: Case) -> RectifiedFlowConfig:
         dim_mults=(1, 2, 3),
         dropout=0,
         batch_size=32,
-        learning_rate=1e-3,
+        learning_rate=2e-3,
         lr_warmup_steps=50,
         ema_decay=0.995,
         mixed_precision="bf16",

@@ -80,6 +80,19 @@ def keep_snapshots(checkpoints: Path) -> None:
         stage.rename(snapshot)
 
 
+def find_snapshots(path: Path) -> list[Path]:
+    """The snapshots up to the checkpoint ``path``, oldest first.
+
+    Raises:
+        UsageError: if there are none.
+    """
+    folder = path.parent / SNAPSHOTS
+    snapshots = [each for each in sorted(folder.glob("step_*")) if each.name <= path.name]
+    if not snapshots:
+        raise UsageError(f"there are no averages in {folder} up to {path.name}: train with --power_ema to have some")
+    return snapshots
+
+
 def synthesize(path: Path, length: float) -> dict[str, Tensor]:
     """The average of that length at a checkpoint, from the snapshots up to it.
 
@@ -90,10 +103,7 @@ def synthesize(path: Path, length: float) -> dict[str, Tensor]:
     Raises:
         UsageError: if there are no snapshots.
     """
-    folder = path.parent / SNAPSHOTS
-    snapshots = [each for each in sorted(folder.glob("step_*")) if each.name <= path.name]
-    if not snapshots:
-        raise UsageError(f"there are no averages in {folder} up to {path.name}: train with --power_ema to have some")
+    snapshots = find_snapshots(path)
     counts = [float(checkpoint.load_document(each, checkpoint.STATE_FILE)["updates"]) for each in snapshots]
     at, now = torch.tensor(counts).repeat_interleave(len(LENGTHS)), torch.tensor([counts[-1]])
     gammas = torch.tensor([sigma_rel_to_gamma(each) for each in LENGTHS]).repeat(len(snapshots))

@@ -9,6 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from rectified_flow import checkpoint
+from rectified_flow.averages import find_snapshots
 from rectified_flow.data import ImageDataset, open_dataset
 from rectified_flow.errors import RunError, UsageError, first_line, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
@@ -32,7 +33,8 @@ from rectified_flow.trained import (
     weights_of,
 )
 
-RESULTS_FILE, NEIGHBOURS_FILE, LENGTHS_FILE = "evaluation.json", "neighbours.png", "ema_lengths.png"
+RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
+STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,8 @@ def evaluate(config: EvaluateConfig) -> None:
     state = join_processes()
     flow, source = load_flow(config, state)
     how = solver_options(config, flow, source)
+    if config.ema_lengths:
+        find_snapshots(source)
     folder = prepare_folder("output_dir", config.output_dir or run_folder_of(source))
     results = _known_results(folder)
     dataset = _training_pictures(config, source)
@@ -119,8 +123,8 @@ def evaluate(config: EvaluateConfig) -> None:
     if state.is_main_process:
         tqdm.write(f"{'results':<11} {folder / RESULTS_FILE}")
         tqdm.write(f"{'neighbours':<11} {folder / NEIGHBOURS_FILE}: a picture in each row, then the nearest real ones")
-        if len(config.ema_lengths) > 1:
-            tqdm.write(f"{'lengths':<11} {_plot_lengths(folder, new, evaluator.headline)}")
+        for plot in _plot(folder, new, config, evaluator.headline):
+            tqdm.write(f"{'plot':<11} {plot}")
 
 
 def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
@@ -184,19 +188,23 @@ def _show_neighbours(folder: Path, evaluator: Evaluator, generated: Generated) -
     write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
 
 
-def _plot_lengths(folder: Path, results: list[dict[str, Any]], distance: str) -> Path:
-    lines = {}
-    for steps in dict.fromkeys(result["steps"] for result in results):
-        values = [result["distances"][distance] for result in results if result["steps"] == steps]
-        lengths = [float(result["weights"].split()[-1]) for result in results if result["steps"] == steps]
-        lines[f"{steps} step{'s' * (steps > 1)}"] = (lengths, values)
+def _plot(folder: Path, results: list[dict[str, Any]], config: EvaluateConfig, distance: str) -> list[Path]:
+    """Plots of ``distance`` over what this call varied."""
+
+    def values(**wanted: Any) -> list[float]:
+        return [each["distances"][distance] for each in results if wanted.items() <= each.items()]
+
+    plots = []
     try:
-        return draw_lines(
-            folder / LENGTHS_FILE,
-            lines,
-            title="which average of the weights is the best",
-            x_label="length of the average, as a share of the run",
-            y_label=distance,
-        )
+        if len(config.steps) > 1 and not config.ema_lengths:
+            line = {distance: (config.steps, values())}
+            plots.append(draw_lines(folder / STEPS_FILE, line, "how few steps will do", "steps", distance, log_x=True))
+        if len(config.ema_lengths) > 1:
+            at = dict.fromkeys(each["steps"] for each in results)
+            lines = {f"{steps} step{'s' * (steps > 1)}": (config.ema_lengths, values(steps=steps)) for steps in at}
+            x_label = "length of the average, as a share of the run"
+            title = "which average of the weights is the best"
+            plots.append(draw_lines(folder / LENGTHS_FILE, lines, title, x_label, distance))
     except OSError as error:
-        raise RunError(f"could not write {folder / LENGTHS_FILE} ({error}): make room") from error
+        raise RunError(f"could not write the plots in {folder} ({error}): make room") from error
+    return plots

@@ -14,10 +14,10 @@ Line = tuple[Any, Any]
 def draw_lines(
     path: Path,
     lines: Mapping[str, Line],
-    *,
     title: str,
     x_label: str,
     y_label: str,
+    *,
     log_x: bool = False,
     log_y: bool = False,
 ) -> Path:

@@ -160,14 +160,7 @@ class RunLog:
             steps, values = np.array(rows).T
             title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
             line: dict[str, Line] = {headline: (steps, values)}
-            draw_lines(
-                self.folder / "evaluations.png",
-                line,
-                title=title,
-                x_label="step",
-                y_label=headline,
-                log_y=len(rows) > 1,
-            )
+            draw_lines(self.folder / "evaluations.png", line, title, "step", headline, log_y=len(rows) > 1)
         with self._tolerant("the trackers"):
             self.accelerator.log(dict(distances), step=step)
 
@@ -202,9 +195,7 @@ class RunLog:
                     steps[window - 1 :],
                     np.convolve(losses, np.ones(window) / window, "valid"),
                 )
-            draw_lines(
-                self.loss_plot, lines, title="training loss", x_label="step", y_label="loss", log_y=len(lines) > 1
-            )
+            draw_lines(self.loss_plot, lines, "training loss", "step", "loss", log_y=len(lines) > 1)
 
     @contextmanager
     def _tolerant(self, what: str) -> Iterator[None]:

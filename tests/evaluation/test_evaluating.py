@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from rectified_flow import UsageError, checkpoint
+from rectified_flow.averages import PowerAverages, keep_snapshots
 from rectified_flow.evaluating import EvaluateConfig, evaluate
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.flows.saved import FLOW_FILE
@@ -61,9 +62,32 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
         assert one == two
         assert distances["efficientnet_lite0_frechet_distance"] > 0
     assert (alone[0]["num_real"], alone[0]["num_samples"], alone[0]["split"]) == (COUNT, 13, "train")
+    assert (tmp_path / "1/steps.png").exists()
     assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
     for name in ("cache-1", "cache-2"):
         assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
+
+
+def test_averages_of_several_lengths(run: Path, tmp_path: Path) -> None:
+    """From a run that kept two; each length has weights, and so numbers, of its own."""
+    source = checkpoint.resolve(run)
+    config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
+    network = FLOWS["rectified"]().network
+    kept = PowerAverages(network)
+    for updates in (10, 20):
+        for parameter in network.parameters():
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
+        for _ in range(10):
+            kept.update()
+        files = {checkpoint.MODEL_FILE: network.state_dict(), **kept.tensors()}
+        documents = {checkpoint.CONFIG_FILE: config, FLOW_FILE: flow, checkpoint.STATE_FILE: {"updates": updates}}
+        checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
+    keep_snapshots(tmp_path / "checkpoints")
+    measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.2)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.2"]
+    assert len({each["distances"]["colours_8x8_frechet_distance"] for each in results}) == 2
+    assert (tmp_path / "ema_lengths.png").exists()
 
 
 def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +110,8 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
         ("--checkpoint {run} --dataset_path {other}", "was trained on other classes than those of other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
+        ("--checkpoint {run} --ema_lengths 0.3", "must be above 0 and at most 0.28"),
+        ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
 )

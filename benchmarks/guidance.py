@@ -1,0 +1,130 @@
+"""Measure what guidance gives and takes: distance, and how often a classifier sees the class that was asked for.
+
+The classifier is a small network trained here, on the training pictures that it is not judged on; its accuracy on the
+rest is printed, too, for no picture can be recognised more reliably than that.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow import Flow, checkpoint, open_dataset
+from rectified_flow.data import ImageDataset
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.features import FeatureNetwork
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.guidance import Guidance
+from rectified_flow.flows.images import random_horizontal_flip, to_grid, to_signed, write_picture
+from rectified_flow.plots import draw_lines
+from rectified_flow.processes.joining import join_processes
+
+
+@dataclass(frozen=True)
+class Flags:
+    checkpoint: Path
+    """A run or checkpoint with classes."""
+    scales: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0, 4.0)
+    """Guidance scales."""
+    num_samples: int = 500
+    """Pictures for each scale."""
+    steps: int = 8
+    """Intervals, of two network calls each, and guidance doubles their rows."""
+    feature_network: FeatureNetwork = "efficientnet_lite0"
+    """What pictures are compared by."""
+    seed: int = 0
+    """Of the pictures and of the classifier."""
+    epochs: int = 15
+    """Passes of the classifier over its pictures."""
+    output_dir: Path = Path("runs/guidance")
+    """Where the plot, the table's numbers and a grid for each scale go."""
+
+
+def build_classifier(num_classes: int) -> nn.Sequential:
+    """Four convolutions, each halving the side."""
+    widths = [3, 32, 64, 128, 128]
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], num_classes))
+
+
+def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequential, float]:
+    """A classifier, and its accuracy on the eighth of the pictures that was kept from it."""
+    torch.manual_seed(flags.seed)
+    order = torch.randperm(len(pictures)).tolist()
+    held_out, rest = order[: len(order) // 8], order[len(order) // 8 :]
+    classifier = build_classifier(pictures.num_classes or 0)
+    steps = flags.epochs * (len(rest) // 64)
+    optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
+    for step in range(steps):
+        batch = pictures.__getitems__([rest[(64 * step + i) % len(rest)] for i in range(64)])
+        loss = F.cross_entropy(classifier(random_horizontal_flip(to_signed(batch["images"]))), batch["labels"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    classifier.eval()
+    unseen = pictures.__getitems__(held_out)
+    return classifier, agreement(classifier, unseen["images"], unseen["labels"])
+
+
+@torch.no_grad()
+def agreement(classifier: nn.Module, images: Tensor, labels: Tensor) -> float:
+    """The share of uint8 ``images`` whose class is seen to be that of ``labels``."""
+    return (classifier(to_signed(images)).argmax(dim=1) == labels).float().mean().item()
+
+
+def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Module, flags: Flags) -> dict[str, float]:
+    """Distances at one scale, and the agreement on as many pictures whose classes take turns."""
+    how: dict[str, Any] = {"steps": flags.steps, "guidance": Guidance(scale)}
+    numbers = evaluator.distances(evaluator.generate(flow, **how))
+    classes = range(flow.num_classes or 0)
+    drawn = [pictures for _, pictures in draw(flow, range(flags.num_samples), seed=flags.seed, classes=classes, **how)]
+    images = torch.cat(drawn)
+    labels = torch.arange(len(images)) % len(classes)
+    rows = min(8, len(images) // len(classes))
+    write_picture(flags.output_dir / f"scale-{scale:g}.png", to_grid(images[: rows * len(classes)], len(classes)))
+    return {"scale": scale, "agreement": agreement(classifier, images, labels), **numbers}
+
+
+def main(flags: Flags) -> None:
+    state = join_processes()
+    source = checkpoint.resolve(flags.checkpoint)
+    trained = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
+    path = trained["dataset_path"]
+    pictures = open_dataset(trained["dataset"], path and Path(path), image_size=trained["image_size"])
+    flow = Flow.from_checkpoint(source)
+    flags.output_dir.mkdir(parents=True, exist_ok=True)
+    classifier, accuracy = train_classifier(pictures, flags)
+    print(f"the classifier recognises {accuracy:.1%} of {len(pictures) // 8} pictures that it was not trained on\n")
+    evaluator = Evaluator(pictures, flags.feature_network, state, num_samples=flags.num_samples, seed=flags.seed)
+    names = [f"{flags.feature_network}_{kind}_distance" for kind in ("frechet", "kernel")]
+    names += ["colours_8x8_kernel_distance", "precision", "coverage"]
+    print("| guidance scale | class agreement | " + " | ".join(names) + " |")
+    print("|---|---|" + "---|" * len(names))
+    results = []
+    for scale in flags.scales:
+        result = measure(flow, scale, evaluator, classifier, flags)
+        results.append(result)
+        numbers = " | ".join(f"{result[name]:.4g}" for name in names)
+        print(f"| {scale:g} | {result['agreement']:.1%} | {numbers} |", flush=True)
+    (flags.output_dir / "guidance.json").write_text(json.dumps({"accuracy": accuracy, "results": results}, indent=1))
+    scales = [result["scale"] for result in results]
+    for name, wanted in (("agreement", "agreement"), ("distance", names[0])):
+        line = {wanted: (scales, [result[wanted] for result in results])}
+        print(draw_lines(flags.output_dir / f"{name}.png", line, "guidance", "guidance scale", wanted))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags, description=__doc__, use_underscores=True))
