@@ -95,6 +95,8 @@ def evaluate(config: EvaluateConfig) -> None:
         f"{source} was trained on other classes than those of {dataset.info['source']}: name its training pictures "
         "with --dataset_path",
     )
+    if state.is_main_process and not _are_those_of(dataset, source):
+        tqdm.write(f"warning: {dataset.info['source']} is not, or no longer, what {source} was trained on")
     require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
     evaluator = Evaluator(
         dataset,
@@ -142,6 +144,15 @@ def _training_pictures(config: EvaluateConfig, source: Path) -> ImageDataset:
         skip_broken_images=trained["skip_broken_images"],
         split=SPLIT,
     )
+
+
+def _are_those_of(dataset: ImageDataset, source: Path) -> bool:
+    """Whether a checkpoint was trained on these pictures, as far as it says; one that reflows knows only its pairs."""
+    if not (source / checkpoint.STATE_FILE).exists():
+        return True
+    trained = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
+    run = checkpoint.load_document(source, checkpoint.STATE_FILE)["run"]
+    return trained.get("reflow_from") is not None or run["dataset"] == dataset.fingerprint
 
 
 def _settings(config: EvaluateConfig, source: Path, length: float | None, steps: int) -> dict[str, Any]:

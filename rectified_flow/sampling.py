@@ -37,6 +37,7 @@ from rectified_flow.trained import (
 )
 
 GRID_PICTURES = 100
+NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
 
@@ -55,8 +56,8 @@ class PictureFlags:
     """Instead of the averaged weights, a power-function average of this length, as a share of the run; --power_ema."""
     from_images: Path | None = None
     """A picture, or a folder of them, to start from instead of noise alone; they take turns."""
-    noise_level: float = 0.6
-    """How far towards noise those are taken first: near 0 they stay as they are, at 1 nothing is left of them."""
+    noise_level: float | None = None
+    """How far towards noise those are taken first, from 0, where they stay as they are, to 1 (default: 0.6)."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,9 @@ class SampleConfig(OutputFlags, PrecisionFlags, SolverFlags, PictureFlags, Model
             self.ema_length is None or 0 < self.ema_length <= LONGEST_EMA,
             f"--ema_length is {self.ema_length}; it must be above 0 and at most {LONGEST_EMA}",
         )
-        require(0 < self.noise_level <= 1, f"--noise_level is {self.noise_level}; it must be above 0 and at most 1")
+        level = self.noise_level
+        require(level is None or 0 < level <= 1, f"--noise_level is {level}; it must be above 0 and at most 1")
+        require(level is None or self.from_images is not None, "--noise_level is that of --from_images: name some")
 
 
 @dataclass(frozen=True)
@@ -174,7 +177,7 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
     images = None
     if config.from_images is not None:
         images = _load_images(config.from_images, config.num_samples, flow)
-        how["noise_level"] = config.noise_level
+        how["noise_level"] = config.noise_level or NOISE_LEVEL
     if config.save_pretrained is not None:
         prepare_folder("save_pretrained", config.save_pretrained)
     output_dir = prepare_folder("output_dir", config.output_dir or run_folder_of(source) / "generated")
@@ -207,7 +210,7 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     if shown:
         lines["classes"] = ", ".join(shown) + ", ..." * (len(plan.classes) > len(shown))
     if plan.images is not None:
-        lines["start"] = f"{_count(plan.images)} of {config.from_images}, noise level {config.noise_level:g}"
+        lines["start"] = f"{_count(plan.images)} of {config.from_images}, noise level {plan.how['noise_level']:g}"
     return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
 
 

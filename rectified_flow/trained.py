@@ -59,6 +59,10 @@ def check_common(config: Any) -> None:
     require(isfinite(scale) and scale >= 0, f"--guidance_scale is {scale}; it must not be below 0")
     require(first < last, f"--guidance_interval is {first:g} {last:g}; the first number must be the smaller one")
     require(
+        scale != 1 or (first, last) == (0, 1),
+        f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1",
+    )
+    require(
         config.solver != "adaptive" or not config.steps, "--steps and --solver adaptive exclude each other; give one"
     )
 

@@ -108,6 +108,8 @@ REFUSED = [
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--noise_level 2", "--noise_level is 2.0"),
+    ("--noise_level 0.5", "--noise_level is that of --from_images"),
+    ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),
     ("--solver adaptive --steps 4", "exclude each other"),

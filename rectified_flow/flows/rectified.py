@@ -152,10 +152,12 @@ class RectifiedFlow(Flow):
             guidance: as in sampling.
 
         Raises:
-            ValueError: if ``steps`` is not positive, or the solver has no way back.
+            ValueError: if ``steps`` is not positive, the solver has no way back, or guidance has no labels.
         """
         if solver == "stochastic":
             raise ValueError("the stochastic solver has no way back to the noise")
+        if labels is None and guidance.scale != 1:
+            raise ValueError("guidance needs the labels of the images")
         x = to_signed(images).to(next(self.network.parameters()).device)
         labels = None if labels is None else labels.to(x.device)
         with self._evaluating():

@@ -68,19 +68,23 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
         assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
 
 
-def test_averages_of_several_lengths(run: Path, tmp_path: Path) -> None:
+def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """From a run that kept two; each length has weights, and so numbers, of its own."""
     source = checkpoint.resolve(run)
     config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
     network = FLOWS["rectified"]().network
-    kept = PowerAverages(network)
+    kept, state = PowerAverages(network), {"run": {"dataset": "the fingerprint of others"}}
     for updates in (10, 20):
         for parameter in network.parameters():
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
         for _ in range(10):
             kept.update()
         files = {checkpoint.MODEL_FILE: network.state_dict(), **kept.tensors()}
-        documents = {checkpoint.CONFIG_FILE: config, FLOW_FILE: flow, checkpoint.STATE_FILE: {"updates": updates}}
+        documents = {
+            checkpoint.CONFIG_FILE: config,
+            FLOW_FILE: flow,
+            checkpoint.STATE_FILE: state | {"updates": updates},
+        }
         checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
     keep_snapshots(tmp_path / "checkpoints")
     measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.2)
@@ -88,6 +92,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path) -> None:
     assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.2"]
     assert len({each["distances"]["colours_8x8_frechet_distance"] for each in results}) == 2
     assert (tmp_path / "ema_lengths.png").exists()
+    assert "warning: pictures is not, or no longer, what" in "".join(capfd.readouterr())
 
 
 def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
