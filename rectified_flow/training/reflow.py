@@ -24,7 +24,8 @@ from rectified_flow.files import lock_of
 from rectified_flow.flows import RectifiedFlow
 from rectified_flow.processes.collectives import on_main
 from rectified_flow.progress import progress_bar
-from rectified_flow.training.config import NetworkFlags, RectifiedFlowConfig
+from rectified_flow.training.config import NetworkFlags
+from rectified_flow.training.flow_configs import RectifiedFlowConfig
 
 BATCH_SIZE = 64
 INHERITED = ("dataset", "image_size", "skip_broken_images", *NetworkFlags.__dataclass_fields__)
