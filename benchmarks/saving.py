@@ -37,10 +37,10 @@ def main(flags: Flags) -> None:
         )
         dataset = open_dataset("synthetic-flowers", image_size=flags.image_size)
         trainer = Trainer(RectifiedFlow(Unet(flags.dim, image_size=flags.image_size)), dataset, config)
-        trainer.folder.claim(print)
-        trainer._open_log()
-        assert trainer.saver is not None
-        saver = trainer.saver
+        trainer.record.folder.claim(print)
+        trainer.record.open()
+        assert trainer.record.saver is not None
+        saver = trainer.record.saver
         batches = trainer._batches()
 
         def step() -> None:

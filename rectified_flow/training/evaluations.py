@@ -1,6 +1,5 @@
 """Evaluations on the way: how near the pictures are by now, and which checkpoint is the best."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import cast
 
@@ -13,7 +12,7 @@ from rectified_flow.flows import Flow
 from rectified_flow.interruption import Interrupted
 from rectified_flow.processes.collectives import on_main
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.tracking import RunLog
+from rectified_flow.training.record import RunRecord
 
 
 class Evaluations:
@@ -23,7 +22,7 @@ class Evaluations:
         accelerator: of the run.
         evaluator: what measures.
         config: the run's flags.
-        say: hears each result.
+        record: of the run.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class Evaluations:
         accelerator: Accelerator,
         evaluator: Evaluator,
         config: TrainingConfig,
-        say: Callable[[str], object],
+        record: RunRecord,
     ) -> None:
-        self.accelerator, self.evaluator, self.config, self.say = accelerator, evaluator, config, say
+        self.accelerator, self.evaluator, self.config, self.record = accelerator, evaluator, config, record
 
-    def evaluate(self, flow: nn.Module, step: int, log: RunLog | None) -> bool:
+    def evaluate(self, flow: nn.Module, step: int) -> bool:
         """Measure, tell and write down; returns whether no checkpoint before is better.
 
         False, and nothing written, if the end was requested meanwhile on any process.
@@ -43,20 +42,22 @@ class Evaluations:
         Args:
             flow: what to draw from.
             step: at which it is.
-            log: the main process's.
         """
         steps = {"steps": self.config.sample_steps} if self.config.sample_steps else {}
         with suppress(Interrupted), self.accelerator.autocast():
             generated = self.evaluator.generate(cast(Flow, flow), **steps)
-            return on_main(self.accelerator, lambda: self._judge(generated, step, cast(RunLog, log)))
+            return on_main(self.accelerator, lambda: self._judge(generated, step))
         return False
 
-    def _judge(self, generated: Generated, step: int, log: RunLog) -> bool:
+    def _judge(self, generated: Generated, step: int) -> bool:
+        log = self.record.log
+        assert log is not None
+        self.record.wait_for_checkpoint()  # which is the best so far is known when it is written
         name = self.evaluator.headline
         distances = self.evaluator.distances(generated)
         known = checkpoint.best_of(self.config.checkpoints)
         before = {row["step"]: row[name] for row in log.evaluations.rows() if name in row}
         best = known is None or distances[name] < before.get(checkpoint.step_of(known), float("inf"))
         log.evaluation(step, name, distances, self.evaluator.settings)
-        self.say(f"{'evaluation':<11} step {step}: {name} {distances[name]:.5g}" + ", the best so far" * best)
+        self.record.say(f"{'evaluation':<11} step {step}: {name} {distances[name]:.5g}" + ", the best so far" * best)
         return best

@@ -1,7 +1,6 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -15,7 +14,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.averages import PowerAverages, constant_average
 from rectified_flow.data.stream import StreamSampler, collate
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
 from rectified_flow.processes.collectives import (
@@ -32,12 +31,11 @@ from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.evaluations import Evaluations
 from rectified_flow.training.plan import describe_run, forward_flops
 from rectified_flow.training.previews import draw_preview
+from rectified_flow.training.record import RunRecord
 from rectified_flow.training.resume import choose_checkpoint, identify_run
-from rectified_flow.training.run_folder import RunFolder
-from rectified_flow.training.saving import Saver
 from rectified_flow.training.state import TrainingState, network_of
-from rectified_flow.training.stepper import BadStep, Batch, Stepper
-from rectified_flow.training.tracking import RunLog, Throughput
+from rectified_flow.training.stepper import Batch, Stepper
+from rectified_flow.training.tracking import Throughput
 
 
 class Trainer:
@@ -89,16 +87,14 @@ class Trainer:
         )
         wrapped, prepared = self.accelerator.prepare(flow, optimizer)
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, self._tell_bad)
+        self.record = RunRecord(self.accelerator, config, lambda: (self.state.step, self.total_steps))
+        tell_bad = self.record.bad_step
+        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, tell_bad)
         self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
-        self.folder = RunFolder(config)
         self.throughput = Throughput()
         self.evaluations: Evaluations | None = None
         if config.evaluate_every > 0 and evaluator is not None:
-            self.evaluations = Evaluations(self.accelerator, evaluator, config, self._say)
-        # What only the main process has:
-        self.log: RunLog | None = None
-        self.saver: Saver | None = None
+            self.evaluations = Evaluations(self.accelerator, evaluator, config, self.record)
 
     @property
     def averaged_flow(self) -> nn.Module:
@@ -115,18 +111,19 @@ class Trainer:
             UsageError: if the run cannot start in that folder, or go on from what is there.
             RunError: if it cannot go on: ranks that differ, too many bad steps, no space for the last checkpoint.
         """
-        with deferring(), self._holding_folder():
-            path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, self._say))
+        say = self.record.say
+        with deferring(), self.record.holding_folder():
+            path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, say))
             if path is not None:
                 self._load(path)
             if self.state.step >= self.total_steps:
-                self._say(
-                    f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on"
-                )
-                if self.accelerator.is_main_process:
-                    self.folder.tell("finished", self.state.step, self.total_steps)
+                say(f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on")
+                self.record.tell("finished")
                 return True
-            with self._recording(path):
+            with self.record.writing():
+                say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
+                if path is not None:
+                    say(f"{'resume':<11} step {self.state.step}, from {path}")
                 return self._run()
 
     def _run(self) -> bool:
@@ -153,9 +150,9 @@ class Trainer:
                     if self._is_due(self.config.save_every) or request or best:
                         self._save(best)
         limit_waiting(PATIENCE_AT_START.total_seconds())  # for the disk, which is the main process's alone
-        places |= on_main(self.accelerator, self._finish)
+        places |= on_main(self.accelerator, self.record.finish)
         for name, place in places.items():
-            self._say(f"{name:<11} {place}")
+            self.record.say(f"{name:<11} {place}")
         return self.state.step == self.total_steps
 
     def _batches(self) -> Iterator[Batch]:
@@ -200,113 +197,40 @@ class Trainer:
         means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
         state.clear_sums()
         rate = self.throughput.restart(state.images_seen)
-        if self.log is not None:
-            self.log.metrics(
-                state.step,
-                images_seen=state.images_seen,
-                **means,
-                learning_rate=state.optimizer.param_groups[0]["lr"],
-                images_per_second=round(rate, 2),
-                bad_steps=state.bad_steps,
-                **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
-            )
+        values = {
+            "images_seen": state.images_seen,
+            **means,
+            "learning_rate": state.optimizer.param_groups[0]["lr"],
+            "images_per_second": round(rate, 2),
+            "bad_steps": state.bad_steps,
+            **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
+        }
+        self.record.metrics(state.step, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
         self.stepper.settle()
         images = draw_preview(self.accelerator, self.averaged_flow, self.config)
-        if images is None or self.log is None:
-            return {}
-        return {"samples": self.log.samples(self.state.step, images)}
+        return self.record.samples(self.state.step, images)
 
     def _evaluate(self) -> bool:
         """Measure, if it is time; returns whether there is no better checkpoint."""
         if self.evaluations is None or not self._is_due(self.config.evaluate_every):
             return False
         self.stepper.settle()
-        if self.saver is not None:
-            self.saver.wait()  # which checkpoint is the best so far is known when it is written
-        return self.evaluations.evaluate(self.averaged_flow, self.state.step, self.log)
+        return self.evaluations.evaluate(self.averaged_flow, self.state.step)
 
     def _save(self, best: bool = False) -> None:
-        """Have a checkpoint written; one that fails for want of space leaves the one before, and the run, alone."""
         self.stepper.settle()
         check_equal_weights(self.accelerator, self.flow)
         state, sums = self.state, gather_scalars(self.accelerator, self.state.sums)
-        if self.saver is not None and self.log is not None:
-            self.folder.tell("running", state.step, self.total_steps)
-            with suppress(OSError):
-                self.log.write_lines()
-            documents = state.documents(self.config.plain(), asdict(self.run), sums)
-            self.saver.save(state.step, state.tensors(), documents, best=best)
-
-    def _tell_bad(self, bad: BadStep) -> None:
-        shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
-        self._say(
-            f"warning: step {bad.step} was skipped, number {bad.in_a_row} in a row: loss or gradient is not finite on "
-            f"images {shown} (all in bad_steps.jsonl)"
-        )
-        if self.log is not None:
-            self.log.bad_step(bad.step, bad.images)
-
-    # The run's folder
-
-    @contextmanager
-    def _holding_folder(self) -> Iterator[None]:
-        try:
-            on_main(self.accelerator, lambda: self.folder.claim(self._say))
-            try:
-                yield
-            except BaseException as error:
-                self.folder.tell_end(error, self.state.step, self.total_steps)
-                raise
-        finally:
-            self.folder.release()
+        documents = state.documents(self.config.plain(), asdict(self.run), sums)
+        self.record.checkpoint(state.step, state.tensors(), documents, best=best)
 
     def _load(self, path: Path) -> None:
         self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
-
-    @contextmanager
-    def _recording(self, path: Path | None) -> Iterator[None]:
-        """Open what the run writes, tell what is about to happen, and whatever happens then, close it."""
-        try:
-            on_main(self.accelerator, self._open_log)
-            self._say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
-            if path is not None:
-                self._say(f"{'resume':<11} step {self.state.step}, from {path}")
-            yield
-        finally:
-            if self.saver is not None:
-                self.saver.wait()
-            if self.log is not None:
-                self.log.close()
-
-    def _open_log(self) -> None:
-        self.folder.tell("running", self.state.step, self.total_steps)
-        self.log = RunLog(self.accelerator, self.config, self.state.step, warn=self._say)
-        self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self._say)
-        self.log.start_trackers(self.folder.run_id)
-
-    def _finish(self) -> dict[str, Path]:
-        """See that the last checkpoint is there, and say how the run ended."""
-        assert self.saver is not None
-        assert self.log is not None
-        path = self.saver.finish()
-        try:
-            self.log.write_lines()
-        except OSError as error:
-            raise RunError(f"could not write the last lines of {self.folder.path}/metrics.jsonl ({error})") from error
-        done = self.state.step == self.total_steps
-        self.folder.tell("finished" if done else "interrupted", self.state.step, self.total_steps)
-        if not done:
-            self._say(f"{'interrupted':<11} at step {self.state.step} of {self.total_steps}: the same command goes on")
-        return {"loss plot": self.log.loss_plot} | ({} if path is None else {"checkpoint": path})
-
-    def _say(self, line: str) -> None:
-        if self.accelerator.is_main_process:
-            tqdm.write(line)
 
     def _progress_bar(self) -> "tqdm[Any]":
         return progress_bar(

@@ -131,7 +131,7 @@ def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
     second: Trainer = build_trainer(
         tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
     )
-    with first._holding_folder():
+    with first.record.holding_folder():
         first.folder.tell("running", 0, 40)
         with pytest.raises(UsageError) as problem:
             second.train()
