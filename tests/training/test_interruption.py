@@ -132,7 +132,7 @@ def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
         tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
     )
     with first.record.holding_folder():
-        first.folder.tell("running", 0, 40)
+        first.record.tell("running")
         with pytest.raises(UsageError) as problem:
             second.train()
         assert not (output_dir / "metrics.jsonl").exists()
