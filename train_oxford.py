@@ -7,7 +7,7 @@ newest checkpoint.
 from collections.abc import Sequence
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
-from rectified_flow.checkpoint import load_network
+from rectified_flow.checkpoint import list_checkpoints, load_network
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
 from rectified_flow.processes.launch import run
 from rectified_flow.training.parts import build_dataset, build_evaluator, build_network, flow_settings
@@ -23,10 +23,12 @@ def main(config: RectifiedFlowConfig) -> None:
         return
     dataset = pictures = build_dataset(config)
     flow = build_flow(config, pictures.class_names)
+    evaluator = build_evaluator(config, pictures)
     if config.reflow_from is not None:
+        if not list_checkpoints(config.checkpoints):
+            load_network(flow.network, config.reflow_from)
         dataset = open_pairs(config, pictures)
-        load_network(flow.network, config.reflow_from)
-    Trainer(flow, dataset, config, build_evaluator(config, pictures)).train()
+    Trainer(flow, dataset, config, evaluator).train()
 
 
 def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> RectifiedFlow:

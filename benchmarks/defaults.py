@@ -68,7 +68,10 @@ def measure(data: str, variation: str, flags: Flags) -> dict[str, float]:
         _run("train_oxford.py", [*train, "--output_dir", str(run)], run)
         evaluate = ["--checkpoint", str(run), "--num_samples", str(flags.num_samples), "--steps", str(flags.steps)]
         _run("evaluate.py", [*evaluate, "--feature_network", FEATURES[0], "--mixed_precision", "bf16"], run)
-    distances: dict[str, float] = json.loads((run / "evaluation.json").read_text())[0]["distances"]
+    result = json.loads((run / "evaluation.json").read_text())[0]
+    if (result["num_samples"], result["steps"]) != (flags.num_samples, flags.steps):
+        sys.exit(f"{run} was evaluated by other --num_samples or --steps: remove its evaluation.json, or take those")
+    distances: dict[str, float] = result["distances"]
     return distances
 
 

@@ -88,7 +88,8 @@ def agreement(classifier: nn.Module, images: Tensor, labels: Tensor) -> float:
 def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Module, flags: Flags) -> dict[str, float]:
     """Distances at one scale, and the agreement on as many pictures whose classes take turns."""
     how: dict[str, Any] = {"steps": flags.steps, "guidance": Guidance(scale)}
-    numbers = evaluator.distances(evaluator.generate(flow, **how))
+    generated = evaluator.generate(flow, **how)
+    numbers = evaluator.distances(generated) | evaluator.scores(generated)
     classes = range(flow.num_classes or 0)
     drawn = [pictures for _, pictures in draw(flow, range(flags.num_samples), seed=flags.seed, classes=classes, **how)]
     images = torch.cat(drawn)
@@ -105,12 +106,14 @@ def main(flags: Flags) -> None:
     path = trained["dataset_path"]
     pictures = open_dataset(trained["dataset"], path and Path(path), image_size=trained["image_size"])
     flow = Flow.from_checkpoint(source)
+    if not 0 < (flow.num_classes or 0) <= flags.num_samples:
+        sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least a picture of each")
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     classifier, accuracy = train_classifier(pictures, flags)
     print(f"the classifier recognises {accuracy:.1%} of {len(pictures) // 8} pictures that it was not trained on\n")
     evaluator = Evaluator(pictures, flags.feature_network, state, num_samples=flags.num_samples, seed=flags.seed)
-    names = [f"{flags.feature_network}_{kind}_distance" for kind in ("frechet", "kernel")]
-    names += ["colours_8x8_kernel_distance", "precision", "coverage"]
+    seen, colours = evaluator.features
+    names = [seen.frechet_name, seen.kernel_name, colours.kernel_name, "precision", "coverage"]
     print("| guidance scale | class agreement | " + " | ".join(names) + " |")
     print("|---|---|" + "---|" * len(names))
     results = []

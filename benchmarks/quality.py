@@ -132,7 +132,7 @@ def train_peer(case: Case) -> None:
     from rectified_flow_pytorch import Trainer as PeerTrainer
 
     folder = case.folder(PEER)
-    if folder.exists():
+    if checkpoint.list_checkpoints(folder):
         return
     torch.set_num_threads(1)
     set_seed(case.seed)
@@ -261,6 +261,7 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
         "images": images,
         "parameters": sum(p.numel() for p in flow.parameters()),
         **evaluator.distances(generated),
+        **evaluator.scores(generated),
         **evaluator.settings,
     }
     known.write_text(json.dumps(result, indent=1))

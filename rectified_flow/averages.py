@@ -16,9 +16,14 @@ from torch import Tensor, nn
 
 from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
+from rectified_flow.files import flush_folder
 
 LENGTHS = (0.05, 0.10)
 """Of the two averages that are kept."""
+SHORTEST, LONGEST = 0.02, 0.28
+"""What can be made: a shorter one amplifies rounding, and one that weighs all steps alike has 0.289."""
+POOR_FIT = 0.1
+"""How far the weights of the snapshots may sum up to something else than 1."""
 SNAPSHOTS = "averages"
 
 
@@ -49,11 +54,16 @@ class PowerAverages:
         return {file: average.ema_model.state_dict() for file, average in self._averages.items()}
 
     def load(self, path: Path, updates: int) -> None:
-        """Become those of a checkpoint after so many updates, or its averaged weights if it has none."""
+        """Become those of a checkpoint after so many updates.
+
+        Raises:
+            UsageError: if it has none.
+        """
         for file, average in self._averages.items():
-            name = file if (path / file).exists() else checkpoint.best_weights(path)
-            checkpoint.load_weights(average.ema_model, path, name)
-            average.initted.fill_(True)
+            if not (path / file).exists():
+                raise UsageError(f"--power_ema must be there from a run's first step, and {path} was made without")
+            checkpoint.load_weights(average.ema_model, path, file)
+            average.initted.fill_(updates > 0)
             average.step.fill_(updates)
 
 
@@ -77,41 +87,53 @@ def keep_snapshots(checkpoints: Path) -> None:
                 os.link(file, stage / file.name)
             except OSError:  # a file system without hard links
                 shutil.copyfile(file, stage / file.name)
+        flush_folder(stage)
         stage.rename(snapshot)
 
 
-def find_snapshots(path: Path) -> list[Path]:
-    """The snapshots up to the checkpoint ``path``, oldest first.
-
-    Raises:
-        UsageError: if there are none.
-    """
-    folder = path.parent / SNAPSHOTS
-    snapshots = [each for each in sorted(folder.glob("step_*")) if each.name <= path.name]
-    if not snapshots:
-        raise UsageError(f"there are no averages in {folder} up to {path.name}: train with --power_ema to have some")
-    return snapshots
+def drop_snapshots(checkpoints: Path, after: int) -> None:
+    """Remove the snapshots of later steps than ``after``, which a run that goes on from there makes anew."""
+    for each in (checkpoints / SNAPSHOTS).glob("step_*"):
+        if checkpoint.step_of(each) > after:
+            shutil.rmtree(each)
 
 
-def synthesize(path: Path, length: float) -> dict[str, Tensor]:
-    """The average of that length at a checkpoint, from the snapshots up to it.
+def find_shares(path: Path, length: float) -> list[tuple[Path, str, float]]:
+    """Folder and file of each average that was kept up to the checkpoint ``path``, and its share in one of ``length``.
 
     Args:
         path: the checkpoint.
-        length: standard deviation of the average's profile, as a share of the run; above 0, at most 0.28.
+        length: standard deviation of the average's profile, as a share of the run; from ``SHORTEST`` to ``LONGEST``.
 
     Raises:
-        UsageError: if there are no snapshots.
+        UsageError: if there are no snapshots, or too few for that length.
     """
-    snapshots = find_snapshots(path)
-    counts = [float(checkpoint.load_document(each, checkpoint.STATE_FILE)["updates"]) for each in snapshots]
+    folder = path.parent / SNAPSHOTS
+    snapshots = [each for each in sorted(folder.glob("step_*")) if each.name <= path.name]
+    if not snapshots or snapshots[-1].name != path.name:
+        raise UsageError(f"there are no averages of {path.name} in {folder}: train with --power_ema to have some")
+    by_updates = {float(checkpoint.load_document(each, checkpoint.STATE_FILE)["updates"]): each for each in snapshots}
+    by_updates.pop(0.0, None)  # nothing was averaged yet
+    if not by_updates:
+        raise UsageError(f"{path} has not been trained yet, so there is nothing to average")
+    counts = list(by_updates)
     at, now = torch.tensor(counts).repeat_interleave(len(LENGTHS)), torch.tensor([counts[-1]])
-    gammas = torch.tensor([sigma_rel_to_gamma(each) for each in LENGTHS]).repeat(len(snapshots))
+    gammas = torch.tensor([sigma_rel_to_gamma(each) for each in LENGTHS]).repeat(len(counts))
     solved = solve_weights(at, gammas, now, torch.tensor([sigma_rel_to_gamma(length)])).flatten()
+    if not abs(solved.sum() - 1) < POOR_FIT:
+        raise UsageError(
+            f"an average of length {length:g} cannot be made of the {len(counts)} snapshots of {path}: take one nearer "
+            f"to {LENGTHS[0]:g}, or train with a smaller --save_every"
+        )
     shares = (solved / solved.sum()).tolist()  # so that what never changes stays as it is
-    sources = [(each, file_of(kept)) for each in snapshots for kept in LENGTHS]
+    sources = [(each, file_of(kept)) for each in by_updates.values() for kept in LENGTHS]
+    return [(*source, share) for source, share in zip(sources, shares, strict=True)]
+
+
+def synthesize(path: Path, length: float) -> dict[str, Tensor]:
+    """The average of that length at a checkpoint, from the snapshots up to it; see :func:`find_shares`."""
     total: dict[str, Tensor] = {}
-    for share, (snapshot, file) in zip(shares, sources, strict=True):
+    for snapshot, file, share in find_shares(path, length):
         for name, value in checkpoint.load_tensors(snapshot, file).items():
             total[name] = total.get(name, 0) + share * value.double()
     return {name: value.float() for name, value in total.items()}

@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import flush, flush_folder
+from rectified_flow.files import flush, flush_folder, replace_file
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, STATE_FILE, MANIFEST = "config.json", "trainer.json", "manifest.json"
@@ -71,10 +72,7 @@ def save(
         if path.exists():
             _remove(path)
         if best:  # first: a run that is killed in between comes here again
-            link = folder / f".{BEST}.tmp"
-            link.unlink(missing_ok=True)
-            link.symlink_to(path.name)
-            link.replace(folder / BEST)
+            replace_file(folder / BEST, f"{path.name}\n")
         stage.rename(path)
         flush(folder)
     except BaseException:
@@ -99,8 +97,10 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
 
 def best_of(folder: Path) -> Path | None:
     """The checkpoint in ``folder`` that evaluations found the best, if there were any."""
-    best = folder / BEST
-    return folder / best.readlink() if best.is_symlink() and best.exists() else None
+    with suppress(OSError):
+        best = folder / (folder / BEST).read_text().strip()
+        return best if (best / MANIFEST).exists() else None
+    return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -141,14 +141,14 @@ def find_damage(path: Path) -> str | None:
 
 
 def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
-    """The checkpoint that ``path`` means: itself, or the newest one of a run's folder.
+    """The checkpoint that ``path`` means: itself, the newest one of a run's folder, or with the name ``best`` that.
 
     Raises:
         UsageError: if there is none, or it is damaged.
     """
+    if path.name == BEST:
+        path = best_of(path.parent) or path
     if (path / MANIFEST).exists():
-        if path.is_symlink():
-            path = path.parent / path.readlink()  # the best of today
         problem = find_damage(path)
         if problem is not None:
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
@@ -197,10 +197,10 @@ def load_network(network: nn.Module, path: Path) -> None:
         UsageError: if there is none, or it is of another architecture.
     """
     path = resolve(path)
-    load_weights(network, path, best_weights(path))
+    load_weights(network, path, averaged_weights(path))
 
 
-def best_weights(path: Path) -> str:
+def averaged_weights(path: Path) -> str:
     """The file with a checkpoint's averaged weights, or else its last ones."""
     return EMA_FILE if (path / EMA_FILE).exists() else MODEL_FILE
 

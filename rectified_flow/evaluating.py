@@ -9,7 +9,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from rectified_flow import checkpoint
-from rectified_flow.averages import find_snapshots
+from rectified_flow.averages import LONGEST, SHORTEST, find_shares
 from rectified_flow.data import ImageDataset, open_dataset
 from rectified_flow.errors import RunError, UsageError, first_line, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
@@ -19,7 +19,6 @@ from rectified_flow.flows.images import to_grid, write_picture
 from rectified_flow.plots import draw_lines
 from rectified_flow.processes.joining import join_processes
 from rectified_flow.trained import (
-    LONGEST_EMA,
     ModelFlags,
     PrecisionFlags,
     SolverFlags,
@@ -70,8 +69,8 @@ class EvaluateConfig(PrecisionFlags, SolverFlags, EvaluationFlags, ModelFlags):
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
         require(
-            all(0 < length <= LONGEST_EMA for length in self.ema_lengths),
-            f"--ema_lengths is {self.ema_lengths}; all must be above 0 and at most {LONGEST_EMA}",
+            all(SHORTEST <= length <= LONGEST for length in self.ema_lengths),
+            f"--ema_lengths is {self.ema_lengths}; all must be from {SHORTEST} to {LONGEST}",
         )
 
 
@@ -85,8 +84,8 @@ def evaluate(config: EvaluateConfig) -> None:
     state = join_processes()
     flow, source = load_flow(config, state)
     how = solver_options(config, flow, source)
-    if config.ema_lengths:
-        find_snapshots(source)
+    for wanted in config.ema_lengths:
+        find_shares(source, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", config.output_dir or run_folder_of(source))
     results = _known_results(folder)
     dataset = _training_pictures(config, source)
@@ -97,7 +96,6 @@ def evaluate(config: EvaluateConfig) -> None:
     )
     if state.is_main_process and not _are_those_of(dataset, source):
         tqdm.write(f"warning: {dataset.info['source']} is not, or no longer, what {source} was trained on")
-    require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
     evaluator = Evaluator(
         dataset,
         config.feature_network,
@@ -115,7 +113,7 @@ def evaluate(config: EvaluateConfig) -> None:
         if not state.is_main_process:
             continue
         settings = _settings(config, source, length, steps) | evaluator.settings
-        result = {**settings, "distances": evaluator.distances(generated)}
+        result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated)}
         results = [*(each for each in results if each | {"distances": None} != settings | {"distances": None}), result]
         new.append(result)
         _write_down(folder, results)

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from rectified_flow.averages import LONGEST, SHORTEST
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store_builder import fit
 from rectified_flow.errors import RunError, UsageError, first_line, require, require_positive
@@ -22,7 +23,6 @@ from rectified_flow.flows.images import to_grid, to_unit, write_picture
 from rectified_flow.processes.joining import join_processes
 from rectified_flow.progress import progress_bar
 from rectified_flow.trained import (
-    LONGEST_EMA,
     ModelFlags,
     PrecisionFlags,
     SolverFlags,
@@ -83,8 +83,8 @@ class SampleConfig(OutputFlags, PrecisionFlags, SolverFlags, PictureFlags, Model
             require_positive(self, name)
         check_common(self)
         require(
-            self.ema_length is None or 0 < self.ema_length <= LONGEST_EMA,
-            f"--ema_length is {self.ema_length}; it must be above 0 and at most {LONGEST_EMA}",
+            self.ema_length is None or SHORTEST <= self.ema_length <= LONGEST,
+            f"--ema_length is {self.ema_length}; it must be from {SHORTEST} to {LONGEST}",
         )
         level = self.noise_level
         require(level is None or 0 < level <= 1, f"--noise_level is {level}; it must be above 0 and at most 1")

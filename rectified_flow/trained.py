@@ -17,9 +17,6 @@ from rectified_flow.flows.solvers import Solver
 from rectified_flow.flows.time_grids import TimeGrid
 from rectified_flow.processes.collectives import on_main
 
-LONGEST_EMA = 0.28
-"""A power-function average that weighs all steps alike has 0.289."""
-
 
 @dataclass(frozen=True)
 class ModelFlags:
@@ -90,7 +87,7 @@ def weights_of(source: Path, length: float | None = None) -> str:
     """Which of a checkpoint's weights are used, in words."""
     if length is not None:
         return f"average of length {length:g}"
-    return "averaged weights" if checkpoint.best_weights(source) == checkpoint.EMA_FILE else "last weights"
+    return "averaged weights" if checkpoint.averaged_weights(source) == checkpoint.EMA_FILE else "last weights"
 
 
 def prepare_folder(flag: str, folder: Path) -> Path:

@@ -8,7 +8,7 @@ from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 
 from rectified_flow import UsageError, checkpoint
-from rectified_flow.averages import LENGTHS, PowerAverages, file_of, keep_snapshots, synthesize
+from rectified_flow.averages import LENGTHS, PowerAverages, drop_snapshots, file_of, keep_snapshots, synthesize
 
 UPDATES, EVERY = 400, 40
 
@@ -70,7 +70,42 @@ def test_snapshots_stay_when_checkpoints_go(trained: tuple[Path, dict[float, Ten
     assert (snapshots[-1] / file_of(0.05)).stat().st_nlink == 2, "the newest one takes no room of its own"
 
 
+def snapshot(folder: Path, step: int, updates: int, value: float) -> Path:
+    """A checkpoint after so many updates whose averages are all ``value``."""
+    tensors = {file_of(length): {"weight": torch.full((2,), value)} for length in LENGTHS}
+    path = checkpoint.save(folder, step, tensors, {checkpoint.STATE_FILE: {"updates": updates}})
+    keep_snapshots(folder)
+    return path
+
+
 def test_a_run_that_kept_none(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 3, {}, {})
     with pytest.raises(UsageError, match="train with --power_ema"):
         synthesize(path, 0.1)
+
+
+def test_averages_of_another_step_are_not_taken(tmp_path: Path) -> None:
+    """The run went on without --power_ema."""
+    snapshot(tmp_path, 10, 10, 1.0)
+    with pytest.raises(UsageError, match="no averages of step_00000020"):
+        synthesize(checkpoint.save(tmp_path, 20, {}, {}), 0.1)
+
+
+def test_steps_that_were_skipped(tmp_path: Path) -> None:
+    """Nothing was averaged before the first snapshot, nor between the last two."""
+    path = [snapshot(tmp_path, step, updates, 2.0) for step, updates in ((5, 0), (10, 10), (20, 20), (30, 20))][-1]
+    assert synthesize(path, 0.07)["weight"].tolist() == pytest.approx([2.0, 2.0])
+    with pytest.raises(UsageError, match="nothing to average"):
+        synthesize(tmp_path / "step_00000005", 0.07)
+
+
+def test_too_few_snapshots_for_a_length(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"length 0\.25 cannot be made of the 1 snapshots"):
+        synthesize(snapshot(tmp_path, 10, 10, 1.0), 0.25)
+
+
+def test_a_run_that_goes_back_drops_what_came_after(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        snapshot(tmp_path, step, step, float(step))
+    drop_snapshots(tmp_path, after=10)
+    assert [each.name for each in (tmp_path / "averages").iterdir()] == ["step_00000010"]

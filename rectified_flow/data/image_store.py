@@ -99,7 +99,7 @@ def find_damage(path: Path) -> str | None:
         # Whole seconds: some file systems keep no more.
         if all(int(stats[name].st_mtime) == made["time"] for name, made in info["files"].items()):
             return None
-        if hash_contents(path) != info["content"]:
+        if hash_contents(path, *info["files"]) != info["content"]:
             return "other pixels or labels"
         with suppress(OSError):  # read-only: the contents are read each time
             for name, made in info["files"].items():
@@ -115,11 +115,13 @@ def describe_files(path: Path, *names: str) -> dict[str, dict[str, int]]:
     return {name: {"size": stat.st_size, "time": int(stat.st_mtime)} for name, stat in stats.items()}
 
 
-def hash_contents(path: Path) -> str:
-    """Hash of all pixels and labels of a store."""
+def hash_contents(path: Path, *names: str) -> str:
+    """Hash of what is in the named files of a store, the labels last."""
     content = blake2b(digest_size=16)
-    with (path / IMAGES_FILE).open("rb") as file:
-        while chunk := file.read(1 << 22):
-            content.update(chunk)
+    for name in names:
+        if name != LABELS_FILE:
+            with (path / name).open("rb") as file:
+                while chunk := file.read(1 << 22):
+                    content.update(chunk)
     content.update(repr(np.load(path / LABELS_FILE).tolist()).encode())
     return content.hexdigest()

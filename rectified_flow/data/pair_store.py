@@ -22,7 +22,7 @@ from rectified_flow.data.image_store import (
 )
 from rectified_flow.files import flush_folder, replace_file
 
-NOISE_FILE, PROGRESS_FILE = "noise.float16", "progress.json"
+NOISE_FILE, RECIPE_FILE, PROGRESS_FILE = "noise.float16", "recipe.json", "progress.json"
 
 
 class PairDataset(ImageDataset):
@@ -52,15 +52,23 @@ class PairWriter:
 
     def __init__(self, path: Path, length: int, image_size: int) -> None:
         self.path, self.length, self.image_size = path, length, image_size
-        self.stage = path.with_name(f"{path.name}.building")
+        self.stage = path.with_name(f"{path.name}.drawing")
         self._row = 3 * image_size * image_size
+
+    @staticmethod
+    def recipe_of(path: Path) -> dict[str, Any] | None:
+        """What the store at ``path`` is made by, whole or not; None if nobody has begun."""
+        for folder in (path, path.with_name(f"{path.name}.drawing")):
+            if (folder / RECIPE_FILE).exists():
+                return dict(json.loads((folder / RECIPE_FILE).read_text()))
+        return None
 
     @property
     def is_whole(self) -> bool:
         """Whether the store is there, undamaged."""
         return self.path.exists() and find_damage(self.path) is None
 
-    def begin(self) -> int:
+    def begin(self, recipe: dict[str, Any]) -> int:
         """Make the files, unless they are there; returns how many pairs are in them. For one process.
 
         Raises:
@@ -68,12 +76,16 @@ class PairWriter:
         """
         if self.path.exists():
             shutil.rmtree(self.path)  # damaged
+        progress = self.stage / PROGRESS_FILE
+        if progress.exists():
+            return int(json.loads(progress.read_text())["done"])
         self.stage.mkdir(parents=True, exist_ok=True)
         for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, 2 * self._row)):
-            with (self.stage / name).open("ab") as file:
+            with (self.stage / name).open("wb") as file:
                 file.truncate(self.length * size)
-        progress = self.stage / PROGRESS_FILE
-        return int(json.loads(progress.read_text())["done"]) if progress.exists() else 0
+        replace_file(self.stage / RECIPE_FILE, json.dumps(recipe, indent=1))
+        self.reached(0)
+        return 0
 
     def write(self, first: int, images: Tensor, noise: Tensor) -> None:
         """Write consecutive pairs, uint8 and floating point ``[b, 3, s, s]``, from number ``first`` on.
@@ -101,15 +113,16 @@ class PairWriter:
             source: what made the pairs, for the reader.
         """
         np.save(self.stage / LABELS_FILE, labels)
+        files = (IMAGES_FILE, NOISE_FILE, LABELS_FILE)
         info = {
-            "content": hash_contents(self.stage),
+            "content": hash_contents(self.stage, *files),
             "source": source,
             "length": self.length,
             "image_size": self.image_size,
             "class_names": class_names,
-            "files": describe_files(self.stage, IMAGES_FILE, LABELS_FILE, NOISE_FILE),
+            "files": describe_files(self.stage, *files),
         }
         (self.stage / INFO_FILE).write_text(json.dumps(info, indent=1))
-        (self.stage / PROGRESS_FILE).unlink(missing_ok=True)
         flush_folder(self.stage)
         self.stage.rename(self.path)
+        (self.path / PROGRESS_FILE).unlink(missing_ok=True)

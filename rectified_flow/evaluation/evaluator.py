@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow import randomness
 from rectified_flow.data import ImageDataset
+from rectified_flow.errors import require
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
 from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
 from rectified_flow.evaluation.reference import reference_features
@@ -52,7 +53,7 @@ class Evaluator:
         batch_size: pictures drawn at once by each process.
 
     Raises:
-        UsageError: if the feature network is not to be had.
+        UsageError: if the feature network is not to be had, or there is a single picture.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Evaluator:
         seed: int = 0,
         batch_size: int = 64,
     ) -> None:
+        require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
         self.dataset, self.state = dataset, state
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
@@ -94,7 +96,7 @@ class Evaluator:
 
     @cached_property
     def real(self) -> list[Tensor]:
-        """Features of the training pictures, by feature network; all processes make them together."""
+        """Features of the training pictures, by feature network; all processes make them, and the main one has them."""
         share = -(-len(self.dataset) // self.state.num_processes)
         result = []
         for each in self.features:
@@ -127,12 +129,16 @@ class Evaluator:
         )
 
     def distances(self, generated: Generated) -> dict[str, float]:
-        """Every number by name; see :mod:`rectified_flow.evaluation.distances`. No process waits for another here."""
+        """Fréchet and kernel distances by name. Main process only, as what follows."""
         numbers: dict[str, float] = {}
         for each, theirs, ours in zip(self.features, self.real, generated.features, strict=True):
             numbers[each.frechet_name] = frechet_distance(theirs, ours)
             numbers[each.kernel_name], numbers[f"{each.kernel_name}_std"] = kernel_distance(theirs, ours, self.seed)
-        return numbers | manifold_scores(self.real[0], generated.features[0])
+        return numbers
+
+    def scores(self, generated: Generated) -> dict[str, float]:
+        """Precision, recall and the like; the work grows with the square of the number of training pictures."""
+        return manifold_scores(self.real[0], generated.features[0])
 
     def beside_neighbours(self, generated: Generated) -> Tensor:
         """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""

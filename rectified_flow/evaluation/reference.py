@@ -23,7 +23,7 @@ def reference_features(
     progress: Callable[[int], object] = lambda _count: None,
     batch_size: int = 64,
 ) -> Tensor:
-    """Features ``[n, d]`` of all pictures of ``dataset``, on the CPU; each process extracts its share.
+    """Features ``[n, d]`` of all pictures of ``dataset``, on the CPU of the main process; each extracts its share.
 
     They are read from the store's folder if they are there, and written there by the main process if it can write.
 
@@ -37,15 +37,15 @@ def reference_features(
     path = dataset.path / f"features-{features.name}.npy"
     known = None
     with suppress(OSError, ValueError, EOFError):
-        known = torch.from_numpy(np.load(path))
+        known = np.load(path, mmap_mode="r")
     if not any_rank(state, known is None or len(known) != len(dataset)) and known is not None:
-        return known
+        return torch.from_numpy(np.array(known)) if state.is_main_process else torch.empty(0)
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
     mine = [(rank + world_size * i) % total for i in range(-(-total // world_size))]
     parts = []
     for start in range(0, len(mine), batch_size):
         images = dataset.__getitems__(mine[start : start + batch_size])["images"]
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
             parts.append(features.extract(images.to(state.device)).cpu())
         progress(len(images))
     everything = gather_interleaved(torch.cat(parts), total)
@@ -54,4 +54,4 @@ def reference_features(
         np.save(content, everything.numpy())
         with suppress(OSError):  # a store that cannot be written to is read again next time
             replace_file(path, content.getvalue())
-    return everything
+    return everything if state.is_main_process else torch.empty(0)

@@ -106,7 +106,7 @@ class Saved(ModelHubMixin):
                 "rectified_flow.checkpoint.load_network"
             )
         flow = cls.from_description(checkpoint.load_document(path, FLOW_FILE))
-        checkpoint.load_weights(flow.network, path, checkpoint.best_weights(path))
+        checkpoint.load_weights(flow.network, path, checkpoint.averaged_weights(path))
         return cast(Self, cast(nn.Module, flow).eval())
 
     def generate_model_card(self, *, grid: str | None = None, **kwargs: Any) -> ModelCard:

@@ -89,7 +89,7 @@ class OptimizationFlags:
     ema_decay: float = 0.9999
     """Decay of the average per optimizer step; early in a run it is lower."""
     power_ema: bool = False
-    """Also keep what evaluate.py --ema_lengths makes averages of any length from: 8 bytes a weight per checkpoint."""
+    """Keep what evaluate.py --ema_lengths makes other averages from: 8 bytes a weight of each checkpoint, for good."""
     seed: int = 0
     """Every random draw of the run is a function of this, whatever the number of processes."""
     compile: bool = False
@@ -99,7 +99,7 @@ class OptimizationFlags:
 @dataclass(frozen=True)
 class EvaluationFlags:
     evaluate_every: int = 0
-    """Steps between evaluations as by evaluate.py, of which the best checkpoint is kept; 0 makes none."""
+    """Steps between evaluations (see evaluate.py) at --sample_steps, whose best checkpoint is kept; 0 makes none."""
     evaluation_samples: int = 2000
     """Pictures drawn for each."""
     feature_network: FeatureNetwork = "inception"

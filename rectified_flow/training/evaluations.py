@@ -1,7 +1,7 @@
 """Evaluations on the way: how near the pictures are by now, and which checkpoint is the best."""
 
-from contextlib import suppress
-from typing import cast
+from math import inf
+from typing import Any, cast
 
 from accelerate import Accelerator
 from torch import nn
@@ -43,21 +43,33 @@ class Evaluations:
             flow: what to draw from.
             step: at which it is.
         """
-        steps = {"steps": self.config.sample_steps} if self.config.sample_steps else {}
-        with suppress(Interrupted), self.accelerator.autocast():
-            generated = self.evaluator.generate(cast(Flow, flow), **steps)
-            return on_main(self.accelerator, lambda: self._judge(generated, step))
-        return False
+        sampled = cast(Flow, flow)
+        steps = self.config.sample_steps or sampled.default_steps
+        try:
+            with self.accelerator.autocast():
+                generated = self.evaluator.generate(sampled, steps=steps)
+        except Interrupted:
+            return False
+        return on_main(self.accelerator, lambda: self._judge(generated, step, {"steps": steps}))
 
-    def _judge(self, generated: Generated, step: int) -> bool:
-        log = self.record.log
+    def is_missing(self, step: int) -> bool:
+        """Whether there is no evaluation of that step: it was given up when the run was asked to end."""
+
+        def look() -> bool:
+            assert self.record.log is not None
+            return all(row["step"] != step for row in self.record.log.evaluations.rows())
+
+        return on_main(self.accelerator, look)
+
+    def _judge(self, generated: Generated, step: int, how: dict[str, Any]) -> bool:
+        log, name, settings = self.record.log, self.evaluator.headline, self.evaluator.settings | how
         assert log is not None
         self.record.wait_for_checkpoint()  # which is the best so far is known when it is written
-        name = self.evaluator.headline
         distances = self.evaluator.distances(generated)
+        alike = {row["step"]: row[name] for row in log.evaluations.rows() if settings.items() <= row.items()}
         known = checkpoint.best_of(self.config.checkpoints)
-        before = {row["step"]: row[name] for row in log.evaluations.rows() if name in row}
-        best = known is None or distances[name] < before.get(checkpoint.step_of(known), float("inf"))
-        log.evaluation(step, name, distances, self.evaluator.settings)
+        least = min(alike.values(), default=inf)
+        best = known is None or distances[name] < alike.get(checkpoint.step_of(known), least)
+        log.evaluation(step, name, distances, settings)
         self.record.say(f"{'evaluation':<11} step {step}: {name} {distances[name]:.5g}" + ", the best so far" * best)
         return best

@@ -30,10 +30,12 @@ class RectifiedFlowFlags:
 class ReflowFlags:
     reflow_from: Path | None = None
     """Straighten the rectified flow of this run or checkpoint, whose pictures and network it keeps, for fewer steps."""
-    reflow_pairs: int = 50_000
-    """Pictures it draws to be trained on, each with its noise."""
+    reflow_pairs: int | None = None
+    """Pictures it draws to be trained on, each with its noise (default: 50000)."""
     reflow_steps: int | None = None
     """Intervals that each is drawn in (default: 16)."""
+    pairs_dir: Path | None = None
+    """Where they are kept (default: OUTPUT_DIR/pairs); a second run may name those of the first."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
             self.reflow_from is None or self.coupling == "independent",
             "--coupling and --reflow_from exclude each other: the pictures it draws have their noise",
         )
+        for name in ("reflow_pairs", "reflow_steps", "pairs_dir"):
+            require(
+                getattr(self, name) is None or self.reflow_from is not None, f"--{name} is for --reflow_from: give one"
+            )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from rectified_flow import averages
 from rectified_flow.errors import RunError
 from rectified_flow.processes.collectives import on_main
 from rectified_flow.training.config import TrainingConfig
@@ -72,6 +73,7 @@ class RunRecord:
     def open(self) -> None:
         """Begin to write. Main process only."""
         self.tell("running")
+        averages.drop_snapshots(self.config.checkpoints, after=self.progress()[0])
         self.log = RunLog(self.accelerator, self.config, self.progress()[0], warn=self.say)
         self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self.say)
         self.log.start_trackers(self.folder.run_id)
@@ -104,9 +106,10 @@ class RunRecord:
             self.saver.save(step, tensors, documents, best=best)
 
     def wait_for_checkpoint(self) -> None:
-        """Wait until the last one is written, or has failed."""
+        """Wait until the last one is written, or has failed; but the other processes wait for this one meanwhile."""
         if self.saver is not None:
-            self.saver.wait()
+            with suppress(TimeoutError):
+                self.saver.wait(self.config.rank_timeout / 2)
 
     def finish(self) -> dict[str, Path]:
         """See that everything is on the disk, and say how the run ended and what is where. Main process only.

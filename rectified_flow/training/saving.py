@@ -78,7 +78,10 @@ class Saver:
         self.draw()
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
-            averages.keep_snapshots(folder)
+            try:
+                averages.keep_snapshots(folder)
+            except OSError as error:
+                self.warn(f"warning: could not keep the averages of step {step} for good ({error})")
             checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
             return path
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another

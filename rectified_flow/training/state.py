@@ -121,7 +121,7 @@ class TrainingState:
         # Those that version 0.1 did not have yet.
         counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
         if self.ema is not None:
-            checkpoint.load_weights(network_of(self.ema.ema_model), path, checkpoint.best_weights(path))
+            checkpoint.load_weights(network_of(self.ema.ema_model), path, checkpoint.averaged_weights(path))
             self.ema.initted.fill_(True)
             self.ema.step.fill_(counters["ema_step"] or 0)
         if self.power is not None:

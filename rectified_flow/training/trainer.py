@@ -93,7 +93,9 @@ class Trainer:
         self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
         self.throughput = Throughput()
         self.evaluations: Evaluations | None = None
-        if config.evaluate_every > 0 and evaluator is not None:
+        if config.evaluate_every > 0:
+            if evaluator is None:
+                raise ValueError("config.evaluate_every needs an evaluator")
             self.evaluations = Evaluations(self.accelerator, evaluator, config, self.record)
 
     @property
@@ -112,6 +114,8 @@ class Trainer:
             RunError: if it cannot go on: ranks that differ, too many bad steps, no space for the last checkpoint.
         """
         say = self.record.say
+        if self.evaluations is not None:
+            self.evaluations.evaluator.prepare()  # it may take long, and there is nothing to save yet
         with deferring(), self.record.holding_folder():
             path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, say))
             if path is not None:
@@ -127,13 +131,13 @@ class Trainer:
                 return self._run()
 
     def _run(self) -> bool:
-        if self.evaluations is not None:
-            self.evaluations.evaluator.prepare()
         self.flow.train()
         batches = self._even_out(self._batches())
         self.throughput.restart(self.state.images_seen)
         places: dict[str, Path] = {}
         request = False
+        if self.state.step > 0 and self.evaluations is not None and self.evaluations.is_missing(self.state.step):
+            self._save(best=self._evaluate())
         with self._progress_bar() as bar:
             while self.state.step < self.total_steps and not request:
                 if hasattr(self.flow, "progress"):

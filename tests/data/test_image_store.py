@@ -205,7 +205,7 @@ def test_a_copied_store_is_read_once_and_then_trusted(tmp_path: Path, monkeypatc
     path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
     os.utime(path / "images.uint8", (1, 1))
     assert find_damage(path) is None
-    monkeypatch.setattr(image_store, "_hash_contents", None)
+    monkeypatch.setattr(image_store, "hash_contents", None)
     assert find_damage(path) is None
 
 

@@ -87,12 +87,21 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
         }
         checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
     keep_snapshots(tmp_path / "checkpoints")
-    measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.2)
+    measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.1)
     results = json.loads((tmp_path / "evaluation.json").read_text())
-    assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.2"]
+    assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.1"]
     assert len({each["distances"]["colours_8x8_frechet_distance"] for each in results}) == 2
     assert (tmp_path / "ema_lengths.png").exists()
     assert "warning: pictures is not, or no longer, what" in "".join(capfd.readouterr())
+
+
+def test_half_precision_is_for_drawing_only(run: Path, tmp_path: Path) -> None:
+    """The training pictures' features are kept for calls to come, and must not depend on this one's precision."""
+    for precision in ("no", "bf16"):
+        flags = ["--mixed_precision", precision, "--cache_dir", tmp_path / precision, "--output_dir", tmp_path]
+        measure("--checkpoint", run, "--steps", 1, *flags)
+    one, other = (np.load(next((tmp_path / name).rglob("features-eff*.npy"))) for name in ("no", "bf16"))
+    assert np.array_equal(one, other)
 
 
 def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +124,7 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
         ("--checkpoint {run} --dataset_path {other}", "was trained on other classes than those of other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
-        ("--checkpoint {run} --ema_lengths 0.3", "must be above 0 and at most 0.28"),
+        ("--checkpoint {run} --ema_lengths 0.3", "must be from 0.02 to 0.28"),
         ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],

@@ -23,7 +23,7 @@ evaluate_every evaluation_samples feature_network
 RECTIFIED = (
     SHARED
     + "prediction loss time_distribution time_mean time_std time_shift "
-    + ("reflow_from reflow_pairs reflow_steps")
+    + ("reflow_from reflow_pairs reflow_steps pairs_dir")
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "

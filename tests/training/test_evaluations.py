@@ -1,6 +1,8 @@
 """--evaluate_every: measured on all ranks alike, written down, and the best checkpoint kept."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,9 @@ import pytest
 
 from rectified_flow import checkpoint
 from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.interruption import signals_request_end
+from rectified_flow.training import TrainingConfig
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config, train
 
@@ -54,4 +59,29 @@ def test_one_process_stopped_between_finds_the_same(run: Path, tmp_path: Path, f
     assert [row["step"] for row in after] == [row["step"] for row in before]
     for one, two in zip(before, after, strict=True):
         assert two[HEADLINE] == pytest.approx(one[HEADLINE], rel=1e-2)
-    assert checkpoint.best_of(tmp_path / "checkpoints") is not None
+    kept = checkpoint.best_of(tmp_path / "checkpoints")
+    assert kept is not None
+    everything = evaluations(tmp_path)
+    assert checkpoint.step_of(kept) == min(everything, key=lambda row: row[HEADLINE])["step"]
+
+
+def test_an_evaluation_that_was_given_up_is_made_up_for(run: Path, tmp_path: Path, flowers: ImageDataset) -> None:
+    """A signal in the middle of it: the run saves and ends, and evaluates when it goes on."""
+    run_on_ranks(1, train_until_asked_to_end, tiny_config(tmp_path, train_num_steps=12, **FLAGS), flowers)
+    assert not (tmp_path / "evaluations.jsonl").exists()
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [3]
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=6, **FLAGS), flowers)
+    assert [row["step"] for row in evaluations(tmp_path)] == [3, 6]
+    assert evaluations(tmp_path)[0][HEADLINE] == pytest.approx(evaluations(run)[0][HEADLINE], rel=1e-2)
+
+
+def train_until_asked_to_end(config: TrainingConfig, dataset: ImageDataset) -> None:
+    extract = Evaluator._draw_share
+
+    def interrupted(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return extract(*args)
+
+    Evaluator._draw_share = interrupted  # type: ignore[method-assign,assignment]
+    with signals_request_end():
+        train(config, dataset)

@@ -1,7 +1,8 @@
 """Reflow: pairs that are what the flow makes, drawn by any number of processes, and a straighter flow of them."""
 
 import json
-from dataclasses import replace
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +28,34 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a conditional rectified flow on tiny flowers."""
     folder = tmp_path_factory.mktemp("teacher")
     small = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults": (1, 2), "use_cfg": True}
-    config = RectifiedFlowConfig(**small, train_num_steps=5, num_samples=0, output_dir=folder)  # type: ignore[arg-type]
+    config = RectifiedFlowConfig(**small, prediction="clean", train_num_steps=5, num_samples=0, output_dir=folder)  # type: ignore[arg-type]
     run_on_ranks(1, train_oxford.main, config)
     return folder
 
 
-def reflow_config(teacher: Path, cache_dir: Path, **flags: Any) -> RectifiedFlowConfig:
-    return inherit(
-        RectifiedFlowConfig(reflow_from=teacher, reflow_pairs=COUNT, reflow_steps=STEPS, cache_dir=cache_dir, **flags)
-    )
+def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> RectifiedFlowConfig:
+    more = {"reflow_pairs": COUNT, "reflow_steps": STEPS, "num_samples": 0, "log_every": 3} | flags
+    return RectifiedFlowConfig(reflow_from=teacher, output_dir=output_dir, **more)
 
 
-def draw_pairs(teacher: Path, cache_dir: Path) -> Path:
-    config = reflow_config(teacher, cache_dir)
-    return open_pairs(config, build_dataset(replace(config, cache_dir=None))).path
+def draw_pairs(teacher: Path, output_dir: Path) -> Path:
+    config = inherit(reflow_config(teacher, output_dir))
+    return open_pairs(config, build_dataset(config)).path
 
 
 @pytest.fixture(scope="module")
 def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDataset:
     """Drawn by two processes."""
-    folder = tmp_path_factory.mktemp("pairs")
-    path, other = run_on_ranks(2, draw_pairs, teacher, folder)
+    path, other = run_on_ranks(2, draw_pairs, teacher, tmp_path_factory.mktemp("run"))
     assert path == other
     return PairDataset(path)
 
 
 def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
     PartialState()
-    config = reflow_config(teacher, tmp_path, dim=512, use_cfg=False)
+    config = inherit(reflow_config(teacher, tmp_path, dim=512, use_cfg=False, prediction="velocity"))
     assert (config.image_size, config.dim, config.dim_mults, config.use_cfg) == (8, 8, (1, 2), True)
-    assert config.dataset == "synthetic-flowers"
+    assert (config.dataset, config.prediction) == ("synthetic-flowers", "clean")
     assert str(config.reflow_from).endswith("checkpoints/step_00000005")
 
 
@@ -81,13 +80,14 @@ def test_one_process_that_was_killed_draws_the_same(
 
     def die(writer: PairWriter, done: int) -> None:
         reached(writer, done)
-        raise KeyboardInterrupt
+        if done:
+            raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
         patch.setattr(PairWriter, "reached", die)
         with pytest.raises(KeyboardInterrupt):
             draw_pairs(teacher, tmp_path)
-    assert {path.suffix for path in tmp_path.glob("pairs-*")} == {".building", ".lock"}
+    assert not (tmp_path / "pairs").exists()
     write = PairWriter.write
 
     def count(writer: PairWriter, first: int, *tensors: torch.Tensor) -> None:
@@ -104,35 +104,44 @@ def test_one_process_that_was_killed_draws_the_same(
     assert written == [64, 128], "they were there already"
 
 
-def reflow(teacher: Path, output_dir: Path, cache_dir: Path) -> None:
-    train_oxford.main(
-        RectifiedFlowConfig(
-            reflow_from=teacher,
-            reflow_pairs=COUNT,
-            reflow_steps=STEPS,
-            cache_dir=cache_dir,
-            batch_size=16,
-            train_num_steps=6,
-            log_every=3,
-            num_samples=0,
-            learning_rate=1e-4,
-            lr_warmup_steps=0,
-            output_dir=output_dir,
-        )
-    )
+def test_altered_pairs_are_drawn_again(teacher: Path, tmp_path: Path) -> None:
+    PartialState()
+    path = draw_pairs(teacher, tmp_path)
+    noise = path / "noise.float16"
+    before = noise.read_bytes()
+    noise.write_bytes(bytes(100) + before[100:])
+    os.utime(noise, (0, 0))
+    draw_pairs(teacher, tmp_path)
+    assert noise.read_bytes() == before
+
+
+def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) -> None:
+    flags = {"pairs_dir": pairs_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
+    train_oxford.main(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
 
 
 def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp_path: Path) -> None:
     for world_size in (1, 2):
-        run_on_ranks(world_size, reflow, teacher, tmp_path / str(world_size), pairs.path.parent)
-    assert [path for path in pairs.path.parent.glob("pairs-*") if path.is_dir()] == [pairs.path], "drawn again"
+        run_on_ranks(world_size, reflow, teacher, tmp_path / str(world_size), pairs.path, 6)
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
-    assert description["loss"] == "pseudo_huber"
+    assert (description["loss"], description["prediction"]) == ("pseudo_huber", "clean")
     assert description["time_distribution"] == {"kind": "UShaped", "steepness": 4.0}
     before, after = (RectifiedFlow.from_checkpoint(run) for run in (teacher, tmp_path / "1"))
     for one, two in zip(before.parameters(), after.parameters(), strict=True):
         assert (one - two).abs().max() < 6.1e-4, "not the weights of the teacher, six steps later"
     assert list(losses(tmp_path / "1")) == [3, 6]
+
+
+def test_a_run_goes_on_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
+    """The same command, though another training has gone on in the teacher's folder meanwhile, or it was removed."""
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 3)
+    shutil.copytree(mine / "checkpoints/step_00000005", mine / "checkpoints/step_00000009")
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 4)
+    shutil.rmtree(mine)
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 6)
+    assert list(losses(tmp_path / "run")) == [3, 4, 6]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +151,16 @@ def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp
         ("--reflow_from {run} --reflow_pairs 0", "--reflow_pairs is 0; it must be above 0"),
         ("--reflow_from {run} --coupling ot", "--coupling and --reflow_from exclude each other"),
         ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1", "fewer than one global batch"),
-        ("--reflow_from {run} --cache_dir /proc/nothing", "--cache_dir"),
+        ("--reflow_from {run} --pairs_dir /proc/nothing", "choose a --pairs_dir"),
+        ("--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7", "were drawn with other pairs (150 there, 7 now)"),
+        ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
+        ("--reflow_steps 7", "--reflow_steps is for --reflow_from"),
     ],
 )
-def test_bad_input(teacher: Path, tmp_path: Path, flags: str, sentence: str) -> None:
+def test_bad_input(teacher: Path, pairs: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:
     assert_refused(
-        "train_oxford.py", 1, flags.format(run=teacher, tmp=tmp_path / "none") + f" --output_dir {tmp_path}", sentence
+        "train_oxford.py",
+        1,
+        flags.format(run=teacher, pairs=pairs.path, tmp=tmp_path / "none") + f" --output_dir {tmp_path}",
+        sentence,
     )
