@@ -72,7 +72,7 @@ def save(
         if path.exists():
             _remove(path)
         if best:  # first: a run that is killed in between comes here again
-            replace_file(folder / BEST, f"{path.name}\n")
+            call_best(path)
         stage.rename(path)
         flush(folder)
     except BaseException:
@@ -93,6 +93,11 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     for each in older[:-keep] if keep else []:
         if not (keep_every and step_of(each) % keep_every == 0) and each != best_of(newest.parent):
             _remove(each)
+
+
+def call_best(path: Path) -> None:
+    """Let the name ``best`` mean the checkpoint ``path`` from now on."""
+    replace_file(path.parent / BEST, f"{path.name}\n")
 
 
 def best_of(folder: Path) -> Path | None:

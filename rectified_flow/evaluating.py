@@ -68,6 +68,9 @@ class EvaluateConfig(PrecisionFlags, SolverFlags, EvaluationFlags, ModelFlags):
         check_common(self)
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
+        for name in ("steps", "ema_lengths"):
+            values = getattr(self, name)
+            require(len(set(values)) == len(values), f"--{name} is {values}; each once will do")
         require(
             all(SHORTEST <= length <= LONGEST for length in self.ema_lengths),
             f"--ema_lengths is {self.ema_lengths}; all must be from {SHORTEST} to {LONGEST}",

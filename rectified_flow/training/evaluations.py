@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from rectified_flow import checkpoint
+from rectified_flow.checkpoint import step_name
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows import Flow
 from rectified_flow.interruption import Interrupted
@@ -52,14 +53,14 @@ class Evaluations:
             return False
         return on_main(self.accelerator, lambda: self._judge(generated, step, {"steps": steps}))
 
-    def is_missing(self, step: int) -> bool:
-        """Whether there is no evaluation of that step: it was given up when the run was asked to end."""
+    def make_up(self, flow: nn.Module, step: int) -> None:
+        """Evaluate the step a run goes on from, if that was given up when the run was asked to end."""
+        if on_main(self.accelerator, lambda: step not in self._steps()) and self.evaluate(flow, step):
+            on_main(self.accelerator, lambda: checkpoint.call_best(self.config.checkpoints / step_name(step)))
 
-        def look() -> bool:
-            assert self.record.log is not None
-            return all(row["step"] != step for row in self.record.log.evaluations.rows())
-
-        return on_main(self.accelerator, look)
+    def _steps(self) -> list[int]:
+        assert self.record.log is not None
+        return [row["step"] for row in self.record.log.evaluations.rows()]
 
     def _judge(self, generated: Generated, step: int, how: dict[str, Any]) -> bool:
         log, name, settings = self.record.log, self.evaluator.headline, self.evaluator.settings | how

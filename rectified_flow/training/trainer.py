@@ -136,8 +136,8 @@ class Trainer:
         self.throughput.restart(self.state.images_seen)
         places: dict[str, Path] = {}
         request = False
-        if self.state.step > 0 and self.evaluations is not None and self.evaluations.is_missing(self.state.step):
-            self._save(best=self._evaluate())
+        if self.evaluations is not None and self.state.step > 0 and self._is_due(self.config.evaluate_every):
+            self.evaluations.make_up(self.averaged_flow, self.state.step)
         with self._progress_bar() as bar:
             while self.state.step < self.total_steps and not request:
                 if hasattr(self.flow, "progress"):

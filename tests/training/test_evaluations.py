@@ -72,6 +72,7 @@ def test_an_evaluation_that_was_given_up_is_made_up_for(run: Path, tmp_path: Pat
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [3]
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=6, **FLAGS), flowers)
     assert [row["step"] for row in evaluations(tmp_path)] == [3, 6]
+    assert checkpoint.best_of(tmp_path / "checkpoints") is not None
     assert evaluations(tmp_path)[0][HEADLINE] == pytest.approx(evaluations(run)[0][HEADLINE], rel=1e-2)
 
 
