@@ -1,5 +1,6 @@
 """Evaluations on the way: how near the pictures are by now, and which checkpoint is the best."""
 
+from contextlib import suppress
 from math import inf
 from typing import Any, cast
 
@@ -55,8 +56,10 @@ class Evaluations:
 
     def make_up(self, flow: nn.Module, step: int) -> None:
         """Evaluate the step a run goes on from, if that was given up when the run was asked to end."""
-        if on_main(self.accelerator, lambda: step not in self._steps()) and self.evaluate(flow, step):
-            on_main(self.accelerator, lambda: checkpoint.call_best(self.config.checkpoints / step_name(step)))
+        best = on_main(self.accelerator, lambda: step not in self._steps()) and self.evaluate(flow, step)
+        if best and self.accelerator.is_main_process:
+            with suppress(OSError):  # a full disk is no reason to stop
+                checkpoint.call_best(self.config.checkpoints / step_name(step))
 
     def _steps(self) -> list[int]:
         assert self.record.log is not None
