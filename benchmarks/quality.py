@@ -22,9 +22,11 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
 from accelerate.utils import set_seed
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -280,6 +282,16 @@ def main(flags: Flags) -> None:
         jobs = {(case, who): pool.submit(evaluate, case, who) for case in cases for who in (PEER, OURS, OURS_EARLY)}
         results = {key: job.result() for key, job in jobs.items()}
     print_table(flags, results)
+    for case in cases:
+        print(draw_side_by_side(case))
+
+
+def draw_side_by_side(case: Case) -> Path:
+    """The grids of the peer, of this project after as many images, and after as much time."""
+    grids = [np.asarray(Image.open(case.folder(who) / "grid.png")) for who in (PEER, OURS_EARLY, OURS)]
+    gap = np.full((len(grids[0]), 12, 3), 255, np.uint8)
+    path = case.flags.output_dir / f"{case.name}-{case.seed}.png"
+    return write_picture(path, np.concatenate([part for grid in grids for part in (grid, gap)][:-1], axis=1))
 
 
 def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -> None:
