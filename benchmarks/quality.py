@@ -3,7 +3,8 @@
 Both train for as much processor time of one thread, from the same pictures decoded before, with about as many
 parameters; the peer as it is shipped, without its previews and checkpoints. Then both draw as many pictures with as
 many network calls, and both are compared with the training pictures. This project is measured twice: when its time is
-up, and when it has seen as many images as the peer in all its time. What is done already is not done again.
+up, and when it has seen as many images as the peer in all its time; the peer once by the averaged weights that its
+Trainer draws with, and once by the others, as its average is made for longer runs. What is done already is not done again.
 Needs `pip install -e ".[benchmark,evaluation]"`.
 """
 
@@ -38,7 +39,9 @@ from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.images import to_grid, write_picture
 from rectified_flow.processes.joining import join_processes
 
-PEER, OURS, OURS_EARLY = "rectified-flow-pytorch", "here", "here, as many images"
+PEER, PEER_LAST = "rectified-flow-pytorch", "rectified-flow-pytorch, weights not averaged"
+OURS, OURS_EARLY = "here", "here, as many images"
+SIDES = (PEER, PEER_LAST, OURS_EARLY, OURS)
 IMAGE_SIZE = 32
 PEER_DIM = 16
 FEATURES = ("efficientnet_lite0", "colours_8x8")
@@ -164,16 +167,18 @@ def train_peer(case: Case) -> None:
     hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line a step
     with contextlib.suppress(TimeoutError), hush:
         trainer()
-    flow.flow.load_state_dict(trainer.ema_model.ema_model.state_dict())
+    averaged = PeerFlow()
+    averaged.flow.load_state_dict(trainer.ema_model.ema_model.state_dict())
+    weights = {checkpoint.MODEL_FILE: flow.state_dict(), checkpoint.EMA_FILE: averaged.state_dict()}
     images_seen = steps * trainer.dl.batch_sampler.batch_size
-    checkpoint.save(folder, steps, {checkpoint.MODEL_FILE: flow.state_dict()}, {"run.json": {"images": images_seen}})
+    checkpoint.save(folder, steps, weights, {"run.json": {"images": images_seen}})
 
 
-def load_peer(case: Case) -> tuple[PeerFlow, int]:
-    """The peer's flow with averaged weights, and how many images it has seen."""
+def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
+    """The peer's flow with the weights in that file, and how many images it has seen."""
     path = checkpoint.resolve(case.folder(PEER))
     flow = PeerFlow()
-    checkpoint.load_weights(flow, path, checkpoint.MODEL_FILE)
+    checkpoint.load_weights(flow, path, weights)
     return flow, checkpoint.load_document(path, "run.json")["images"]
 
 
@@ -242,11 +247,11 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
     if known.exists():
         return dict(json.loads(known.read_text()))
     torch.set_num_threads(1)
-    peer, peer_images = load_peer(case)
     load: dict[str, Callable[[], tuple[Any, int]]] = {
-        PEER: lambda: (peer, peer_images),
+        PEER: lambda: load_peer(case, checkpoint.EMA_FILE),
+        PEER_LAST: lambda: load_peer(case, checkpoint.MODEL_FILE),
         OURS: lambda: load_ours(case),
-        OURS_EARLY: lambda: load_ours(case, peer_images),
+        OURS_EARLY: lambda: load_ours(case, load_peer(case, checkpoint.EMA_FILE)[1]),
     }
     flow, images = load[who]()
     evaluator = Evaluator(
@@ -279,7 +284,7 @@ def main(flags: Flags) -> None:
         for done in [pool.submit(train, case) for case in cases for train in (train_peer, train_ours)]:
             done.result()
     with fresh() as pool:
-        jobs = {(case, who): pool.submit(evaluate, case, who) for case in cases for who in (PEER, OURS, OURS_EARLY)}
+        jobs = {(case, who): pool.submit(evaluate, case, who) for case in cases for who in SIDES}
         results = {key: job.result() for key, job in jobs.items()}
     print_table(flags, results)
     for case in cases:
@@ -287,8 +292,8 @@ def main(flags: Flags) -> None:
 
 
 def draw_side_by_side(case: Case) -> Path:
-    """The grids of the peer, of this project after as many images, and after as much time."""
-    grids = [np.asarray(Image.open(case.folder(who) / "grid.png")) for who in (PEER, OURS_EARLY, OURS)]
+    """The grids of the peer, by averaged weights and others, and of this project after as many images and as long."""
+    grids = [np.asarray(Image.open(case.folder(who) / "grid.png")) for who in SIDES]
     gap = np.full((len(grids[0]), 12, 3), 255, np.uint8)
     path = case.flags.output_dir / f"{case.name}-{case.seed}.png"
     return write_picture(path, np.concatenate([part for grid in grids for part in (grid, gap)][:-1], axis=1))
@@ -305,7 +310,7 @@ def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -
     for data in flags.data:
         rows = {
             who: [result for (case, which), result in results.items() if which == who and case.data == data]
-            for who in (PEER, OURS_EARLY, OURS)
+            for who in SIDES
         }
         for who, of in rows.items():
             cells = []
