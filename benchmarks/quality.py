@@ -4,8 +4,8 @@ Both train for as much processor time of one thread, from the same pictures deco
 parameters; the peer as it is shipped, without its previews and checkpoints. Then both draw as many pictures with as
 many network calls, and both are compared with the training pictures. This project is measured twice: when its time is
 up, and when it has seen as many images as the peer in all its time; the peer once by the averaged weights that its
-Trainer draws with, and once by the others, as its average is made for longer runs. What is done already is not done again.
-Needs `pip install -e ".[benchmark,evaluation]"`.
+Trainer draws with, and once by the others, as its average is made for longer runs. What is done already is not done
+again. Needs `pip install -e ".[benchmark,evaluation]"`.
 """
 
 import contextlib
