@@ -52,16 +52,16 @@ class RectifiedFlow(Flow):
         self,
         images: Tensor,
         labels: Tensor | None = None,
-        noise: Tensor | None = None,
         noise_rows: Tensor | None = None,
+        noise: Tensor | None = None,
     ) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss.
 
         Args:
             images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
             labels: int64 ``[b]``; ignored by a network without classes.
-            noise: ``[b, c, h, w]`` that belongs to the images (reflow; section 2.2 of the paper); drawn if not given.
             noise_rows: int64 ``[b]``, the rows of the global batch's noise that :meth:`pair` chose.
+            noise: ``[b, c, h, w]`` that belongs to the images (reflow; section 2.2 of the paper); drawn if not given.
         """
         x_0, noise, labels = self._draw_batch(images, labels, noise_rows, noise)
         t = self.time_distribution.sample(len(x_0), x_0.device)
