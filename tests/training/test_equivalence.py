@@ -152,11 +152,13 @@ def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
 def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
-    checkpoint_files = ["model", "ema", "optimizer"]
+    averages = list(map(file_of, LENGTHS))
+    tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors", *averages]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
-        expected |= {f"checkpoints/{step}/{name}.safetensors" for name in checkpoint_files}
+        expected |= {f"checkpoints/{step}/{name}" for name in tensors}
+        expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json")}
         expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
     assert left == expected
 
