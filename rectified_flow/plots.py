@@ -38,6 +38,8 @@ def draw_lines(
         axes.set_xticks(points, [f"{point:g}" for point in points])
     if log_y:
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
     if len(lines) > 1:
         axes.legend()
     axes.grid(alpha=0.3, which="both")
