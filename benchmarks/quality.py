@@ -28,10 +28,10 @@ import torch
 import tyro
 from accelerate.utils import set_seed
 from PIL import Image
-from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from peer import PeerFlow, PeerPictures
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer, Unet, checkpoint, open_dataset, randomness
 from rectified_flow.data import ImageDataset
@@ -100,38 +100,6 @@ class Budget:
 # The peer
 
 
-class PeerPictures(Dataset[Tensor]):
-    """The pictures as the peer wants them: float32 in [0, 1]."""
-
-    def __init__(self, pictures: ImageDataset) -> None:
-        self.pictures = pictures
-
-    def __len__(self) -> int:
-        return len(self.pictures)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.pictures[index]["images"] / 255
-
-
-class PeerFlow(nn.Module):
-    """The peer's flow with the interface of ours, as far as an Evaluator asks."""
-
-    num_classes, default_steps = None, 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        from rectified_flow_pytorch import RectifiedFlow as PeerRectifiedFlow
-        from rectified_flow_pytorch import Unet as PeerUnet
-
-        self.flow = PeerRectifiedFlow(PeerUnet(dim=PEER_DIM), data_shape=(3, IMAGE_SIZE, IMAGE_SIZE))
-
-    @torch.no_grad()
-    def sample(self, count: int, *, steps: int) -> Tensor:
-        noise = randomness.randn("sample noise", (count, 3, IMAGE_SIZE, IMAGE_SIZE), "cpu")
-        images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # it counts times, not intervals
-        return images.clamp(0, 1)
-
-
 def train_peer(case: Case) -> None:
     """The peer's own Trainer with its own defaults, until the time is up."""
     from rectified_flow_pytorch import Trainer as PeerTrainer
@@ -141,7 +109,7 @@ def train_peer(case: Case) -> None:
         return
     torch.set_num_threads(1)
     set_seed(case.seed)
-    flow = PeerFlow()
+    flow = PeerFlow(PEER_DIM, IMAGE_SIZE)
     places = {"checkpoints_folder": folder.with_name("unused"), "results_folder": folder.with_name("unused")}
     never = 10**9
     trainer = PeerTrainer(
@@ -167,7 +135,7 @@ def train_peer(case: Case) -> None:
     hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line a step
     with contextlib.suppress(TimeoutError), hush:
         trainer()
-    averaged = PeerFlow()
+    averaged = PeerFlow(PEER_DIM, IMAGE_SIZE)
     averaged.flow.load_state_dict(trainer.ema_model.ema_model.state_dict())
     weights = {checkpoint.MODEL_FILE: flow.state_dict(), checkpoint.EMA_FILE: averaged.state_dict()}
     images_seen = steps * trainer.dl.batch_sampler.batch_size
@@ -177,7 +145,7 @@ def train_peer(case: Case) -> None:
 def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
     """The peer's flow with the weights in that file, and how many images it has seen."""
     path = checkpoint.resolve(case.folder(PEER))
-    flow = PeerFlow()
+    flow = PeerFlow(PEER_DIM, IMAGE_SIZE)
     checkpoint.load_weights(flow, path, weights)
     return flow, checkpoint.load_document(path, "run.json")["images"]
 
@@ -242,7 +210,7 @@ def load_ours(case: Case, images: float = float("inf")) -> tuple[RectifiedFlow, 
 
 
 def evaluate(case: Case, who: str) -> dict[str, Any]:
-    """Distances of one of the three, with what it takes to judge them."""
+    """Distances of one side, with what it takes to judge them."""
     known = case.folder(who) / "evaluation.json"
     if known.exists():
         return dict(json.loads(known.read_text()))
@@ -258,9 +226,9 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
         case.pictures(), "efficientnet_lite0", join_processes(), num_samples=case.flags.num_samples, seed=case.seed
     )
     generated: Generated = evaluator.generate(flow, steps=case.flags.calls // 2)
-    draw_neighbours = evaluator.beside_neighbours(generated)
+    beside = evaluator.beside_neighbours(generated)
     known.parent.mkdir(parents=True, exist_ok=True)
-    write_picture(known.with_name("neighbours.png"), to_grid(draw_neighbours.flatten(0, 1), draw_neighbours.shape[1]))
+    write_picture(known.with_name("neighbours.png"), to_grid(beside.flatten(0, 1), beside.shape[1]))
     with randomness.rows_of(randomness.Items(case.seed, range(64))):
         pictures = flow.sample(64, steps=case.flags.calls // 2)
     write_picture(known.with_name("grid.png"), to_grid(pictures.mul(255).round().to(torch.uint8)))

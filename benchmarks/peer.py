@@ -1,0 +1,51 @@
+"""rectified-flow-pytorch as the benchmarks of quality need it: its data, and its flow with the interface of ours."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow import randomness
+from rectified_flow.data import ImageDataset
+
+
+class PeerPictures(Dataset[Tensor]):
+    """The pictures as the peer wants them: float32 in [0, 1]."""
+
+    def __init__(self, pictures: ImageDataset) -> None:
+        self.pictures = pictures
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.pictures[index]["images"] / 255
+
+
+class PeerFlow(nn.Module):
+    """The peer's flow with the interface of ours, as far as an Evaluator asks.
+
+    Args:
+        dim: channels of its Unet at full resolution.
+        image_size: side of the images [px].
+    """
+
+    num_classes, default_steps = None, 8
+
+    def __init__(self, dim: int, image_size: int) -> None:
+        super().__init__()
+        from rectified_flow_pytorch import RectifiedFlow as PeerRectifiedFlow
+        from rectified_flow_pytorch import Unet as PeerUnet
+
+        self.image_shape = (3, image_size, image_size)
+        self.flow = PeerRectifiedFlow(PeerUnet(dim=dim), data_shape=self.image_shape)
+
+    @torch.no_grad()
+    def sample(self, count: int, *, steps: int) -> Tensor:
+        noise = randomness.randn("sample noise", (count, *self.image_shape), "cpu")
+        images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # it counts times, not intervals
+        return images.clamp(0, 1)
