@@ -4,6 +4,7 @@ A fork server imports everything once; ranks fork from it and meet through a fil
 lie in layers: the process group's own, a stack dump in each rank, and the parent's deadline, when all are killed.
 """
 
+import contextlib
 import datetime
 import faulthandler
 import multiprocessing as mp
@@ -48,7 +49,8 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, dead
         finally:
             for process in processes:
                 if process.is_alive() and process.pid is not None:
-                    os.killpg(process.pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has just left
+                        os.killpg(process.pid, signal.SIGKILL)
                 process.join()
 
 
