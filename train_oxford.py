@@ -32,7 +32,6 @@ def main(config: RectifiedFlowConfig) -> None:
 
 
 def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> RectifiedFlow:
-    reflows = config.reflow_from is not None
     times: dict[str, TimeDistribution] = {
         "logit_normal": LogitNormal(config.time_mean, config.time_std, config.time_shift),
         "uniform": Uniform(config.time_shift),
@@ -41,8 +40,8 @@ def build_flow(config: RectifiedFlowConfig, class_names: Sequence[str]) -> Recti
     return RectifiedFlow(
         build_network(config, class_names),
         prediction=config.prediction,
-        time_distribution=times[config.time_distribution or ("u_shaped" if reflows else "logit_normal")],
-        loss=config.loss or ("pseudo_huber" if reflows else "mse"),
+        time_distribution=times[config.times],
+        loss=config.loss or ("mse" if config.reflow_from is None else "pseudo_huber"),
         **flow_settings(config, class_names),
     )
 

@@ -33,8 +33,8 @@ from rectified_flow.processes.joining import join_processes
 class Flags:
     checkpoint: Path
     """A run or checkpoint with classes."""
-    scales: tuple[float, ...] = (1.0, 1.5, 2.0, 3.0, 4.0)
-    """Guidance scales."""
+    scales: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
+    """Guidance scales; 1 is the label alone, 0 no label."""
     num_samples: int = 500
     """Pictures for each scale."""
     steps: int = 8

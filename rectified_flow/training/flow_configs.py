@@ -23,7 +23,7 @@ class RectifiedFlowFlags:
     time_std: float = 1.2
     """Standard deviation of the time's logit, for logit_normal."""
     time_shift: float = 1.0
-    """Move times towards the noise (above 1) or the data (below 1)."""
+    """Move times towards the noise (above 1) or the data (below 1); not for u_shaped."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,12 @@ class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
         super().__post_init__()
         for name in ("time_std", "time_shift", "reflow_pairs", "reflow_steps"):
             require_positive(self, name)
+        without_use = {"uniform": ["time_mean", "time_std"], "u_shaped": ["time_mean", "time_std", "time_shift"]}
+        for name in without_use.get(self.times, ()):
+            require(
+                getattr(self, name) == getattr(RectifiedFlowFlags, name),
+                f"--{name} has no use here: --time_distribution is {self.times}",
+            )
         require(
             self.reflow_from is None or self.coupling == "independent",
             "--coupling and --reflow_from exclude each other: the pictures it draws have their noise",
@@ -54,6 +60,11 @@ class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
             require(
                 getattr(self, name) is None or self.reflow_from is not None, f"--{name} is for --reflow_from: give one"
             )
+
+    @property
+    def times(self) -> str:
+        """The name of the time distribution."""
+        return self.time_distribution or ("logit_normal" if self.reflow_from is None else "u_shaped")
 
 
 @dataclass(frozen=True)

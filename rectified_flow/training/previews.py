@@ -1,4 +1,4 @@
-"""Grids of samples during training: the same noise every time, an equal share on each rank."""
+"""Grids of samples during training: those that sample.py draws of the same seed, an equal share on each rank."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rectified_flow.interruption import Interrupted
 from rectified_flow.processes.collectives import any_rank, gather_interleaved
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import Items, rows_of
 from rectified_flow.training.config import TrainingConfig
 
 
@@ -25,9 +25,8 @@ def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConf
     share = -(-total // world)
     mine = [(accelerator.process_index + world * i) % total for i in range(share)]
     steps = {"steps": config.sample_steps} if config.sample_steps else {}  # else the flow's own
-    rows = Rows(config.seed, 0, total, mine)
     images = None
-    with accelerator.autocast(), rows_of(rows, accelerator.device), suppress(Interrupted):
+    with accelerator.autocast(), rows_of(Items(config.seed, mine), accelerator.device), suppress(Interrupted):
         images = sample(share, **steps)
     if any_rank(accelerator, images is None) or images is None:
         return None

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.flows import RectifiedFlow
+from rectified_flow.flows import Flow, RectifiedFlow
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.images import to_grid
 from rectified_flow.networks import Unet
 from rectified_flow.training import Trainer, TrainingConfig
 from tests.ranks import run_on_ranks
@@ -141,7 +143,7 @@ def test_every_rank_draws_its_share_of_the_samples(tmp_path: Path, flowers: Imag
     assert run_on_ranks(2, sample_counts, tmp_path, flowers) == [[(3, 3), (3, 3)]] * 2
 
 
-def test_samples_are_the_same_on_any_number_of_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
+def test_samples_are_the_same_on_any_number_of_ranks_and_later(tmp_path: Path, flowers: ImageDataset) -> None:
     """Five samples on two ranks: one of them is drawn twice and dropped. One step, so that weights hardly differ."""
     grids = []
     for world_size in (1, 2):
@@ -150,6 +152,9 @@ def test_samples_are_the_same_on_any_number_of_ranks(tmp_path: Path, flowers: Im
         grids.append(torch.tensor(list(Image.open(output_dir / "samples/step_00000001.png").tobytes())))
     assert (grids[0] - grids[1]).abs().max() <= 1
     assert grids[0].float().std() > 30
+    flow = Flow.from_checkpoint(tmp_path / "1/checkpoints/step_00000001")
+    (later,) = (images for _, images in draw(flow, range(5), seed=tiny_config(tmp_path).seed))
+    assert (torch.from_numpy(to_grid(later)).flatten().long() - grids[0]).abs().max() <= 1, "what sample.py draws"
 
 
 def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
