@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
 
@@ -64,6 +65,8 @@ class Unet(nn.Module):
             "dropout": dropout,
         }
         """What it takes to build this network again."""
+        self.gradient_checkpointing = False
+        """Whether blocks are evaluated again in the backward pass instead of keeping what they computed."""
         self.channels = channels
         self.num_classes = num_classes
         self.downsampling = 2 ** (len(dim_mults) - 1)
@@ -137,15 +140,21 @@ class Unet(nn.Module):
         x = self.conv_in(x)
         skips = [x]
         for block in self.down:
-            x = block(x, condition)
+            x = self._evaluate(block, x, condition)
             skips.append(x)
         for block in self.middle:
-            x = block(x, condition)
+            x = self._evaluate(block, x, condition)
         for block in self.up:
             if block.resample is None:
                 x = torch.cat((x, skips.pop()), dim=1)
-            x = block(x, condition)
+            x = self._evaluate(block, x, condition)
         return self.conv_out(F.silu(self.norm_out(x)))
+
+    def _evaluate(self, block: nn.Module, x: Tensor, condition: Tensor) -> Tensor:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            result: Tensor = checkpoint(block, x, condition, use_reentrant=False)
+            return result
+        return block(x, condition)
 
     def _check_side(self, side: int) -> None:
         if side % self.downsampling:

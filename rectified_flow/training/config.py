@@ -92,6 +92,8 @@ class OptimizationFlags:
     """Keep what evaluate.py --ema_lengths makes other averages from: 8 bytes a weight of each checkpoint, for good."""
     seed: int = 0
     """Every random draw of the run is a function of this, whatever the number of processes."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them: less memory, more time."""
     compile: bool = False
     """Compile the loss with torch.compile: slow to start, then faster."""
 

@@ -38,13 +38,15 @@ def build_network(config: TrainingConfig, class_names: Sequence[str]) -> Unet:
         raise UsageError(
             "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
         )
-    return Unet(
+    network = Unet(
         config.dim,
         config.dim_mults,
         num_classes=(len(class_names) or None) if config.use_cfg else None,
         image_size=config.image_size,
         dropout=config.dropout,
     )
+    network.gradient_checkpointing = config.gradient_checkpointing
+    return network
 
 
 def build_evaluator(config: TrainingConfig, pictures: ImageDataset) -> Evaluator | None:

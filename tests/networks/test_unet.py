@@ -181,6 +181,27 @@ def test_dropout_acts_in_training_only() -> None:
     assert torch.equal(unet(x, t), unet(x, t))
 
 
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    """Under dropout, too; and it does evaluate each block again."""
+    unet = small(dropout=0.3)
+    calls = []
+    for block in unet.modules():
+        if isinstance(block, Block):
+            block.register_forward_pre_hook(lambda *_: calls.append(1))
+
+    def gradient() -> torch.Tensor:
+        unet.zero_grad()
+        calls.clear()
+        with rows_of(Rows(0, 0, 3, slice(None))):
+            unet(*inputs()).square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None])
+
+    kept, once = gradient(), len(calls)
+    unet.gradient_checkpointing = True
+    torch.testing.assert_close(gradient(), kept)
+    assert len(calls) == 2 * once
+
+
 def test_time_embedding_stays_float32_under_autocast() -> None:
     embedding = TimeEmbedding(16, 64)
     t = torch.tensor([0.5, 0.50001])

@@ -1,0 +1,133 @@
+"""How fast pictures come to the training once they are decoded, and how much memory the processes need for them.
+
+Beside rectified-flow-pytorch, which decodes each picture each time, and beside a list of what `datasets` decodes. Needs
+`pip install -e ".[benchmark]"`.
+"""
+
+import itertools
+import multiprocessing
+import multiprocessing.synchronize
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from training_speed import PEER, write_photographs
+from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
+
+from rectified_flow import open_dataset
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import open_store
+from rectified_flow.data.stream import GlobalBatch, StreamSampler, collate
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+
+FLOWERS = 8189
+"""Pictures of Oxford Flowers."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    image_size: int = 64
+    """Side of the images [px]."""
+    batch_size: int = 64
+    """Images in a batch."""
+    pictures: int = 256
+    """JPEG files."""
+    ranks: int = 8
+    """Processes that share the decoded pictures."""
+    rounds: int = 5
+    """How often each loader has its turn."""
+
+
+def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
+    """Batches as the trainer has them."""
+    pictures = open_dataset("", folder / "photographs", image_size=flags.image_size, cache_dir=folder)
+    sampler = StreamSampler(len(pictures), 0, GlobalBatch(flags.batch_size), 0, 0)
+    batches = iter(DataLoader(pictures, batch_sampler=sampler, collate_fn=collate))
+    while True:
+        images = sum(len(batch["images"]) for batch in itertools.islice(batches, 500))
+        turns.done(images)
+
+
+def load_peer(flags: Flags, folder: Path, turns: Turns) -> None:
+    """Batches as the peer's Trainer has them."""
+    from rectified_flow_pytorch import ImageDataset as PeerDataset
+
+    pictures = PeerDataset(folder / "photographs", image_size=flags.image_size)
+    loader = DataLoader(pictures, batch_size=flags.batch_size, shuffle=True, drop_last=True)
+    while True:
+        for batch in loader:
+            turns.done(len(batch))
+
+
+def private_memory() -> int:
+    """Bytes of memory that this process shares with no other (Linux)."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
+
+
+def hold_store(store: Path, meet: multiprocessing.synchronize.Barrier) -> int:
+    """Read all of it while others do; what that adds to this process's memory [bytes]."""
+    before = private_memory()
+    pictures = ImageDataset(store)
+    for start in range(0, len(pictures), 64):
+        pictures.__getitems__(range(start, min(start + 64, len(pictures))))
+    meet.wait()  # else the last one to read would have it for itself
+    added = private_memory() - before
+    meet.wait()
+    return added
+
+
+def hold_list(folder: Path) -> int:
+    """A list of the decoded pictures, as many training scripts hold one; what it adds to this process [bytes]."""
+    from datasets import load_dataset
+
+    pictures = load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(folder.parent / "hub"))
+    before = private_memory()
+    held = [row["image"].load() for row in pictures]
+    return (private_memory() - before) if held else 0
+
+
+def measure_loading(flags: Flags, folder: Path) -> Row:
+    """Pictures a second, both in one process."""
+    times = take_turns(
+        {"ours": partial(load_ours, flags, folder), PEER: partial(load_peer, flags, folder)}, rounds=flags.rounds
+    )
+    speeds = f"{1 / times['ours'].median:,.0f} and {1 / times[PEER].median:,.0f} a second"
+    what = f"loading of pictures, {flags.image_size} px, one process"
+    return Row(what, f"{PEER}, JPEG files of 667x500", ">= 500", str(ratio(times[PEER], times["ours"])), speeds)
+
+
+def measure_memory(flags: Flags, folder: Path) -> Row:
+    """What all ranks together need for as many pictures as Oxford Flowers has."""
+    store = open_store(SyntheticFlowers(flags.image_size, count=FLOWERS), flags.image_size, cache_dir=folder)
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Manager() as manager, spawn.Pool(flags.ranks) as pool:
+        meet = manager.Barrier(flags.ranks)
+        ours = sum(pool.starmap(hold_store, [(store, meet)] * flags.ranks, chunksize=1))
+        (one,) = pool.map(hold_list, [folder / "photographs"])
+    theirs = one / flags.pictures * FLOWERS * flags.ranks
+    what = f"private memory of {flags.ranks} processes, {FLOWERS} pictures"
+    sizes = f"{ours / 1e6:.1f} MB and {theirs / 1e9:.1f} GB"
+    return Row(what, "list(load_dataset(...)) in each", "< 1%", f"{ours / theirs:.3%}", sizes)
+
+
+def measure_rows(flags: Flags) -> list[Row]:
+    """Speed and memory."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "photographs").mkdir()
+        write_photographs(folder / "photographs", flags.pictures)
+        return [measure_loading(flags, folder), measure_memory(flags, folder)]
+
+
+if __name__ == "__main__":
+    given = tyro.cli(Flags, description=__doc__, use_underscores=True)
+    print(describe_machine())
+    print(print_rows(measure_rows(given)))

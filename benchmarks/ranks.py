@@ -1,0 +1,127 @@
+"""What several processes cost and give: a step's communication, and previews that each draws a share of.
+
+Wall time of the real Trainer on one process and on more, each started by torchrun in turn; the machine must have a core
+or a card for each, and nothing else to do.
+"""
+
+import contextlib
+import io
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from step_parts import synchronized
+from turns import Row, Times, describe_machine, print_rows, ratio
+
+from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
+from rectified_flow.processes.joining import join_processes
+from train_oxford import build_flow
+
+PROJECT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Flags:
+    image_size: int = 32
+    """Side of the images [px]."""
+    dim: int = 32
+    """Channels of the Unet at full resolution."""
+    batch_size: int = 16
+    """Images per process."""
+    processes: int = 2
+    """How many are compared with one."""
+    num_samples: int = 64
+    """Images in the preview."""
+    sample_steps: int = 16
+    """Intervals that they are drawn in."""
+    rounds: int = 3
+    """How often each number of processes is started."""
+    steps: int = 5
+    """Steps of which the median is taken, each time."""
+    write_to: Path | None = None
+    """Used by the program itself: measure in this process and those beside it, and write what comes out there."""
+
+
+def measure_here(flags: Flags, write_to: Path) -> None:
+    """The part of every process."""
+    state = join_processes()
+    torch.set_num_threads(1)
+    config = RectifiedFlowConfig(
+        image_size=flags.image_size,
+        dim=flags.dim,
+        batch_size=flags.batch_size,
+        num_samples=flags.num_samples,
+        sample_steps=flags.sample_steps,
+        output_dir=write_to.parent / "run",
+    )
+    pictures = open_dataset("synthetic-flowers", image_size=flags.image_size)
+    trainer = Trainer(build_flow(config, ()), pictures, config)
+    batches = trainer._even_out(trainer._batches())
+
+    def step() -> None:
+        trainer.stepper.take(batches)
+        trainer.stepper.settle()
+
+    step()
+    seconds = {
+        "step": statistics.median(synchronized(step) for _ in range(flags.steps)),
+        "preview": synchronized(trainer._draw_samples),
+        "gradient": 4 * sum(p.numel() for p in trainer.state.parameters.values()),
+    }
+    if state.is_main_process:
+        write_to.write_text(json.dumps(seconds))
+
+
+def measure_rows(flags: Flags) -> list[Row]:
+    """The two numbers of processes in turns."""
+    results: dict[int, list[dict[str, float]]] = {1: [], flags.processes: []}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(flags.rounds):
+            for processes, found in results.items():
+                answer = Path(folder) / "answer.json"
+                command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+                command += ["--nproc_per_node", str(processes), __file__, "--write_to", str(answer)]
+                for name in ("image_size", "dim", "batch_size", "num_samples", "sample_steps", "steps"):
+                    command += [f"--{name}", str(getattr(flags, name))]
+                subprocess.run(command, check=True, capture_output=True, cwd=PROJECT)
+                found.append(json.loads(answer.read_text()))
+    times = {
+        (processes, what): Times([each[what] for each in found], {})
+        for processes, found in results.items()
+        for what in ("step", "preview")
+    }
+    many, megabytes = flags.processes, results[1][0]["gradient"] / 1e6
+
+    def compare(what: str) -> str:
+        return str(ratio(times[many, what], times[1, what]))
+
+    size = f"{flags.batch_size} images of {flags.image_size} px per process; {megabytes:.1f} MB of gradients a step"
+    preview = f"{flags.num_samples} images, {flags.sample_steps} intervals"
+    return [
+        Row(
+            f"a step on {many} processes", "a step on 1, of the same batch per process", "<= 1.1", compare("step"), size
+        ),
+        Row(f"a preview on {many} processes", "on 1", "<= 0.6", compare("preview"), preview),
+    ]
+
+
+def main(flags: Flags) -> None:
+    if flags.write_to is not None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            measure_here(flags, flags.write_to)
+        return
+    print(describe_machine())
+    print(print_rows(measure_rows(flags)))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Flags, description=__doc__, use_underscores=True))

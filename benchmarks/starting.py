@@ -1,0 +1,96 @@
+"""From the command to the first training step: processor time of `python train_oxford.py`, and of the peer's few lines.
+
+The pictures are decoded already. Each program ends itself when its first step is done. Needs
+`pip install -e ".[benchmark]"`.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from training_speed import PEER, write_photographs
+from turns import Row, Times, describe_machine, print_rows, ratio
+
+PROJECT = Path(__file__).resolve().parent.parent
+OURS = """
+import os, runpy, sys
+from rectified_flow.training.stepper import Stepper
+take = Stepper.take
+def take_one(*arguments):
+    take(*arguments)
+    os._exit(0)
+Stepper.take = take_one
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+PEERS = """
+import os, sys
+from rectified_flow_pytorch import ImageDataset, RectifiedFlow, Trainer, Unet
+pictures, size, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+places = {"checkpoints_folder": folder, "results_folder": folder}
+flow = RectifiedFlow(Unet(dim=int(sys.argv[4])))
+trainer = Trainer(flow, dataset=ImageDataset(pictures, image_size=size), batch_size=int(sys.argv[5]), **places)
+trainer.ema_model.update = lambda: os._exit(0)
+trainer()
+"""
+
+
+@dataclass(frozen=True)
+class Flags:
+    image_size: int = 32
+    """Side of the images [px]."""
+    dim: int = 16
+    """Channels of both networks at full resolution."""
+    batch_size: int = 16
+    """Images in the step."""
+    rounds: int = 5
+    """How often each is started."""
+
+
+def processor_time(script: str, arguments: list[str]) -> float:
+    """Seconds that a Python script takes, user and system together."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; sys.argv = {arguments!r}\n{script}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=PROJECT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    _, status, used = os.wait4(process.pid, 0)
+    if status != 0:
+        raise RuntimeError(f"{arguments[0]} failed")
+    return used.ru_utime + used.ru_stime
+
+
+def measure_rows(flags: Flags) -> list[Row]:
+    """Both programs, in turns."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        photographs = folder / "photographs"
+        photographs.mkdir()
+        write_photographs(photographs, flags.batch_size)
+        sizes = {"image_size": flags.image_size, "dim": flags.dim, "batch_size": flags.batch_size}
+        ours = ["train_oxford.py", "--dataset_path", str(photographs), "--cache_dir", str(folder / "cache")]
+        ours += ["--output_dir", str(folder / "run"), "--resume", "never"]
+        ours += [part for flag, value in sizes.items() for part in (f"--{flag}", str(value))]
+        peers = ["peer", str(photographs), str(flags.image_size), str(folder), str(flags.dim), str(flags.batch_size)]
+        processor_time(OURS, ours)  # decodes
+        seconds: dict[str, list[float]] = {"ours": [], PEER: []}
+        for _ in range(flags.rounds):
+            seconds["ours"].append(processor_time(OURS, ours))
+            seconds[PEER].append(processor_time(PEERS, peers))
+    mine, theirs = (Times(of, {}) for of in seconds.values())
+    remark = f"{mine.median:.1f} s and {theirs.median:.1f} s of processor time"
+    return [Row("command to first step, pictures decoded", PEER, "<= 1", str(ratio(mine, theirs)), remark)]
+
+
+if __name__ == "__main__":
+    given = tyro.cli(Flags, description=__doc__, use_underscores=True)
+    print(describe_machine())
+    print(print_rows(measure_rows(given)))

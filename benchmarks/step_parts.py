@@ -1,0 +1,154 @@
+"""What a training step costs beside the plain one: logging, a preview, a checkpoint, the optimizer, the average.
+
+Wall time of the real Trainer, rounds interleaved, medians as ratios to a plain step.
+"""
+
+import contextlib
+import io
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from turns import Row, Times, describe_machine, print_rows, ratio
+
+from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
+from train_oxford import build_flow
+
+PLAIN, UPDATE = "a plain step", "clipping, optimizer and average"
+
+
+@dataclass(frozen=True)
+class Flags:
+    image_size: int = 32
+    """Side of the images [px]."""
+    dim: int = 64
+    """Channels of the Unet at full resolution."""
+    batch_size: int = 16
+    """Images a step."""
+    mixed_precision: str = "no"
+    """Precision of the network."""
+    compile: bool = False
+    """Compile the loss."""
+    rounds: int = 5
+    """How often each is measured."""
+
+
+def open_trainer(flags: Flags, folder: Path) -> Trainer:
+    """A Trainer whose run is open for writing, as it is between two steps."""
+    config = RectifiedFlowConfig(
+        image_size=flags.image_size,
+        dim=flags.dim,
+        batch_size=flags.batch_size,
+        mixed_precision=flags.mixed_precision,  # type: ignore[arg-type]
+        compile=flags.compile,
+        output_dir=folder,
+        cache_dir=folder,
+        num_samples=16,
+    )
+    pictures = open_dataset("synthetic-flowers", image_size=flags.image_size, cache_dir=folder)
+    trainer = Trainer(build_flow(config, ()), pictures, config)
+    trainer.record.folder.claim(print)
+    trainer.record.open()
+    return trainer
+
+
+def synchronized(action: Callable[[], object]) -> float:
+    """Seconds until it, and all that the device was given, is done."""
+    began = time.perf_counter()
+    action()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+class Parts:
+    """Actions to be timed, around one trainer.
+
+    Args:
+        trainer: in the middle of a run.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.batches = trainer, trainer._batches()
+        self.seconds: dict[str, list[float]] = {}
+
+    def step(self) -> None:
+        """One step, settled."""
+        self.trainer.stepper.take(self.batches)
+        self.trainer.stepper.settle()
+
+    def and_then(self, action: Callable[[], object]) -> Callable[[], None]:
+        """A step, and what comes after."""
+
+        def both() -> None:
+            self.step()
+            action()
+
+        return both
+
+    def measure(self, name: str, action: Callable[[], object]) -> None:
+        """Time it once more."""
+        self.seconds.setdefault(name, []).append(synchronized(action))
+
+    def round(self) -> None:
+        """Each action once."""
+        trainer, saver = self.trainer, self.trainer.record.saver
+        assert saver is not None
+
+        def save_and_wait() -> None:
+            trainer._save()
+            saver.wait()
+
+        self.measure(PLAIN, self.step)
+        self.measure("a step that logs", self.and_then(trainer._log_metrics))
+        self.measure("a step that previews 16 images", self.and_then(trainer._draw_samples))
+        self.measure("a step that saves", self.and_then(trainer._save))
+        self.measure("the step beside which it is written", self.step)
+        saver.wait()
+        self.measure("a step that saves and waits", self.and_then(save_and_wait))
+        self._measure_update()
+
+    def _measure_update(self) -> None:
+        """What a step does after its gradient is there."""
+        accelerator, state = self.trainer.accelerator, self.trainer.state
+        parameters = state.parameters.values()
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+
+        def update() -> None:
+            accelerator.clip_grad_norm_(parameters, 1.0)
+            state.optimizer.step()
+            state.update_averages()
+
+        self.measure(UPDATE, update)
+        state.optimizer.zero_grad()
+
+
+def measure_rows(flags: Flags) -> list[Row]:
+    """Rows for what the aims speak of."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        torch.set_num_threads(1)
+        parts = Parts(open_trainer(flags, Path(folder)))
+        for _ in range(flags.rounds + 1):
+            parts.round()
+    times = {name: Times(seconds[1:], {}) for name, seconds in parts.seconds.items()}
+    plain, update = times.pop(PLAIN), times.pop(UPDATE)
+    parameters = sum(parameter.numel() for parameter in parts.trainer.flow.parameters())
+    size = f"{parameters / 1e6:.0f} M parameters, {flags.image_size} px, batch {flags.batch_size}"
+    aims = {"a step that logs": "1.0", "a step that saves": "<= 1.2"}
+    rows = [Row(name, PLAIN, aims.get(name, ""), str(ratio(of, plain)), size) for name, of in times.items()]
+    return [*rows, Row(UPDATE, PLAIN, "<= 0.03 on a GPU", str(ratio(update, plain)), size)]
+
+
+if __name__ == "__main__":
+    given = tyro.cli(Flags, description=__doc__, use_underscores=True)
+    print(describe_machine())
+    print(print_rows(measure_rows(given)))
