@@ -43,6 +43,8 @@ class Flags:
     """Data sets: what --dataset takes, or folders."""
     variations: tuple[str, ...] = tuple(VARIATIONS)
     """Rows of the table."""
+    base: str = BASE
+    """Flags of train_oxford.py that all rows have; another base wants another --output_dir."""
     train_num_steps: int = 600
     """Length of each training."""
     num_samples: int = 1000
@@ -63,7 +65,7 @@ def measure(data: str, variation: str, flags: Flags) -> dict[str, float]:
     run = flags.output_dir / f"{name}-{flags.seed}"
     if not (run / "evaluation.json").exists():
         where = ["--dataset_path", data] if Path(data).exists() else ["--dataset", data]
-        train = [*where, *BASE.split(), *VARIATIONS[variation].split()]
+        train = [*where, *flags.base.split(), *VARIATIONS[variation].split()]
         train += ["--train_num_steps", str(flags.train_num_steps), "--seed", str(flags.seed)]
         _run("train_oxford.py", [*train, "--output_dir", str(run)], run)
         evaluate = ["--checkpoint", str(run), "--num_samples", str(flags.num_samples), "--steps", str(flags.steps)]
