@@ -6,21 +6,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
-
-
-def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
-    """Floating-point operations (a multiply-add is two) of one forward pass on a batch of one."""
-    was_training = flow.training
-    flow.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        flow(**item)
-    flow.train(was_training)
-    return int(counter.get_total_flops())
+from rectified_flow.training.costs import forward_flops, multiplication_rate, training_memory
 
 
 def describe_run(
@@ -59,9 +49,35 @@ def print_plan(config: TrainingConfig, flow: nn.Module) -> None:
     }
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
-    black = {"images": torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8)}
+    black = torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8, device=accelerator.device)
+    flops = forward_flops(flow.to(accelerator.device), {"images": black})
     accelerator.print()
-    accelerator.print(describe_run(config, accelerator, flow, forward_flops(flow, black), None))
+    accelerator.print(describe_run(config, accelerator, flow, flops, None))
+    accelerator.print(_describe_costs(config, accelerator, flow, flops, {"images": black}))
+
+
+def _describe_costs(
+    config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int, item: dict[str, Tensor]
+) -> str:
+    """Lines on the memory and the time that a step takes at least."""
+    batch = config.split_batch(accelerator.num_processes)
+    with accelerator.autocast():
+        memory = training_memory(flow, item, averages=config.use_ema + 2 * config.power_ema)
+    total = memory.fixed + batch.per_process * memory.per_image
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    rate = multiplication_rate(accelerator.device, dtype)
+    step_flops = 3 * flops * batch.per_process * batch.accumulation
+    seconds = step_flops / rate
+    whole = ""
+    if config.num_epochs is None:
+        hours = seconds * config.total_steps(batch, 0) / 3600
+        whole = f", {hours:.2g} hours in all" if hours < 48 else f", {hours / 24:.2g} days in all"
+    return (
+        f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x "
+        f"{memory.per_image / 1e6:.3g} MB = {total / 1e9:.2f} GB per process\n"
+        f"{'time':<11} at least {seconds:.2g} s a step{whole}: {step_flops / 1e12:.3g} TFLOP per process, at "
+        f"{rate / 1e12:.3g} TFLOP/s, as fast as matrices are multiplied here"
+    )
 
 
 def _describe_data(config: TrainingConfig, dataset: Dataset[Any] | None) -> str:

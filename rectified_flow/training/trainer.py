@@ -28,8 +28,9 @@ from rectified_flow.processes.joining import PATIENCE_AT_START
 from rectified_flow.progress import progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.costs import forward_flops
 from rectified_flow.training.evaluations import Evaluations
-from rectified_flow.training.plan import describe_run, forward_flops
+from rectified_flow.training.plan import describe_run
 from rectified_flow.training.previews import draw_preview
 from rectified_flow.training.record import RunRecord
 from rectified_flow.training.resume import choose_checkpoint, identify_run
