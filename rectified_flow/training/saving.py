@@ -5,6 +5,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rectified_flow import averages, checkpoint
@@ -27,6 +28,7 @@ class Saver:
         self.config, self.draw, self.warn = config, draw, warn
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path] | None = None
+        self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> None:
         """Copy ``tensors`` and write them, unless the disk keeps the checkpoint before for too long.
@@ -45,9 +47,13 @@ class Saver:
             return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
         copies = {
-            file: {name: value.to("cpu", copy=True) for name, value in of.items()} for file, of in tensors.items()
+            file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
-        self._writing = self._thread.submit(self._write, step, copies, documents, best)
+        copied = None
+        if torch.cuda.is_available():
+            copied = torch.cuda.Event()
+            copied.record()
+        self._writing = self._thread.submit(self._write, step, copies, copied, documents, best)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait until all is written; returns the newest checkpoint, None if that could not be written.
@@ -73,8 +79,23 @@ class Saver:
             )
         return path
 
-    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:
+    def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
+        """Have it copied into memory that was made for it once; a GPU does so when its turn comes."""
+        if (file, name) not in self._copies:
+            self._copies[file, name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return self._copies[file, name].copy_(value, non_blocking=True)
+
+    def _write(
+        self,
+        step: int,
+        tensors: Tensors,
+        copied: torch.cuda.Event | None,
+        documents: Mapping[str, Any],
+        best: bool,
+    ) -> Path:
         folder, config = self.config.checkpoints, self.config
+        if copied is not None:
+            copied.synchronize()
         self.draw()
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
