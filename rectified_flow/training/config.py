@@ -135,7 +135,7 @@ class OutputFlags:
     rank_timeout: float = 300.0
     """Seconds a process waits for the others, once the first step is done, before it gives the run up."""
     dry_run: bool = False
-    """Print the resolved config, the batch arithmetic and the model's size, and exit."""
+    """Print the resolved config, the batch arithmetic, and what a step takes of memory and time, and exit."""
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,8 @@ class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
         for name in without_use.get(self.times, ()):
             require(
                 getattr(self, name) == getattr(RectifiedFlowFlags, name),
-                f"--{name} has no use here: --time_distribution is {self.times}",
+                f"--{name} has no use here, as the time distribution is {self.times}: leave it out, or pass "
+                "--time_distribution logit_normal",
             )
         require(
             self.reflow_from is None or self.coupling == "independent",

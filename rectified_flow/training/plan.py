@@ -12,6 +12,9 @@ from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.costs import forward_flops, multiplication_rate, training_memory
 
+LARGEST_SIDE_COUNTED = 64
+"""Of images whose memory is counted [px]; that of larger ones is nearly in proportion to their pixels."""
+
 
 def describe_run(
     config: TrainingConfig,
@@ -49,35 +52,44 @@ def print_plan(config: TrainingConfig, flow: nn.Module) -> None:
     }
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
-    black = torch.zeros(1, 3, config.image_size, config.image_size, dtype=torch.uint8, device=accelerator.device)
-    flops = forward_flops(flow.to(accelerator.device), {"images": black})
+    flops = forward_flops(flow.to(accelerator.device), _black(config.image_size, accelerator.device))
     accelerator.print()
     accelerator.print(describe_run(config, accelerator, flow, flops, None))
-    accelerator.print(_describe_costs(config, accelerator, flow, flops, {"images": black}))
+    accelerator.print(_describe_costs(config, accelerator, flow, flops))
 
 
-def _describe_costs(
-    config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int, item: dict[str, Tensor]
-) -> str:
-    """Lines on the memory and the time that a step takes at least."""
+def _describe_costs(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
+    """Lines on the memory that a step takes, and the time at least."""
     batch = config.split_batch(accelerator.num_processes)
+    side = min(config.image_size, LARGEST_SIDE_COUNTED)
     with accelerator.autocast():
+        item = _black(side, accelerator.device)
         memory = training_memory(flow, item, averages=config.use_ema + 2 * config.power_ema)
-    total = memory.fixed + batch.per_process * memory.per_image
+    per_image = memory.per_image * (config.image_size / side) ** 2
+    total = memory.fixed + batch.per_process * per_image
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate = multiplication_rate(accelerator.device, dtype)
     step_flops = 3 * flops * batch.per_process * batch.accumulation
     seconds = step_flops / rate
-    whole = ""
-    if config.num_epochs is None:
-        hours = seconds * config.total_steps(batch, 0) / 3600
-        whole = f", {hours:.2g} hours in all" if hours < 48 else f", {hours / 24:.2g} days in all"
+    whole = f", {_duration(seconds * config.total_steps(batch, 0))} in all" if config.num_epochs is None else ""
     return (
-        f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x "
-        f"{memory.per_image / 1e6:.3g} MB = {total / 1e9:.2f} GB per process\n"
-        f"{'time':<11} at least {seconds:.2g} s a step{whole}: {step_flops / 1e12:.3g} TFLOP per process, at "
-        f"{rate / 1e12:.3g} TFLOP/s, as fast as matrices are multiplied here"
+        f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
+        f"{total / 1e9:.2f} GB per process, and what the libraries need\n"
+        f"{'time':<11} at least {_duration(seconds)} a step{whole}: {step_flops / 1e12:.3g} TFLOP per process, at the "
+        f"{rate / 1e12:.3g} TFLOP/s that matrices are multiplied with here"
     )
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the unit that a person would take."""
+    units = {"days": 2 * 86400, "hours": 2 * 3600, "minutes": 120, "s": 1, "ms": 0}
+    unit = next(unit for unit, least in units.items() if seconds >= least)
+    size = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1, "ms": 1e-3}[unit]
+    return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
+
+
+def _black(side: int, device: torch.device) -> dict[str, Tensor]:
+    return {"images": torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)}
 
 
 def _describe_data(config: TrainingConfig, dataset: Dataset[Any] | None) -> str:

@@ -49,11 +49,7 @@ class Saver:
         copies = {
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
-        copied = None
-        if torch.cuda.is_available():
-            copied = torch.cuda.Event()
-            copied.record()
-        self._writing = self._thread.submit(self._write, step, copies, copied, documents, best)
+        self._writing = self._thread.submit(self._write, step, copies, documents, best)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait until all is written; returns the newest checkpoint, None if that could not be written.
@@ -80,22 +76,13 @@ class Saver:
         return path
 
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        """Have it copied into memory that was made for it once; a GPU does so when its turn comes."""
+        """Copied into memory that is kept for it till the run ends, as new memory costs more than copying."""
         if (file, name) not in self._copies:
-            self._copies[file, name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return self._copies[file, name].copy_(value, non_blocking=True)
+            self._copies[file, name] = torch.empty_like(value, device="cpu")
+        return self._copies[file, name].copy_(value)
 
-    def _write(
-        self,
-        step: int,
-        tensors: Tensors,
-        copied: torch.cuda.Event | None,
-        documents: Mapping[str, Any],
-        best: bool,
-    ) -> Path:
+    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:
         folder, config = self.config.checkpoints, self.config
-        if copied is not None:
-            copied.synchronize()
         self.draw()
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
