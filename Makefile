@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test test-all soak check install clean
+.PHONY: help demo test test-all soak bench check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,10 @@ test-all: $(READY_DEV)  ## run the slow ones, too: the compiler works for minute
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10
+
+bench: $(READY_DEV)  ## measure speed beside a peer, some 20 minutes of a quiet machine
+	$(call install_into_venv,-e ".[benchmark]")
+	$(BIN)/python benchmarks/bench.py
 
 check: $(READY_DEV)  ## lint, format check, types
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 import tyro
@@ -23,24 +24,38 @@ import ranks
 import starting
 import step_parts
 import training_speed
+from peer import PEER
 from turns import Row, describe_machine, print_rows
 
 RESULTS = Path(__file__).with_name("README.md")
-ON_GPU = torch.cuda.is_available()
-PARTS: dict[str, Callable[[], list[Row]]] = {
-    "training": lambda: training_speed.measure_rows(training_speed.Flags()),
+GPUS = torch.cuda.device_count()
+# A GPU is done with what keeps a CPU busy for seconds before its clock has risen.
+TRAINING = training_speed.Flags(image_sizes=(64, 128), steps=50, warm_up=30) if GPUS else training_speed.Flags()
+MEAN_FLOW = mean_flow.Flags(image_size=64, batch_size=128, compile=True) if GPUS else mean_flow.Flags(rounds=5)
+STEP = (
+    step_parts.Flags(image_size=64, batch_size=64, mixed_precision="bf16", compile=True) if GPUS else step_parts.Flags()
+)
+RANKS = ranks.Flags(image_size=64, dim=64, batch_size=64, processes=GPUS, steps=50) if GPUS else ranks.Flags()
+Part = Literal["training", "data", "starting", "mean_flow", "step", "ranks"]
+PARTS: dict[Part, Callable[[], list[Row]]] = {
+    "training": lambda: training_speed.measure_rows(TRAINING),
     "data": lambda: data_speed.measure_rows(data_speed.Flags()),
     "starting": lambda: starting.measure_rows(starting.Flags()),
-    "mean flow": lambda: mean_flow.measure_rows(mean_flow.Flags(rounds=5, compile=ON_GPU)),
-    "step": lambda: step_parts.measure_rows(step_parts.Flags()),
-    "ranks": lambda: ranks.measure_rows(ranks.Flags()),
+    "mean_flow": lambda: mean_flow.measure_rows(MEAN_FLOW),
+    "step": lambda: step_parts.measure_rows(STEP),
+    "ranks": lambda: [] if GPUS == 1 else ranks.measure_rows(RANKS),
 }
+CLOCK = (
+    "Wall time on the GPU, but processor time from the command to the first step"
+    if GPUS
+    else "Processor time of one thread, but wall time of a step's parts and of several processes"
+)
 
 
 @dataclass(frozen=True)
 class Flags:
-    parts: tuple[str, ...] = tuple(PARTS)
-    """Which measurements; all of them together take the place of the table that is there."""
+    parts: tuple[Part, ...] = get_args(Part)
+    """Which measurements; only all of them together take the place of the table that is there."""
 
 
 def write_table(machine: str, table: str, into: Path) -> None:
@@ -49,18 +64,20 @@ def write_table(machine: str, table: str, into: Path) -> None:
     section = f"{head}\n\n{table}\n"
     text = into.read_text()
     found = re.search(rf"^{re.escape(head)}\n(?:(?!## ).*\n)*", text, re.MULTILINE)
-    into.write_text(text[: found.start()] + section + text[found.end() :] if found else f"{text}\n{section}")
+    after = text[found.end() :] if found else ""
+    before = text[: found.start()] if found else f"{text}\n"
+    into.write_text(before + section + ("\n" + after if after else ""))
 
 
 def main(flags: Flags) -> None:
     rows = []
     for name in flags.parts:
         began = time.perf_counter()
-        rows += PARTS[name]()
-        print(f"{name}: {(time.perf_counter() - began) / 60:.1f} minutes", file=sys.stderr, flush=True)
-    setting = "wall time" if ON_GPU else "processor time of one thread, but wall time where processes are compared"
-    versions = f"torch {torch.__version__}, {training_speed.PEER} {version(training_speed.PEER)}"
-    how = f"`make bench`, {date.today()}; {versions}; {setting}; medians, and the range of the rounds."
+        found = PARTS[name]()
+        print(f"{name}, {(time.perf_counter() - began) / 60:.1f} minutes\n{print_rows(found)}\n", flush=True)
+        rows += found
+    versions = f"torch {torch.__version__}, {PEER} {version(PEER)}"
+    how = f"`make bench`, {date.today()}; {versions}. {CLOCK}; medians, and the range of the rounds."
     table = f"{how}\n\n{print_rows(rows)}"
     print(f"{describe_machine()}\n\n{table}")
     if set(flags.parts) == set(PARTS):

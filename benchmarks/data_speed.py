@@ -1,7 +1,7 @@
 """How fast pictures come to the training once they are decoded, and how much memory the processes need for them.
 
 Beside rectified-flow-pytorch, which decodes each picture each time, and beside a list of what `datasets` decodes. Needs
-`pip install -e ".[benchmark]"`.
+Linux, and `pip install -e ".[benchmark]"`.
 """
 
 import itertools
@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training_speed import PEER, write_photographs
+from peer import PEER
+from training_speed import write_photographs
 from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow import open_dataset
@@ -90,7 +91,7 @@ def hold_list(folder: Path) -> int:
 
     pictures = load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(folder.parent / "hub"))
     before = private_memory()
-    held = [row["image"].load() for row in pictures]
+    held = list(pictures)
     return (private_memory() - before) if held else 0
 
 
@@ -99,7 +100,7 @@ def measure_loading(flags: Flags, folder: Path) -> Row:
     times = take_turns(
         {"ours": partial(load_ours, flags, folder), PEER: partial(load_peer, flags, folder)}, rounds=flags.rounds
     )
-    speeds = f"{1 / times['ours'].median:,.0f} and {1 / times[PEER].median:,.0f} a second"
+    speeds = f"{1 / times['ours'].median:,.0f} (uint8) and {1 / times[PEER].median:,.0f} (float32) a second"
     what = f"loading of pictures, {flags.image_size} px, one process"
     return Row(what, f"{PEER}, JPEG files of 667x500", ">= 500", str(ratio(times[PEER], times["ours"])), speeds)
 
@@ -109,12 +110,14 @@ def measure_memory(flags: Flags, folder: Path) -> Row:
     store = open_store(SyntheticFlowers(flags.image_size, count=FLOWERS), flags.image_size, cache_dir=folder)
     spawn = multiprocessing.get_context("spawn")
     with spawn.Manager() as manager, spawn.Pool(flags.ranks) as pool:
-        meet = manager.Barrier(flags.ranks)
+        meet = manager.Barrier(flags.ranks, timeout=300)
         ours = sum(pool.starmap(hold_store, [(store, meet)] * flags.ranks, chunksize=1))
         (one,) = pool.map(hold_list, [folder / "photographs"])
     theirs = one / flags.pictures * FLOWERS * flags.ranks
     what = f"private memory of {flags.ranks} processes, {FLOWERS} pictures"
-    sizes = f"{ours / 1e6:.1f} MB and {theirs / 1e9:.1f} GB"
+    shared = sum(file.stat().st_size for file in store.iterdir())
+    sizes = f"{ours / 1e6:.1f} MB (and {shared / 1e6:.0f} MB that they share, of {flags.image_size} px) and "
+    sizes += f"{theirs / 1e9:.0f} GB (of 667x500, from one process with {flags.pictures} pictures)"
     return Row(what, "list(load_dataset(...)) in each", "< 1%", f"{ours / theirs:.3%}", sizes)
 
 

@@ -44,7 +44,7 @@ class Flags:
     variations: tuple[str, ...] = tuple(VARIATIONS)
     """Rows of the table."""
     base: str = BASE
-    """Flags of train_oxford.py that all rows have; another base wants another --output_dir."""
+    """Flags of train_oxford.py that all rows have; another base wants another --output_dir. Write --base="..."."""
     train_num_steps: int = 600
     """Length of each training."""
     num_samples: int = 1000

@@ -1,6 +1,6 @@
 """What a mean flow step costs: time and peak memory as ratios to rectified flow, here and in rectified-flow-pytorch.
 
-All schemes run in this one call, in turns. Needs `pip install -e ".[benchmark]"`.
+All schemes run in this one call, in turns; peak memory needs Linux. Needs `pip install -e ".[benchmark]"`.
 """
 
 import ctypes
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from peer import PEER
 from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 
 from rectified_flow import MeanFlow, RectifiedFlow, Unet
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import Objective
 
-OURS, PEER = "here", "rectified-flow-pytorch"
+OURS = "here"
 RECTIFIED = "rectified flow"
 DEFAULT = "improved mean flow, half of the rows"
 OUR_SCHEMES = (
@@ -118,7 +119,7 @@ def peak_memory(step: Callable[[], None], device: torch.device) -> float:
 
 def _process_memory(which: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith(which))
+    return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith(which))
 
 
 def measure(flags: Flags, schemes: list[tuple[str, str]]) -> dict[tuple[str, str], Times]:

@@ -1,4 +1,4 @@
-"""rectified-flow-pytorch as the benchmarks of quality need it: its data, and its flow with the interface of ours."""
+"""rectified-flow-pytorch as the benchmarks need it: its name, its data, and its flow with the interface of ours."""
 
 import sys
 from pathlib import Path
@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
 from rectified_flow.data import ImageDataset
+
+PEER = "rectified-flow-pytorch"
 
 
 class PeerPictures(Dataset[Tensor]):

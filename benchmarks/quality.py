@@ -31,7 +31,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PeerFlow, PeerPictures
+from peer import PEER, PeerFlow, PeerPictures
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer, Unet, checkpoint, open_dataset, randomness
 from rectified_flow.data import ImageDataset
@@ -39,7 +39,7 @@ from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.images import to_grid, write_picture
 from rectified_flow.processes.joining import join_processes
 
-PEER, PEER_LAST = "rectified-flow-pytorch", "rectified-flow-pytorch, weights not averaged"
+PEER_LAST = f"{PEER}, weights not averaged"
 OURS, OURS_EARLY = "here", "here, as many images"
 SIDES = (PEER, PEER_LAST, OURS_EARLY, OURS)
 IMAGE_SIZE = 32

@@ -72,6 +72,7 @@ def measure_here(flags: Flags, write_to: Path) -> None:
         trainer.stepper.settle()
 
     step()
+    trainer._draw_samples()
     seconds = {
         "step": statistics.median(synchronized(step) for _ in range(flags.steps)),
         "preview": synchronized(trainer._draw_samples),
@@ -92,7 +93,9 @@ def measure_rows(flags: Flags) -> list[Row]:
                 command += ["--nproc_per_node", str(processes), __file__, "--write_to", str(answer)]
                 for name in ("image_size", "dim", "batch_size", "num_samples", "sample_steps", "steps"):
                     command += [f"--{name}", str(getattr(flags, name))]
-                subprocess.run(command, check=True, capture_output=True, cwd=PROJECT)
+                run = subprocess.run(command, check=False, capture_output=True, text=True, cwd=PROJECT)
+                if run.returncode != 0:
+                    raise RuntimeError(f"{processes} processes failed:\n{run.stderr}")
                 found.append(json.loads(answer.read_text()))
     times = {
         (processes, what): Times([each[what] for each in found], {})

@@ -17,12 +17,13 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from turns import Row, Times, describe_machine, print_rows, ratio
+from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_device
 
 from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
 from train_oxford import build_flow
 
 PLAIN, UPDATE = "a plain step", "clipping, optimizer and average"
+STEPS, STEPS_WITH_LINE = "three steps", "three steps that log once"
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ def open_trainer(flags: Flags, folder: Path) -> Trainer:
 
 
 def synchronized(action: Callable[[], object]) -> float:
-    """Seconds until it, and all that the device was given, is done."""
+    """Seconds until it, and all that the device is given by it, is done."""
+    wait_for_device()
     began = time.perf_counter()
     action()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    wait_for_device()
     return time.perf_counter() - began
 
 
@@ -84,6 +85,18 @@ class Parts:
         """One step, settled."""
         self.trainer.stepper.take(self.batches)
         self.trainer.stepper.settle()
+
+    def take_some(self) -> None:
+        """Steps as the loop takes them: nobody asks how one went before the next is on its way."""
+        for _ in range(3):
+            self.trainer.stepper.take(self.batches)
+
+    def take_some_and_log(self) -> None:
+        """As many, with a line of metrics after the first."""
+        self.trainer.stepper.take(self.batches)
+        self.trainer._log_metrics()
+        for _ in range(2):
+            self.trainer.stepper.take(self.batches)
 
     def and_then(self, action: Callable[[], object]) -> Callable[[], None]:
         """A step, and what comes after."""
@@ -108,7 +121,8 @@ class Parts:
             saver.wait()
 
         self.measure(PLAIN, self.step)
-        self.measure("a step that logs", self.and_then(trainer._log_metrics))
+        self.measure(STEPS, self.take_some)
+        self.measure(STEPS_WITH_LINE, self.take_some_and_log)
         self.measure("a step that previews 16 images", self.and_then(trainer._draw_samples))
         self.measure("a step that saves", self.and_then(trainer._save))
         self.measure("the step beside which it is written", self.step)
@@ -134,7 +148,7 @@ class Parts:
 
 def measure_rows(flags: Flags) -> list[Row]:
     """Rows for what the aims speak of."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+    with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         parts = Parts(open_trainer(flags, Path(folder)))
         for _ in range(flags.rounds + 1):
@@ -143,9 +157,10 @@ def measure_rows(flags: Flags) -> list[Row]:
     plain, update = times.pop(PLAIN), times.pop(UPDATE)
     parameters = sum(parameter.numel() for parameter in parts.trainer.flow.parameters())
     size = f"{parameters / 1e6:.0f} M parameters, {flags.image_size} px, batch {flags.batch_size}"
-    aims = {"a step that logs": "1.0", "a step that saves": "<= 1.2"}
+    aims = {"a step that saves": "<= 1.2"}
+    logs = Row(STEPS_WITH_LINE, STEPS, "1.0", str(ratio(times.pop(STEPS_WITH_LINE), times.pop(STEPS))), size)
     rows = [Row(name, PLAIN, aims.get(name, ""), str(ratio(of, plain)), size) for name, of in times.items()]
-    return [*rows, Row(UPDATE, PLAIN, "<= 0.03 on a GPU", str(ratio(update, plain)), size)]
+    return [logs, *rows, Row(UPDATE, PLAIN, "<= 0.03 on a GPU", str(ratio(update, plain)), size)]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -81,7 +80,7 @@ class Ratio:
 
 
 def _digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def ratio(of: Times, to: Times) -> Ratio:
@@ -139,17 +138,22 @@ def _hear(connection: Connection, name: str) -> Any:
 def _work(contender: Contender, connection: Connection, pieces: int, warm_up: int) -> None:
     torch.set_num_threads(1)
     turns = Turns(connection, pieces, warm_up)
-    with suppress(_Over):
+    try:
         contender(turns)
-    connection.send(turns.facts)
+    except _Over:
+        connection.send(turns.facts)
+
+
+def wait_for_device() -> None:
+    """Until a GPU, if there is one, has done all it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def read_clock() -> float:
     """Seconds: of this process's processor time, or where there is a GPU, when all it was given is done."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    wait_for_device()
+    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 
 def describe_machine() -> str:

@@ -64,7 +64,10 @@ _ambient = _Ambient()
 
 @contextmanager
 def rows_of(rows: Rows | Items, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make every draw inside the block a function of ``rows``; ``device`` is where dropout will happen."""
+    """Make every draw inside the block a function of ``rows``; ``device`` is where dropout will happen.
+
+    A backward pass that computes activations again belongs inside, too.
+    """
     previous = _ambient.rows, _ambient.dropout_keys
     _ambient.rows = rows
     _ambient.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)

@@ -22,7 +22,7 @@ class Memory:
     """What the tensors of a process take at the peak of a step [bytes]."""
 
     fixed: int
-    """Weights, gradients, the optimizer's two moments, averages, and copies of the weights in another precision."""
+    """Weights, gradients, the optimizer's two moments, averages."""
     per_image: int
     """Activations, for each image of a micro-batch."""
 
@@ -38,7 +38,7 @@ def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
 
 
 def training_memory(flow: nn.Module, item: dict[str, Tensor], averages: int) -> Memory:
-    """Memory that training takes, from the peaks of two small batches; what the libraries need for themselves is more.
+    """Memory that training takes, counted in a step on a batch of two; what the libraries need for themselves is more.
 
     Args:
         flow: returns the loss; its gradients are lost.
@@ -47,13 +47,15 @@ def training_memory(flow: nn.Module, item: dict[str, Tensor], averages: int) -> 
     """
     was_training = flow.training
     flow.train()
-    small, large = (_peak(flow, {name: torch.cat(rows * [value]) for name, value in item.items()}) for rows in (2, 4))
+    flow.zero_grad()
+    batch = {name: torch.cat((value, value)) for name, value in item.items()}
+    with rows_of(Rows(0, 0, 2, slice(None)), next(flow.parameters()).device), _Activations(flow) as activations:
+        flow(**batch).backward()
+    flow.zero_grad()
     flow.train(was_training)
-    per_image = (large - small) // 2
     trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
     weights = sum(p.numel() for p in flow.parameters())
-    kept = BYTES * (weights + 2 * trained + averages * weights)
-    return Memory(kept + small - 2 * per_image, per_image)
+    return Memory(BYTES * (weights + 3 * trained + averages * weights), activations.peak // 2)
 
 
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -72,31 +74,23 @@ def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / min(seconds)
 
 
-def _peak(flow: nn.Module, batch: dict[str, Tensor]) -> int:
-    """Bytes that a forward and a backward pass hold at once, at most, beside the weights and the batch."""
-    rows = len(next(iter(batch.values())))
-    flow.zero_grad()
-    with rows_of(Rows(0, 0, rows, slice(None)), next(flow.parameters()).device), _Allocations(flow) as allocations:
-        flow(**batch).backward()
-    flow.zero_grad()
-    return allocations.peak
-
-
 def _finish() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
-class _Allocations(TorchDispatchMode):
-    """Watches what operations return, without holding it.
+class _Activations(TorchDispatchMode):
+    """Watches what operations return, without holding it; what has the shape of a weight is one, or its gradient.
 
     Args:
-        flow: whose weights do not count.
+        flow: whose weights these are.
     """
 
     def __init__(self, flow: nn.Module) -> None:
         super().__init__()
-        self._weights = {weight.untyped_storage()._cdata for weight in flow.state_dict(keep_vars=True).values()}
+        weights = flow.state_dict(keep_vars=True).values()
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+        self._shapes = {weight.shape for weight in weights}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._at_most, self.peak = 0, 0
 
@@ -104,16 +98,17 @@ class _Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor):
-                self._add(value.untyped_storage())
+                self._add(value)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        name = storage._cdata
-        known = self._alive.get(name)
-        if name in self._weights or (known is not None and not known[0].expired()):
+    def _add(self, value: Tensor) -> None:
+        storage = value.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if storage._cdata in self._weights or (known is not None and not known[0].expired()):
             return
-        self._alive[name] = StorageWeakRef(storage), storage.nbytes()
-        self._at_most += storage.nbytes()
+        size = 0 if value.shape in self._shapes else storage.nbytes()
+        self._alive[storage._cdata] = StorageWeakRef(storage), size
+        self._at_most += size
         if self._at_most > self.peak:  # looking at them all is slow
             self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
             self._at_most = sum(size for _, size in self._alive.values())

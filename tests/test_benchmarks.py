@@ -1,0 +1,59 @@
+"""The benchmarks' clockwork: whose turn it is, and where the table goes."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from turns import Times, Turns, ratio, take_turns
+
+
+def work(seconds: float, log: Path, turns: Turns) -> None:
+    """Keep the processor busy, and write down whose turn it was."""
+    turns.facts["name"] = f"{seconds:g}"
+    while True:
+        until = time.process_time() + seconds
+        while time.process_time() < until:
+            pass
+        with log.open("a") as file:
+            file.write(f"{seconds:g} ")
+        turns.done(work=10)
+
+
+def leave(turns: Turns) -> None:
+    turns.done()
+
+
+def test_turns_alternate_and_are_timed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    times = take_turns({"short": partial(work, 0.02, log), "long": partial(work, 0.06, log)}, rounds=2, pieces=2)
+    assert log.read_text().split() == ["0.02", "0.06", *["0.02"] * 2, *["0.06"] * 4, *["0.02"] * 2]
+    assert [len(each.seconds) for each in times.values()] == [2, 2]
+    assert times["long"].facts == {"name": "0.06"}
+    assert 0.006 <= times["long"].median < 0.02, "a unit of ten"
+    assert 2 < ratio(times["long"], times["short"]).median < 4
+
+
+def test_who_leaves_early_is_named() -> None:
+    with pytest.raises(RuntimeError, match="deserter ended before its time"):
+        take_turns({"deserter": leave}, rounds=2)
+
+
+def test_ratios_are_of_rounds() -> None:
+    """A slow moment of the machine, in which both took ten times as long, is not seen."""
+    assert str(ratio(Times([2, 20, 3], {}), Times([1, 10, 1], {}))) == "2.00 [2.00, 3.00]"
+
+
+def test_a_machines_table_takes_the_place_of_its_last(tmp_path: Path) -> None:
+    from bench import write_table
+
+    page = tmp_path / "README.md"
+    page.write_text("# Benchmarks\n\nText.\n")
+    write_table("card (8 GB)", "| old |", page)
+    write_table("processor", "| other |", page)
+    write_table("card (8 GB)", "| new |", page)
+    assert page.read_text() == "# Benchmarks\n\nText.\n\n## card (8 GB)\n\n| new |\n\n## processor\n\n| other |\n"
