@@ -147,7 +147,7 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
     )
 
     def ours(precision: Literal["no", "bf16"], **settings: Any) -> Contender:
-        output_dir = folder / f"{precision} {image_size}"
+        output_dir = Path(tempfile.mkdtemp(dir=folder))
         return partial(train_ours, replace(base, mixed_precision=precision, output_dir=output_dir, **settings))
 
     if torch.cuda.is_available():
@@ -157,7 +157,7 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
             PEER: partial(train_peer, shipped),
             PEER_TUNED: partial(train_peer, tuned),
             "bf16, compiled": ours("bf16", compile=True),
-            "bf16": ours("bf16", output_dir=folder / "eager"),
+            "bf16": ours("bf16"),
         }
     size: dict[str, Any] = {"dim": flags.dim, "batch_size": flags.batch_size}
     return {
