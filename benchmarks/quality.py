@@ -268,7 +268,7 @@ def draw_side_by_side(case: Case) -> Path:
 
 
 def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -> None:
-    """Means over seeds, and the ratio to the peer's."""
+    """Means over seeds, and the ratio to the better of the peer's two."""
     print(
         f"{flags.cpu_minutes:g} minutes of one thread each, {flags.calls} calls, {flags.num_samples} pictures, ", end=""
     )
@@ -283,8 +283,8 @@ def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -
         for who, of in rows.items():
             cells = []
             for distance in DISTANCES:
-                ours, theirs = (mean(each[distance] for each in group) for group in (of, rows[PEER]))
-                cells.append(f"{ours:.4g}" + (f" ({ours / theirs:.2f} x)" if who != PEER else ""))
+                here, *theirs = (mean(each[distance] for each in group) for group in (of, rows[PEER], rows[PEER_LAST]))
+                cells.append(f"{here:.4g}" + (f" ({here / min(theirs):.2f} x)" if who in (OURS, OURS_EARLY) else ""))
             images = mean(each["images"] for each in of)
             parameters = of[0]["parameters"] / 1e6
             print(f"| {Path(data).name} | {who} | {parameters:.2f} | {images:.0f} | " + " | ".join(cells) + " |")
