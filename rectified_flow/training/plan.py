@@ -61,7 +61,7 @@ def print_plan(config: TrainingConfig, flow: nn.Module) -> None:
 def _describe_costs(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
     """Lines on the memory that a step takes, and the time at least."""
     batch = config.split_batch(accelerator.num_processes)
-    side = min(config.image_size, LARGEST_SIDE_COUNTED)
+    side = min(config.image_size, max(LARGEST_SIDE_COUNTED, 2 ** (len(config.dim_mults) - 1)))
     with accelerator.autocast():
         item = _black(side, accelerator.device)
         memory = training_memory(flow, item, averages=config.use_ema + 2 * config.power_ema)
