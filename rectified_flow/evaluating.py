@@ -85,7 +85,7 @@ def evaluate(config: EvaluateConfig) -> None:
         RunError: if the results cannot be written.
     """
     state = join_processes()
-    flow, source = load_flow(config, state)
+    flow, source = load_flow(config, config.mixed_precision, state)
     how = solver_options(config, flow, source)
     for wanted in config.ema_lengths:
         find_shares(source, wanted)  # or say now that it cannot be made

@@ -167,7 +167,7 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
     Raises:
         UsageError: if it does not.
     """
-    flow, source = load_flow(config, state)
+    flow, source = load_flow(config, config.mixed_precision, state)
     if config.ema_length is not None:
         load_average(flow, source, config.ema_length)
     how = solver_options(config, flow, source)

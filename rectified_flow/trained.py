@@ -15,6 +15,7 @@ from rectified_flow.flows import Flow, RectifiedFlow
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.solvers import Solver
 from rectified_flow.flows.time_grids import TimeGrid
+from rectified_flow.networks import place
 from rectified_flow.processes.collectives import on_main
 
 
@@ -64,14 +65,14 @@ def check_common(config: Any) -> None:
     )
 
 
-def load_flow(config: ModelFlags, state: PartialState) -> tuple[Flow, Path]:
+def load_flow(config: ModelFlags, precision: str, state: PartialState) -> tuple[Flow, Path]:
     """The flow of a run or checkpoint, on this process's device, and the checkpoint, the same one on all processes.
 
     Raises:
         UsageError: if there is none.
     """
     source = on_main(state, lambda: checkpoint.resolve(config.checkpoint))
-    return Flow.from_checkpoint(source).to(state.device), source
+    return place(Flow.from_checkpoint(source), state.device, precision), source
 
 
 def load_average(flow: Flow, source: Path, length: float) -> None:

@@ -25,6 +25,7 @@ from rectified_flow.data.pair_store import PairDataset, PairWriter
 from rectified_flow.errors import RunError, UsageError, require
 from rectified_flow.files import lock_of
 from rectified_flow.flows import RectifiedFlow
+from rectified_flow.networks import place
 from rectified_flow.processes.collectives import on_main
 from rectified_flow.progress import progress_bar
 from rectified_flow.training.config import NetworkFlags
@@ -149,8 +150,9 @@ class _Drawing:
         pictures: ImageDataset,
     ) -> None:
         self.recipe, self.state, self.writer, self.pictures = recipe, state, writer, pictures
+        self.bf16 = recipe["precision"] == "bf16"
         self.source = config.reflow_from or Path()
-        self.teacher = RectifiedFlow.from_checkpoint(self.source).to(state.device)
+        self.teacher = place(RectifiedFlow.from_checkpoint(self.source), state.device, "bf16" if self.bf16 else "no")
         require(
             self.teacher.num_classes is None or self.teacher.class_names == pictures.class_names,
             f"{self.source} was trained on other classes than those of {pictures.info['source']}: name its training "
@@ -186,7 +188,7 @@ class _Drawing:
 
     def _write(self, numbers: Sequence[int]) -> None:
         device = self.state.device
-        bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.recipe["precision"] == "bf16")
+        bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
         with randomness.rows_of(randomness.Items(self.recipe["seed"], numbers), device), bf16:
             shape = (len(numbers), *(self.teacher.image_shape or ()))
             noise = randomness.randn("sample noise", shape, device).half().float()  # as it is stored

@@ -17,6 +17,7 @@ from rectified_flow.data.stream import StreamSampler, collate
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
+from rectified_flow.networks import place
 from rectified_flow.processes.collectives import (
     any_rank,
     check_equal_weights,
@@ -69,7 +70,7 @@ class Trainer:
                 "pass a smaller --batch_size"
             )
         self.total_steps = config.total_steps(self.batch, self.length)
-        flow.to(self.device)
+        place(flow, self.device, self.accelerator.mixed_precision)
         # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
         self.flops = forward_flops(flow, {key: value.to(self.device) for key, value in collate([dataset[0]]).items()})
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
@@ -156,8 +157,8 @@ class Trainer:
                         self._save(best)
         limit_waiting(PATIENCE_AT_START.total_seconds())  # for the disk, which is the main process's alone
         places |= on_main(self.accelerator, self.record.finish)
-        for name, place in places.items():
-            self.record.say(f"{name:<11} {place}")
+        for name, path in places.items():
+            self.record.say(f"{name:<11} {path}")
         return self.state.step == self.total_steps
 
     def _batches(self) -> Iterator[Batch]:
