@@ -156,19 +156,19 @@ def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
 def our_config(case: Case) -> RectifiedFlowConfig:
     return RectifiedFlowConfig(
         image_size=IMAGE_SIZE,
-        dim=28,
+        dim=32,
         dim_mults=(1, 2, 3),
         dropout=0,
-        batch_size=32,
+        batch_size=8,
         learning_rate=2e-3,
-        lr_warmup_steps=50,
+        lr_warmup_steps=100,
         ema_decay=0.995,
-        mixed_precision="bf16",
+        mixed_precision="no",
         horizontal_flip=False,
         seed=case.seed,
         train_num_steps=10**6,
         num_samples=0,
-        save_every=25,
+        save_every=100,
         keep_checkpoints=0,
         output_dir=case.folder(OURS),
     )
@@ -184,7 +184,14 @@ def train_ours(case: Case) -> None:
     torch.set_num_threads(1)
     set_seed(case.seed)
     join_processes()
-    network = Unet(config.dim, config.dim_mults, image_size=IMAGE_SIZE, dropout=config.dropout)
+    network = Unet(
+        config.dim,
+        config.dim_mults,
+        image_size=IMAGE_SIZE,
+        attention_sides=(8,),
+        blocks_per_level=1,
+        dropout=config.dropout,
+    )
     trainer = Trainer(RectifiedFlow(network, horizontal_flip=config.horizontal_flip), case.pictures(), config)
     budget, take = Budget(case.flags.cpu_minutes), trainer.stepper.take
 

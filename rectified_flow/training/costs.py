@@ -1,6 +1,8 @@
-"""What a training step costs, counted on the network itself: operations, memory, and the least time it can take."""
+"""What a training step costs, counted and measured on the network itself: operations, memory, time."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,14 +47,9 @@ def training_memory(flow: nn.Module, item: dict[str, Tensor], averages: int) -> 
         item: a batch of one.
         averages: how many averages of the weights are kept.
     """
-    was_training = flow.training
-    flow.train()
-    flow.zero_grad()
     batch = {name: torch.cat((value, value)) for name, value in item.items()}
-    with rows_of(Rows(0, 0, 2, slice(None)), next(flow.parameters()).device), _Activations(flow) as activations:
+    with _training_on(flow, 2), _Activations(flow) as activations:
         flow(**batch).backward()
-    flow.zero_grad()
-    flow.train(was_training)
     trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
     weights = sum(p.numel() for p in flow.parameters())
     return Memory(BYTES * (weights + 3 * trained + averages * weights), activations.peak // 2)
@@ -62,16 +59,47 @@ def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second that the device multiplies large matrices with, measured now."""
     side = 4096 if device.type == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
-    seconds = []
     precise, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True  # as convolutions
-    for _ in range(5):
+    seconds = _shortest(lambda: a @ b, of=5)
+    torch.backends.cuda.matmul.allow_tf32 = precise
+    return 2 * side**3 / seconds
+
+
+def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int) -> float:
+    """Seconds that a batch's loss and gradient take, not compiled, measured now.
+
+    Args:
+        flow: returns the loss; its gradients are lost.
+        item: a batch of one.
+        count: images in the batch that is measured.
+    """
+    batch = {name: torch.cat([value] * count) for name, value in item.items()}
+    with _training_on(flow, count):
+        return _shortest(lambda: flow(**batch).backward(), of=3)
+
+
+@contextmanager
+def _training_on(flow: nn.Module, count: int) -> Iterator[None]:
+    """Let ``flow`` train on a batch of ``count``, and leave no trace of it."""
+    was_training = flow.training
+    flow.train()
+    flow.zero_grad()
+    with rows_of(Rows(0, 0, count, slice(None)), next(flow.parameters()).device):
+        yield
+    flow.zero_grad()
+    flow.train(was_training)
+
+
+def _shortest(action: Callable[[], object], of: int) -> float:
+    """Seconds that it takes, the shortest time of some."""
+    seconds = []
+    for _ in range(of):
         _finish()
         began = time.perf_counter()
-        a @ b
+        action()
         _finish()
         seconds.append(time.perf_counter() - began)
-    torch.backends.cuda.matmul.allow_tf32 = precise
-    return 2 * side**3 / min(seconds)
+    return min(seconds)
 
 
 def _finish() -> None:

@@ -8,12 +8,16 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.networks import place
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.costs import forward_flops, multiplication_rate, training_memory
+from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
 
 LARGEST_SIDE_COUNTED = 64
 """Of images whose memory is counted [px]; that of larger ones is nearly in proportion to their pixels."""
+
+SECONDS_MEASURED = 1.0
+"""How much work the time of a step is estimated from [s at best]."""
 
 
 def describe_run(
@@ -52,31 +56,37 @@ def print_plan(config: TrainingConfig, flow: nn.Module) -> None:
     }
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
-    flops = forward_flops(flow.to(accelerator.device), _black(config.image_size, accelerator.device))
+    place(flow, accelerator.device, accelerator.mixed_precision)
+    flops = forward_flops(flow, _black(config.image_size, accelerator.device))
     accelerator.print()
     accelerator.print(describe_run(config, accelerator, flow, flops, None))
     accelerator.print(_describe_costs(config, accelerator, flow, flops))
 
 
 def _describe_costs(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
-    """Lines on the memory that a step takes, and the time at least."""
+    """Lines on the memory and the time that a step takes."""
     batch = config.split_batch(accelerator.num_processes)
     side = min(config.image_size, max(LARGEST_SIDE_COUNTED, 2 ** (len(config.dim_mults) - 1)))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    rate = multiplication_rate(accelerator.device, dtype)
+    least = 3 * flops / rate
+    measured = min(batch.per_process, max(1, round(SECONDS_MEASURED / least)))
     with accelerator.autocast():
         item = _black(side, accelerator.device)
         memory = training_memory(flow, item, averages=config.use_ema + 2 * config.power_ema)
+        seconds = gradient_time(flow, _black(config.image_size, accelerator.device), measured) / measured
     per_image = memory.per_image * (config.image_size / side) ** 2
     total = memory.fixed + batch.per_process * per_image
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    rate = multiplication_rate(accelerator.device, dtype)
-    step_flops = 3 * flops * batch.per_process * batch.accumulation
-    seconds = step_flops / rate
-    whole = f", {_duration(seconds * config.total_steps(batch, 0))} in all" if config.num_epochs is None else ""
+    images = batch.per_process * batch.accumulation
+    steps = 0 if config.num_epochs else config.total_steps(batch, 0)
+    whole = f", {_duration(seconds * images * steps)} in all" if steps else ""
+    eager = ", not compiled" if config.compile else ""
     return (
         f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
         f"{total / 1e9:.2f} GB per process, and what the libraries need\n"
-        f"{'time':<11} at least {_duration(seconds)} a step{whole}: {step_flops / 1e12:.3g} TFLOP per process, at the "
-        f"{rate / 1e12:.3g} TFLOP/s that matrices are multiplied with here"
+        f"{'time':<11} about {_duration(seconds * images)} a step{whole}, as {measured} images took just now{eager}\n"
+        f"{'at best':<11} {_duration(least * images)} a step ({least / seconds:.0%} of that): "
+        f"{3 * flops * images / 1e12:.3g} TFLOP per process at {rate / 1e12:.3g} TFLOP/s, as matrices are multiplied"
     )
 
 

@@ -43,6 +43,12 @@ def test_missing_folder(world_size: int, tmp_path: Path) -> None:
 
 
 @both
+def test_a_launcher_that_shards_weights(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert_refused(world_size, TINY, "FSDP shards the weights", "--multi_gpu")
+
+
+@both
 def test_folder_without_images(world_size: int, tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("no pictures here")
     assert_refused(world_size, f"{TINY} --dataset_path {tmp_path}", "holds no images")
