@@ -25,6 +25,7 @@ from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 from rectified_flow import MeanFlow, RectifiedFlow, Unet
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import Objective
+from rectified_flow.networks import place
 
 OURS = "here"
 RECTIFIED = "rectified flow"
@@ -85,7 +86,7 @@ def train(who: str, scheme: str, flags: Flags, turns: Turns) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flow = (build_ours if who == OURS else build_peer)(scheme, flags).to(device).train()
+    flow = place((build_ours if who == OURS else build_peer)(scheme, flags), device, "no").train()
     if flags.compile and who == OURS:
         flow.compile()
     images = torch.rand(flags.batch_size, 3, flags.image_size, flags.image_size, device=device) * 2 - 1

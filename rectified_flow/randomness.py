@@ -130,10 +130,12 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     keys = _ambient.dropout_keys
     if keys is None:
         return F.dropout(x, probability)
-    elements = torch.arange(x[0].numel(), device=x.device, dtype=torch.int32)
-    bits = _murmur_finalizer(elements + layer * 0x3779B9)[None] ^ keys[: len(x), None]
+    row = x[:1]
+    numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape)
+    elements = torch.empty_like(row, dtype=torch.int32).copy_(numbers)  # in the memory format of x
+    bits = _murmur_finalizer(elements + layer * 0x3779B9) ^ keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
     uniform = _murmur_finalizer(bits) & 0xFFFFFF
-    keep = (uniform >= int(probability * 2**24)).view_as(x)
+    keep = uniform >= int(probability * 2**24)
     return x * keep * (1 / (1 - probability))
 
 

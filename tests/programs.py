@@ -22,8 +22,9 @@ PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {
 }
 
 
-def program(name: str, argv: list[str]) -> tuple[int, str]:
+def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:
     """Run a script; returns its exit code and what it wrote to stderr. It must not end well on several ranks."""
+    os.environ.update(variables or {})
     sys.argv = [name, *argv]
     main, config_class = PROGRAMS[name]
     with tempfile.TemporaryFile() as output:
@@ -38,9 +39,9 @@ def program(name: str, argv: list[str]) -> tuple[int, str]:
         return code, output.read().decode()
 
 
-def assert_refused(name: str, world_size: int, flags: str, *expected: str) -> None:
-    """The script must end on every rank with code 2, and say once what is expected."""
-    results = run_on_ranks(world_size, program, name, flags.split(), deadline=40)
+def assert_refused(name: str, world_size: int, flags: str, *expected: str, **variables: str) -> None:
+    """The script, with these variables set, must end on every rank with code 2, and say once what is expected."""
+    results = run_on_ranks(world_size, program, name, flags.split(), variables, deadline=40)
     assert [code for code, _ in results] == [2] * world_size, results
     written = "".join(text for _, text in results)
     assert "Traceback" not in written

@@ -188,7 +188,7 @@ class MeanFlow(Flow):
             v = self._guide(noise - x_0, x_t, t, labels)
             change, target = torch.zeros_like(u), v
             if count > 0:
-                # Copies, for a compiled derivative wants tangents laid out like their values.
+                # Copies: a compiled derivative wants its tangents laid out like their values.
                 u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
                 labels_ = None if labels is None else labels[:count]
                 change_, target_ = self._correction(u_, x_, v_, t_, r_, labels_, step if finite else None)
@@ -256,7 +256,7 @@ class MeanFlow(Flow):
     ) -> tuple[Tensor, Tensor]:
         """What is added to ``u`` before it is compared, and with what; without ``step`` the derivative is exact."""
         if step is None:
-            direction = self._blend(v, x, t, labels)
+            direction = torch.empty_like(x).copy_(self._blend(v, x, t, labels))  # laid out like x, see above
             _, derivative, *_ = jvp(
                 lambda x, t, r: self.average_velocity(x, t, r, labels),
                 (x, t, r),

@@ -69,8 +69,9 @@ def gather_interleaved(share: Tensor, total: int) -> Tensor:
     """Join shares ``[s, ...]`` in which rank ``k`` holds items ``k, k + world_size, ...`` into ``[total, ...]``."""
     if not dist.is_initialized():
         return share[:total]
+    share = share.contiguous()
     parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, share.contiguous())
+    dist.all_gather(parts, share)
     return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
 
 

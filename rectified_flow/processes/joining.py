@@ -17,18 +17,26 @@ from rectified_flow.errors import UsageError
 PATIENCE_AT_START = timedelta(minutes=30)
 """How long processes wait for each other before the first step: some may be reading, compiling, or not even there."""
 
+OTHER_WAYS = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
+"""To train on several processes that a launcher may ask for, by the name in its variable."""
+
 
 def join_processes() -> PartialState:
     """Join the processes started beside this one, on the CPU if there is no accelerator; joined already, do nothing.
 
     Raises:
-        UsageError: if there are more processes than GPUs, or they do not see each other and would each train alone.
+        UsageError: if there are more processes than GPUs, they do not see each other and would each train alone, or the
+            launcher was told to split the weights between them.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
         # Without this, accelerate leaves several processes without a group and each believes it is alone.
         os.environ["ACCELERATE_USE_CPU"] = "true"
+    for name, called in OTHER_WAYS.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            sentence = f"{called} is not supported, as every process keeps whole weights here: launch with --multi_gpu"
+            _refuse(f"{sentence} (distributed_type: MULTI_GPU in a config file)", local_rank == 0)
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     gpus = torch.cuda.device_count()
     if not cpu and 0 < gpus <= local_rank:

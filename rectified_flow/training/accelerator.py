@@ -1,7 +1,5 @@
 """The Accelerator that the processes of a training run share."""
 
-import os
-
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
@@ -9,24 +7,14 @@ from rectified_flow.errors import UsageError
 from rectified_flow.processes.joining import join_processes
 from rectified_flow.training.config import TrainingConfig
 
-SHARDED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
-"""What Accelerate's launcher can ask for by a variable, and this trainer does not do."""
-
 
 def build_accelerator(config: TrainingConfig) -> Accelerator:
     """The run's Accelerator; a precision left unset is the launcher's.
 
     Raises:
-        UsageError: if fp16 is asked for on a CPU, where it would silently be float32, or the launcher was told to shard
-            the weights; or as :func:`join_processes`.
+        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
     """
     state = join_processes()
-    for name, called in SHARDED.items():
-        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true":
-            raise UsageError(
-                f"{called} shards the weights, which every process keeps whole here: launch with --multi_gpu instead "
-                "(distributed_type: MULTI_GPU in a config file)"
-            )
     accelerator = Accelerator(
         mixed_precision=config.mixed_precision,
         log_with=None if config.log_with == "none" else config.log_with,

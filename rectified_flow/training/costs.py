@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.randomness import Rows, rows_of
 
+Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
 """Of a weight, a moment, an average."""
 
@@ -39,17 +40,19 @@ def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
-def training_memory(flow: nn.Module, item: dict[str, Tensor], averages: int) -> Memory:
+def training_memory(
+    flow: nn.Module, item: dict[str, Tensor], averages: int, autocast: Autocast = nullcontext
+) -> Memory:
     """Memory that training takes, counted in a step on a batch of two; what the libraries need for themselves is more.
 
     Args:
         flow: returns the loss; its gradients are lost.
         item: a batch of one.
         averages: how many averages of the weights are kept.
+        autocast: the precision of a forward pass.
     """
-    batch = {name: torch.cat((value, value)) for name, value in item.items()}
-    with _training_on(flow, 2), _Activations(flow) as activations:
-        flow(**batch).backward()
+    with _training_step(flow, item, 2, autocast) as step, _Activations(flow) as activations:
+        step()
     trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
     weights = sum(p.numel() for p in flow.parameters())
     return Memory(BYTES * (weights + 3 * trained + averages * weights), activations.peak // 2)
@@ -65,33 +68,44 @@ def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / seconds
 
 
-def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int) -> float:
-    """Seconds that a batch's loss and gradient take, not compiled, measured now.
+def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast = nullcontext) -> float:
+    """Seconds that a batch's loss and gradient take, measured now.
 
     Args:
         flow: returns the loss; its gradients are lost.
         item: a batch of one.
         count: images in the batch that is measured.
+        autocast: the precision of a forward pass.
     """
-    batch = {name: torch.cat([value] * count) for name, value in item.items()}
-    with _training_on(flow, count):
-        return _shortest(lambda: flow(**batch).backward(), of=3)
+    with _training_step(flow, item, count, autocast) as step:
+        return _shortest(step, of=3)
 
 
 @contextmanager
-def _training_on(flow: nn.Module, count: int) -> Iterator[None]:
-    """Let ``flow`` train on a batch of ``count``, and leave no trace of it."""
+def _training_step(
+    flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
+) -> Iterator[Callable[[], None]]:
+    """Loss and gradient of a batch of ``count``, of which no trace is left."""
+    batch = {name: torch.cat([value] * count) for name, value in item.items()}
+
+    def step() -> None:
+        with autocast():
+            loss = flow(**batch)
+        loss.backward()
+
     was_training = flow.training
     flow.train()
     flow.zero_grad()
-    with rows_of(Rows(0, 0, count, slice(None)), next(flow.parameters()).device):
-        yield
-    flow.zero_grad()
-    flow.train(was_training)
+    try:
+        with rows_of(Rows(0, 0, count, slice(None)), next(flow.parameters()).device):
+            yield step
+    finally:
+        flow.zero_grad()
+        flow.train(was_training)
 
 
 def _shortest(action: Callable[[], object], of: int) -> float:
-    """Seconds that it takes, the shortest time of some."""
+    """Seconds of the shortest run ``of`` some."""
     seconds = []
     for _ in range(of):
         _finish()

@@ -13,11 +13,11 @@ from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
 
-LARGEST_SIDE_COUNTED = 64
-"""Of images whose memory is counted [px]; that of larger ones is nearly in proportion to their pixels."""
+LARGEST_SIDE_MEASURED = 64
+"""Of images whose memory and time is measured [px]; larger ones take nearly in proportion to their pixels."""
 
-SECONDS_MEASURED = 1.0
-"""How much work the time of a step is estimated from [s at best]."""
+SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
+"""As many images are measured as take that long at best [s], and no more than these."""
 
 
 def describe_run(
@@ -60,34 +60,49 @@ def print_plan(config: TrainingConfig, flow: nn.Module) -> None:
     flops = forward_flops(flow, _black(config.image_size, accelerator.device))
     accelerator.print()
     accelerator.print(describe_run(config, accelerator, flow, flops, None))
-    accelerator.print(_describe_costs(config, accelerator, flow, flops))
+    accelerator.print(_describe_memory(config, accelerator, flow))
+    accelerator.print(_describe_time(config, accelerator, flow, flops))
 
 
-def _describe_costs(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
-    """Lines on the memory and the time that a step takes."""
-    batch = config.split_batch(accelerator.num_processes)
-    side = min(config.image_size, max(LARGEST_SIDE_COUNTED, 2 ** (len(config.dim_mults) - 1)))
+def _describe_memory(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module) -> str:
+    """A line on the memory that a step takes."""
+    count, side = config.split_batch(accelerator.num_processes).per_process, _side_measured(config)
+    item = _black(side, accelerator.device)
+    averages = config.use_ema + 2 * config.power_ema
+    memory = training_memory(flow, item, averages, accelerator.autocast)
+    per_image = memory.per_image * (config.image_size / side) ** 2
+    return (
+        f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {count} images x {per_image / 1e6:,.1f} MB = "
+        f"{(memory.fixed + count * per_image) / 1e9:.2f} GB per process, and what the libraries need"
+    )
+
+
+def _describe_time(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
+    """Lines on the time that a step takes, and the least it can take."""
+    batch, item = config.split_batch(accelerator.num_processes), _black(_side_measured(config), accelerator.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate = multiplication_rate(accelerator.device, dtype)
-    least = 3 * flops / rate
-    measured = min(batch.per_process, max(1, round(SECONDS_MEASURED / least)))
-    with accelerator.autocast():
-        item = _black(side, accelerator.device)
-        memory = training_memory(flow, item, averages=config.use_ema + 2 * config.power_ema)
-        seconds = gradient_time(flow, _black(config.image_size, accelerator.device), measured) / measured
-    per_image = memory.per_image * (config.image_size / side) ** 2
-    total = memory.fixed + batch.per_process * per_image
+    flops_measured = forward_flops(flow, item)
+    # Even, as a mean flow takes the derivative of half of the rows.
+    count = 2 * max(1, min(MOST_MEASURED, round(SECONDS_MEASURED * rate / (3 * flops_measured))) // 2)
+    try:
+        per_image = gradient_time(flow, item, count, accelerator.autocast) / count * flops / flops_measured
+    except torch.OutOfMemoryError:
+        return f"{'time':<11} not known: {count} images do not fit into the memory of the {accelerator.device.type}"
     images = batch.per_process * batch.accumulation
     steps = 0 if config.num_epochs else config.total_steps(batch, 0)
-    whole = f", {_duration(seconds * images * steps)} in all" if steps else ""
-    eager = ", not compiled" if config.compile else ""
+    whole = f", {_duration(per_image * images * steps)} in all" if steps else ""
+    how = f"measured just now on {count} images of {item['images'].shape[-1]} px" + ", not compiled" * config.compile
+    least = 3 * flops * images / rate
     return (
-        f"{'memory':<11} about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
-        f"{total / 1e9:.2f} GB per process, and what the libraries need\n"
-        f"{'time':<11} about {_duration(seconds * images)} a step{whole}, as {measured} images took just now{eager}\n"
-        f"{'at best':<11} {_duration(least * images)} a step ({least / seconds:.0%} of that): "
+        f"{'time':<11} about {_duration(per_image * images)} a step{whole}: {how}\n"
+        f"{'at best':<11} {_duration(least)} a step ({least / (per_image * images):.0%} of that): "
         f"{3 * flops * images / 1e12:.3g} TFLOP per process at {rate / 1e12:.3g} TFLOP/s, as matrices are multiplied"
     )
+
+
+def _side_measured(config: TrainingConfig) -> int:
+    return min(config.image_size, max(LARGEST_SIDE_MEASURED, 2 ** (len(config.dim_mults) - 1)))
 
 
 def _duration(seconds: float) -> str:

@@ -78,7 +78,7 @@ class Saver:
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
         """Copied into memory that is kept for it till the run ends, as new memory costs more than copying."""
         if (file, name) not in self._copies:
-            self._copies[file, name] = torch.empty(value.shape, dtype=value.dtype)  # in the order that files have
+            self._copies[file, name] = torch.empty_like(value, device="cpu")
         return self._copies[file, name].copy_(value)
 
     def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:

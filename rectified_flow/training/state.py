@@ -142,21 +142,17 @@ class TrainingState:
         self.summands = counters["summands"]
 
     def _load_moments(self, moments: dict[str, Tensor]) -> None:
+        """Take them in, each in the memory format of its parameter, which the fused update takes for granted."""
         numbered: dict[int, dict[str, Tensor]] = {}
         for index, (name, parameter) in enumerate(self.parameters.items()):
             prefix = f"{name}."
             numbered[index] = {
-                key.removeprefix(prefix): _as_laid_out(value, parameter)
+                key.removeprefix(prefix): value if key == f"{prefix}step" else torch.empty_like(parameter).copy_(value)
                 for key, value in moments.items()
                 if key.startswith(prefix) and "." not in key.removeprefix(prefix)
             }
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
-
-
-def _as_laid_out(moment: Tensor, parameter: Tensor) -> Tensor:
-    """In the memory format of its parameter, which the fused update takes for granted."""
-    return torch.empty_like(parameter).copy_(moment) if moment.shape == parameter.shape else moment
 
 
 def network_of(flow: nn.Module) -> nn.Module:

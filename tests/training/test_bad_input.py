@@ -43,9 +43,10 @@ def test_missing_folder(world_size: int, tmp_path: Path) -> None:
 
 
 @both
-def test_a_launcher_that_shards_weights(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert_refused(world_size, TINY, "FSDP shards the weights", "--multi_gpu")
+@pytest.mark.parametrize(("name", "called"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
+def test_a_launcher_that_was_told_to_split_the_weights(world_size: int, name: str, called: str) -> None:
+    variables = {f"ACCELERATE_USE_{name}": "true"}
+    programs.assert_refused("train_oxford.py", world_size, TINY, f"{called} is not supported", **variables)
 
 
 @both

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.networks import Unet
 from rectified_flow.training import costs
-from rectified_flow.training.costs import forward_flops, multiplication_rate, training_memory
+from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
 
 
 class Exponential(nn.Module):
@@ -54,3 +54,26 @@ def test_the_rate_is_that_of_the_fastest_multiplication(monkeypatch: pytest.Monk
     clock: Iterator[float] = iter([0.0, 3.0, 3.0, 5.0, 6.0, 10.0, 11.0, 14.0, 15.0, 18.0])
     monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     assert multiplication_rate(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 2.0
+
+
+def test_the_time_is_that_of_the_fastest_step_and_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Iterator[float] = iter([0.0, 3.0, 3.0, 5.0, 6.0, 10.0])
+    monkeypatch.setattr(costs, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    flow = Exponential().eval()
+    seen: list[int] = []
+    flow.register_forward_pre_hook(lambda _, args, kwargs: seen.append(len(kwargs["points"])), with_kwargs=True)
+    assert gradient_time(flow, {"points": torch.zeros(1, 1)}, 6) == 2.0
+    assert seen == [6, 6, 6]
+    assert not flow.training
+    assert flow.layer.weight.grad is None
+
+
+def test_a_step_that_does_not_fit_leaves_no_trace_either() -> None:
+    def run_out(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    flow = Exponential().eval()
+    flow.register_forward_hook(run_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        gradient_time(flow, {"points": torch.zeros(1, 1)}, 2)
+    assert not flow.training
