@@ -33,16 +33,18 @@ def join_processes() -> PartialState:
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
         # Without this, accelerate leaves several processes without a group and each believes it is alone.
         os.environ["ACCELERATE_USE_CPU"] = "true"
-    for name, called in OTHER_WAYS.items():
-        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
-            sentence = f"{called} is not supported, as every process keeps whole weights here: launch with --multi_gpu"
-            _refuse(f"{sentence} (distributed_type: MULTI_GPU in a config file)", local_rank == 0)
     cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     gpus = torch.cuda.device_count()
     if not cpu and 0 < gpus <= local_rank:
         _refuse(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}", local_rank == gpus)
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         _meet(cpu, world_size)
+    for name, called in OTHER_WAYS.items():
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            raise UsageError(
+                f"{called} is not supported, as every process keeps whole weights here: launch with --multi_gpu "
+                "(distributed_type: MULTI_GPU in a config file)"
+            )
     state = PartialState(cpu=cpu)
     if state.num_processes != world_size:
         _refuse(
