@@ -184,14 +184,8 @@ def train_ours(case: Case) -> None:
     torch.set_num_threads(1)
     set_seed(case.seed)
     join_processes()
-    network = Unet(
-        config.dim,
-        config.dim_mults,
-        image_size=IMAGE_SIZE,
-        attention_sides=(8,),
-        blocks_per_level=1,
-        dropout=config.dropout,
-    )
+    small: dict[str, Any] = {"attention_sides": (8,), "blocks_per_level": 1, "dropout": config.dropout}
+    network = Unet(config.dim, config.dim_mults, image_size=IMAGE_SIZE, **small)
     trainer = Trainer(RectifiedFlow(network, horizontal_flip=config.horizontal_flip), case.pictures(), config)
     budget, take = Budget(case.flags.cpu_minutes), trainer.stepper.take
 
