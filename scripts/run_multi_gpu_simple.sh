@@ -2,7 +2,6 @@
 # Train on several GPUs of this machine:
 #   scripts/run_multi_gpu_simple.sh [N] [--max_restarts R] [flags of train_oxford.py ...]
 # N is the number of GPUs (default: all of them). With one GPU or none this runs plain python.
-# It starts torchrun, so precision is float32 unless --mixed_precision says otherwise.
 # --max_restarts R starts all processes again, up to R times, when one dies; they go on from the last checkpoint.
 # PROGRAM=train_mean_flow.py trains a mean flow instead.
 # PYTHON names another interpreter than the one in .venv, or else python3.

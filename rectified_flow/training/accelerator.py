@@ -1,5 +1,8 @@
 """The Accelerator that the processes of a training run share."""
 
+import os
+
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
@@ -8,15 +11,22 @@ from rectified_flow.processes.joining import join_processes
 from rectified_flow.training.config import TrainingConfig
 
 
+def choose_precision(config: TrainingConfig, device: torch.device) -> str:
+    """The flag's; left unset, the launcher's; where that is silent, bf16 on a GPU made for it and float32 elsewhere."""
+    said = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return said or ("bf16" if made_for_bf16 else "no")
+
+
 def build_accelerator(config: TrainingConfig) -> Accelerator:
-    """The run's Accelerator; a precision left unset is the launcher's.
+    """The run's Accelerator.
 
     Raises:
         UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
     """
     state = join_processes()
     accelerator = Accelerator(
-        mixed_precision=config.mixed_precision,
+        mixed_precision=choose_precision(config, state.device),
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=config.output_dir,
         # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.

@@ -83,7 +83,7 @@ class OptimizationFlags:
     max_bad_steps: int = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite; then the run stops."""
     mixed_precision: MixedPrecision | None = None
-    """Precision of the forward pass (default: what the launcher's config says, else no)."""
+    """Precision of the forward pass (default: what the launcher says, else bf16 on a GPU made for it, else no)."""
     use_ema: bool = True
     """Keep an exponential moving average of the weights, in float32, for sampling."""
     ema_decay: float = 0.9999

@@ -4,7 +4,6 @@ Liu et al. 2022, arXiv:2209.03003, section 2.2. A run keeps its pairs, and what 
 whatever becomes of the flow that drew them.
 """
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -28,6 +27,7 @@ from rectified_flow.flows import RectifiedFlow
 from rectified_flow.networks import place
 from rectified_flow.processes.collectives import on_main
 from rectified_flow.progress import progress_bar
+from rectified_flow.training.accelerator import choose_precision
 from rectified_flow.training.config import NetworkFlags
 from rectified_flow.training.flow_configs import RectifiedFlowConfig
 
@@ -102,13 +102,12 @@ def _find_source(config: RectifiedFlowConfig) -> tuple[Path, dict[str, Any]]:
 def _recipe(config: RectifiedFlowConfig, pictures: ImageDataset, count: int) -> dict[str, Any]:
     """Everything that shapes the pairs."""
     flags = config.plain()
-    precision = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return {
         "source": str(config.reflow_from),
         "pairs": count,
         "steps": config.reflow_steps or RectifiedFlow.default_steps,
         "seed": config.seed,
-        "precision": "bf16" if precision == "bf16" else "float32",
+        "precision": "bf16" if choose_precision(config, PartialState().device) == "bf16" else "float32",
         "pictures": pictures.fingerprint,
         "flags": {name: flags[name] for name in (*INHERITED, "dataset_path", "cache_dir")},
     }

@@ -17,6 +17,7 @@ from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.images import to_grid
 from rectified_flow.networks import Unet
 from rectified_flow.training import Trainer, TrainingConfig
+from rectified_flow.training.accelerator import choose_precision
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, metrics, tiny_config, train
 
@@ -112,6 +113,19 @@ def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageD
     network = Unet(8, (1, 2), image_size=8, attention_sides=(4,))
     for name in ("model.safetensors", "ema.safetensors"):
         network.load_state_dict(load_file(tmp_path / "checkpoints/step_00000002" / name))
+
+
+def test_precision_left_unset_is_the_launchers_then_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    unset, given = TrainingConfig(), TrainingConfig(mixed_precision="fp16")
+    for made_for_it, expected in ((True, "bf16"), (False, "no")):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, made=made_for_it: made)
+        assert choose_precision(unset, gpu) == expected
+        assert choose_precision(unset, cpu) == "no"
+    for launchers in ("no", "bf16"):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
+        assert choose_precision(unset, gpu) == choose_precision(unset, cpu) == launchers
+        assert choose_precision(given, gpu) == "fp16"
 
 
 def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
