@@ -1,8 +1,7 @@
 """A UNet of the ADM / DDPM++ kind for velocities and average velocities.
 
 Every operation has a forward-mode derivative (`torch.func.jvp`), alone, under bf16 autocast and inside a compiled loss:
-attention is written as matmul and softmax because the fused kernels have none, and the norm is spelled out while
-compiling because the compiler cannot push tangents through the native one.
+attention is written as matmul and softmax because the fused kernels have none.
 """
 
 import math
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
 
 Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
@@ -87,7 +87,7 @@ class Unet(nn.Module):
 
         widths = [dim * mult for mult in dim_mults]
         sides = [image_size // 2**level for level in range(len(widths))]
-        self.conv_in = nn.Conv2d(channels, dim, 3, padding=1)
+        self.conv_in = Conv2d(channels, dim, 3, padding=1)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         width, skips = dim, [dim]
         for level, (level_width, side) in enumerate(zip(widths, sides, strict=True)):
@@ -109,7 +109,7 @@ class Unet(nn.Module):
                 self.up.append(block(width, width, side, "up"))
 
         self.norm_out = GroupNorm(width)
-        self.conv_out = zero_init(nn.Conv2d(width, channels, 3, padding=1))
+        self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Evaluate the network.
@@ -205,11 +205,11 @@ class Block(nn.Module):
         self.dropout = dropout
         self.layer = layer
         self.norm1 = GroupNorm(dim_in)
-        self.conv1 = nn.Conv2d(dim_in, dim_out, 3, padding=1)
+        self.conv1 = Conv2d(dim_in, dim_out, 3, padding=1)
         self.modulation = nn.Linear(condition_dim, 2 * dim_out)
         self.norm2 = GroupNorm(dim_out)
-        self.conv2 = zero_init(nn.Conv2d(dim_out, dim_out, 3, padding=1))
-        self.skip = nn.Conv2d(dim_in, dim_out, 1) if dim_in != dim_out else nn.Identity()
+        self.conv2 = zero_init(Conv2d(dim_out, dim_out, 3, padding=1))
+        self.skip = Conv2d(dim_in, dim_out, 1) if dim_in != dim_out else nn.Identity()
         self.attention = Attention(dim_out, heads) if heads else nn.Identity()
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
@@ -231,8 +231,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.norm = GroupNorm(dim)
-        self.qkv = nn.Conv2d(dim, 3 * dim, 1)
-        self.out = zero_init(nn.Conv2d(dim, dim, 1))
+        self.qkv = Conv2d(dim, 3 * dim, 1)
+        self.out = zero_init(Conv2d(dim, dim, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = rearrange(self.qkv(self.norm(x)), "b (three n d) h w -> three b n (h w) d", three=3, n=self.heads)
@@ -240,26 +240,6 @@ class Attention(nn.Module):
         weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1).to(v.dtype)
         attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
-
-
-class GroupNorm(nn.Module):
-    """Group normalisation (Wu & He 2018, arXiv:1803.08494) with a forward-mode derivative wherever it runs."""
-
-    def __init__(self, dim: int, max_groups: int = 32, min_channels: int = 4, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.groups = math.gcd(dim, min(max_groups, max(1, dim // min_channels)))
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.bias = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            # Weights in another precision than x would make the tangent's precision differ from the value's.
-            return F.group_norm(x, self.groups, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
-        grouped = rearrange(x.float(), "b (g c) h w -> b g (c h w)", g=self.groups)
-        variance, mean = torch.var_mean(grouped, dim=-1, keepdim=True, correction=0)
-        normed = ((grouped - mean) * torch.rsqrt(variance + self.eps)).reshape(x.shape)
-        return (normed * self.weight[:, None, None] + self.bias[:, None, None]).to(x.dtype)
 
 
 def _heads(dim: int, head_dim: int) -> int:

@@ -11,7 +11,7 @@ from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.networks import Unet
-from rectified_flow.networks.unet import Attention, Block, GroupNorm, TimeEmbedding
+from rectified_flow.networks.unet import Attention, Block, TimeEmbedding
 from rectified_flow.randomness import Rows, rows_of
 
 
@@ -103,16 +103,6 @@ def test_every_parameter_gets_a_gradient() -> None:
     x, t, _ = inputs()
     unet(x, t).square().mean().backward()
     assert [name for name, p in unet.named_parameters() if p.requires_grad and p.grad is None] == []
-
-
-def test_group_norm_is_torchs() -> None:
-    norm = GroupNorm(64)
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.normal_(norm.bias)
-    x = torch.randn(2, 64, 5, 5)
-    reference = torch.nn.GroupNorm(16, 64)
-    reference.load_state_dict(norm.state_dict())
-    torch.testing.assert_close(norm(x), reference(x))
 
 
 def test_forward_mode_derivative_is_the_limit_of_differences() -> None:

@@ -1,0 +1,82 @@
+"""Layers with derivatives of their own, against PyTorch's."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jvp
+from torch.utils.flop_counter import FlopCounterMode
+
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
+
+FORMATS = pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+
+
+def pair(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+    """One of the layers, and PyTorch's own with the same weights."""
+    torch.manual_seed(0)
+    ours: nn.Module = {"conv": lambda: Conv2d(64, 8, 3, padding=1), "norm": lambda: GroupNorm(64)}[name]()
+    theirs: nn.Module = {"conv": lambda: nn.Conv2d(64, 8, 3, padding=1), "norm": lambda: nn.GroupNorm(16, 64)}[name]()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter)
+    theirs.load_state_dict(ours.state_dict())
+    return ours.to(dtype), theirs.to(dtype)
+
+
+def inputs(order: torch.memory_format) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x, direction = torch.randn(2, 2, 64, 6, 6, dtype=torch.float64) + 1
+    return x.contiguous(memory_format=order), direction.contiguous(memory_format=order)
+
+
+@FORMATS
+@pytest.mark.parametrize("name", ["conv", "norm"])
+def test_value_gradient_and_tangent_are_pytorchs(name: str, order: torch.memory_format) -> None:
+    ours, theirs = pair(name)
+    x, direction = inputs(order)
+    weights = torch.randn_like(ours(x))
+
+    def gradients(layer: nn.Module) -> list[Tensor]:
+        return list(torch.autograd.grad((layer(x) * weights).sum(), list(layer.parameters())))
+
+    assert torch.equal(ours(x), theirs(x))
+    torch.testing.assert_close(gradients(ours), gradients(theirs))
+    torch.testing.assert_close(jvp(ours, (x,), (direction,)), jvp(theirs, (x,), (direction,)))
+
+
+def test_a_derivative_of_a_convolution_costs_two_of_them() -> None:
+    x, direction = inputs(torch.contiguous_format)
+
+    def flops(layer: nn.Module) -> int:
+        with FlopCounterMode(display=False) as counter:
+            jvp(layer, (x,), (direction,))
+        return int(counter.get_total_flops())
+
+    ours, theirs = pair("conv")
+    with FlopCounterMode(display=False) as once:
+        ours(x)
+    assert flops(ours) == 2 * once.get_total_flops()
+    assert flops(theirs) == 3 * once.get_total_flops()  # when this fails, the layer has done its duty
+
+
+@FORMATS
+def test_a_norm_stays_in_the_precision_of_its_input(order: torch.memory_format) -> None:
+    norm, exact = pair("norm", torch.float32)[0], pair("norm")[0]
+    x, direction = inputs(order)
+    with torch.autocast("cpu", torch.bfloat16):
+        value, tangent, *_ = jvp(norm, (x.bfloat16(),), (direction.bfloat16(),))
+    assert value.dtype == tangent.dtype == torch.bfloat16
+    expected, change, *_ = jvp(exact, (x,), (direction,))
+    assert (value - expected).norm() < 0.01 * expected.norm()
+    assert (tangent - change).norm() < 0.01 * change.norm()
+
+
+@pytest.mark.parametrize("name", ["conv", "norm"])
+def test_a_tangent_of_the_weights_is_not_forgotten(name: str) -> None:
+    """Alone it passes; beside one of the input it is refused."""
+    ours, theirs = pair(name)
+    x, direction = inputs(torch.contiguous_format)
+    weights, changes = dict(ours.named_parameters()), {n: torch.ones_like(p) for n, p in ours.named_parameters()}
+    alone = [jvp(lambda w, m=m: functional_call(m, w, x), (weights,), (changes,)) for m in (ours, theirs)]
+    torch.testing.assert_close(*alone)
+    with pytest.raises(RuntimeError, match="already has a forward gradient"):
+        jvp(lambda x, w: functional_call(ours, w, x), (x, weights), (direction, changes))
