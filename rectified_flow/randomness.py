@@ -131,11 +131,13 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     if keys is None:
         return F.dropout(x, probability)
     row = x[:1]
-    numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape)
-    elements = torch.empty_like(row, dtype=torch.int32).copy_(numbers)  # in the memory format of x
-    bits = _murmur_finalizer(elements + layer * 0x3779B9) ^ keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
-    uniform = _murmur_finalizer(bits) & 0xFFFFFF
-    keep = uniform >= int(probability * 2**24)
+    numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape) + layer * 0x3779B9
+    elements = torch.empty_like(row, dtype=torch.int32).copy_(_murmur_finalizer(numbers))  # in the memory format of x
+    keys = keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
+    # Both are spread well, so half a finalizer mixes them; the highest bits, which decide, are the best mixed.
+    bits = (elements ^ keys).mul_(-0x7A143595)
+    bits.bitwise_xor_(bits >> 15).mul_(-0x3D4D51CB)
+    keep = bits >= int(probability * 2**32) - 2**31
     return x * keep * (1 / (1 - probability))
 
 

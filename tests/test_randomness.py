@@ -61,6 +61,9 @@ def test_dropout_rate_and_scale(probability: float) -> None:
     assert kept.float().mean(dim=0).std() == pytest.approx((probability * (1 - probability) / 64) ** 0.5, rel=0.1)
     agreement = (kept[:, :, :, 1:] == kept[:, :, :, :-1]).float().mean()
     assert agreement == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.006)
+    correlations = torch.corrcoef(kept.flatten(1).float())[~torch.eye(64, dtype=torch.bool)]
+    assert correlations.std() == pytest.approx(kept[0].numel() ** -0.5, rel=0.1)
+    assert correlations.abs().max() < 6 * kept[0].numel() ** -0.5
 
 
 def test_dropout_differs_by_layer_and_step_and_not_by_pass_or_part() -> None:
