@@ -42,7 +42,7 @@ clean:  ## remove .venv; runs and caches stay
 define install_into_venv
 	@if command -v uv >/dev/null 2>&1; then \
 		([ -x $(BIN)/python ] || uv venv --quiet --python $(PYTHON) $(VENV)) && \
-		uv pip install --quiet --python $(BIN)/python $(1); \
+		uv pip install --quiet --compile-bytecode --python $(BIN)/python $(1); \
 	else \
 		([ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)) && \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check $(1); \
