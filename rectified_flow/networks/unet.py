@@ -237,7 +237,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = rearrange(self.qkv(self.norm(x)), "b (three n d) h w -> three b n (h w) d", three=3, n=self.heads)
         q, k, v = qkv.unbind()
-        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(dim=-1).to(v.dtype)
+        weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
         attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
 
