@@ -76,9 +76,13 @@ class Saver:
         return path
 
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:
-        """Copied into memory that is kept for it till the run ends, as new memory costs more than copying."""
+        """Copied into memory that is kept for it till the run ends, as new memory costs more than copying.
+
+        In the order in which it is written: torch would bring it there with worker threads of the saver's own, and
+        OpenMP slows down all of a process that has more of them than cores.
+        """
         if (file, name) not in self._copies:
-            self._copies[file, name] = torch.empty_like(value, device="cpu")
+            self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
         return self._copies[file, name].copy_(value)
 
     def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from rectified_flow import checkpoint
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.saving import Saver
+from tests.ranks import run_on_ranks
 
 
 def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +34,19 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch:
     saver.finish()
     saved = [load_file(path / checkpoint.MODEL_FILE) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(float(each["weight"][0]) for each in saved) == [0, 1]
+
+
+def test_saving_leaves_no_workers_behind(tmp_path: Path) -> None:
+    """Those of a second pool, beyond the cores, would slow down every step that follows."""
+    run_on_ranks(1, save_with_several_workers, tmp_path)
+
+
+def save_with_several_workers(output_dir: Path) -> None:
+    torch.set_num_threads(2)
+    weights = {"weight": torch.zeros(256, 256, 3, 3).to(memory_format=torch.channels_last)}
+    weights["weight"] += 1  # large enough for both
+    before = psutil.Process().num_threads()
+    saver = Saver(TrainingConfig(output_dir=output_dir), draw=lambda: None, warn=pytest.fail)
+    saver.save(1, {checkpoint.MODEL_FILE: weights}, {})
+    saver.finish()
+    assert psutil.Process().num_threads() == before + 1, "more than the thread that writes"
