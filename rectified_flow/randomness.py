@@ -134,7 +134,8 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape) + layer * 0x3779B9
     elements = torch.empty_like(row, dtype=torch.int32).copy_(_murmur_finalizer(numbers))  # in the memory format of x
     keys = keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
-    # Both are spread well, so half a finalizer mixes them; the highest bits, which decide, are the best mixed.
+    # Both are spread well, so half a finalizer mixes them: the highest bits decide, and are the best mixed. That the
+    # shift copies the sign costs one bit of 32.
     bits = (elements ^ keys).mul_(-0x7A143595)
     bits.bitwise_xor_(bits >> 15).mul_(-0x3D4D51CB)
     keep = bits >= int(probability * 2**32) - 2**31

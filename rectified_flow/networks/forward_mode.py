@@ -1,7 +1,8 @@
 """Layers whose forward-mode derivative (`torch.func.jvp`) is written out, for PyTorch's own does too much.
 
 Its derivative of a convolution convolves the tangent of the weights as well, which is zero here: a third of the work.
-Its derivative of a group norm is a chain of small operations that the compiler cannot take.
+Its derivative of a group norm is a chain of small operations that the compiler cannot take. Batching transforms
+(`torch.vmap`) do not pass through these layers while a derivative is taken.
 """
 
 import math
@@ -13,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import vjp
 
 LEVEL = 0
-"""Of forward-mode derivatives, of which PyTorch has one."""
+"""PyTorch has one level of forward-mode derivatives, and this is its number."""
 
 
 class Conv2d(nn.Conv2d):
@@ -54,6 +55,6 @@ class GroupNorm(nn.Module):
 
 def _unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The value of ``x`` and its tangent, if it has one."""
-    # The compiler keeps the first value that it reads of a global one, so it must not ask which level it is.
+    # Left to find out the level, the compiler would keep for good that there was none when it first asked.
     value, tangent = forward_ad.unpack_dual(x, level=LEVEL if torch.compiler.is_compiling() else None)
     return value, tangent

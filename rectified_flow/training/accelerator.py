@@ -4,6 +4,7 @@ import os
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from rectified_flow.errors import UsageError
@@ -12,10 +13,19 @@ from rectified_flow.training.config import TrainingConfig
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> str:
-    """The flag's; left unset, the launcher's; where that is silent, bf16 on a GPU made for it and float32 elsewhere."""
-    said = config.mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")
+    """The precision of a run: what the flag says, else Accelerate or its launcher, else the fastest that is safe.
+
+    That is bf16 on a GPU made for it, if the objective bears it, and float32 (``no``) elsewhere.
+    """
+    inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return said or ("bf16" if made_for_bf16 else "no")
+    fastest = "bf16" if made_for_bf16 and config.bears_bf16 else "no"
+    return config.mixed_precision or (inherited or fastest).lower()
+
+
+def precision_name(accelerator: Accelerator) -> str:
+    """What a person calls the precision of a run."""
+    return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
 def build_accelerator(config: TrainingConfig) -> Accelerator:

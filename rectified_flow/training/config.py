@@ -184,6 +184,11 @@ class TrainingConfig(EvaluationFlags, OutputFlags, OptimizationFlags, CouplingFl
         )
 
     @property
+    def bears_bf16(self) -> bool:
+        """Whether the objective can be learned in bf16."""
+        return True
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of the checkpoints."""
         return self.checkpoint_dir or self.output_dir / CHECKPOINTS

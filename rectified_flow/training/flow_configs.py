@@ -71,7 +71,7 @@ class RectifiedFlowConfig(ReflowFlags, RectifiedFlowFlags, TrainingConfig):
 @dataclass(frozen=True)
 class MeanFlowFlags:
     objective: ObjectiveName = "improved_mean_flow"
-    """Which of the papers' objectives to learn by."""
+    """Which of the papers' objectives to learn by; alpha_flow and so_flow want float32."""
     mean_fraction: float = 0.5
     """Share of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
     weight_power: float = 0.75
@@ -97,6 +97,11 @@ class MeanFlowFlags:
 @dataclass(frozen=True)
 class MeanFlowConfig(MeanFlowFlags, TrainingConfig):
     """A training run of a mean flow."""
+
+    @property
+    def bears_bf16(self) -> bool:
+        """Not where a finite step shrinks until its difference is lost in rounding."""
+        return self.objective not in ("alpha_flow", "so_flow")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.networks import place
-from rectified_flow.training.accelerator import build_accelerator
+from rectified_flow.training.accelerator import build_accelerator, precision_name
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
 
@@ -29,10 +29,9 @@ def describe_run(
 ) -> str:
     """Lines on where, on what, with what and how long; without a dataset, what can be said before it is opened."""
     batch = config.split_batch(accelerator.num_processes)
-    precision = {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
     parameters = sum(parameter.numel() for parameter in flow.parameters())
     lines = {
-        "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision}",
+        "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
         "data": _describe_data(config, dataset),
         "network": f"{parameters / 1e6:.1f} M parameters, {flops / 1e9:.2f} GFLOP per image forward",
         "batch": str(batch),

@@ -121,13 +121,16 @@ def _begin(writer: PairWriter, recipe: dict[str, Any], held: ExitStack) -> int |
             pass  # it can be written
         held.enter_context(lock_of(Path(f"{writer.path}.lock")).acquire(timeout=LOCK_PATIENCE))
         known = PairWriter.recipe_of(writer.path)
-        for name in ("pairs", "steps", "seed", "precision", "pictures") if known is not None else ():
+        whole = writer.is_whole
+        # Pairs that are all there are taken as they are, in whichever precision this machine would draw them.
+        shaped_by = ("pairs", "steps", "seed", "pictures", *(() if whole else ("precision",)))
+        for name in shaped_by if known is not None else ():
             require(
                 (known or {}).get(name) == recipe[name],
                 f"the pairs in {writer.path} were drawn with other {name} ({(known or {}).get(name)} there, "
                 f"{recipe[name]} now): choose another --output_dir, or --pairs_dir",
             )
-        return None if writer.is_whole else writer.begin(recipe)
+        return None if whole else writer.begin(recipe)
     except Timeout as error:
         raise UsageError(
             f"another run draws the pairs {writer.path}: wait for its end, or choose another --output_dir"

@@ -18,12 +18,15 @@ class RunIdentity:
     global_batch: int
     origin: str
     """The checkpoint or run that ``--resume`` named when it began, or "new"."""
+    precision: str = ""
+    """Of the forward pass; "" where it was not written down."""
 
 
-def identify_run(config: TrainingConfig, dataset: str, global_batch: int) -> RunIdentity:
+def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:
     """The identity of a run that begins now."""
     named = config.resume not in ("auto", "never")
-    return RunIdentity(dataset, config.seed, global_batch, str(Path(config.resume).resolve()) if named else "new")
+    origin = str(Path(config.resume).resolve()) if named else "new"
+    return RunIdentity(dataset, config.seed, global_batch, origin, precision)
 
 
 def choose_checkpoint(
@@ -46,9 +49,10 @@ def choose_checkpoint(
         return None if config.resume == "auto" else checkpoint.resolve(Path(config.resume), warn=say), run
     before = RunIdentity(**checkpoint.load_document(own, checkpoint.STATE_FILE)["run"])
     _check_same_run(config, run, before, own)
-    for name, then, now in (("seed", before.seed, run.seed), ("global batch", before.global_batch, run.global_batch)):
-        if then != now:
-            say(f"warning: the {name} was {then} and is now {now}: the run changes")
+    for name in ("seed", "global_batch", "precision"):
+        then, now = getattr(before, name), getattr(run, name)
+        if then not in (now, ""):
+            say(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     return own, replace(run, origin=before.origin)
 
 

@@ -27,7 +27,7 @@ from rectified_flow.processes.collectives import (
 )
 from rectified_flow.processes.joining import PATIENCE_AT_START
 from rectified_flow.progress import progress_bar
-from rectified_flow.training.accelerator import build_accelerator
+from rectified_flow.training.accelerator import build_accelerator, precision_name
 from rectified_flow.training.config import TrainingConfig
 from rectified_flow.training.costs import forward_flops
 from rectified_flow.training.evaluations import Evaluations
@@ -92,7 +92,8 @@ class Trainer:
         self.record = RunRecord(self.accelerator, config, lambda: (self.state.step, self.total_steps))
         tell_bad = self.record.bad_step
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, tell_bad)
-        self.run = identify_run(config, getattr(dataset, "fingerprint", f"{self.length} items"), self.batch.total)
+        fingerprint = getattr(dataset, "fingerprint", f"{self.length} items")
+        self.run = identify_run(config, fingerprint, self.batch.total, precision_name(self.accelerator))
         self.throughput = Throughput()
         self.evaluations: Evaluations | None = None
         if config.evaluate_every > 0:

@@ -1,7 +1,10 @@
 """Layers with derivatives of their own, against PyTorch's."""
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, jvp
 from torch.utils.flop_counter import FlopCounterMode
@@ -35,12 +38,15 @@ def test_value_gradient_and_tangent_are_pytorchs(name: str, order: torch.memory_
     x, direction = inputs(order)
     weights = torch.randn_like(ours(x))
 
-    def gradients(layer: nn.Module) -> list[Tensor]:
-        return list(torch.autograd.grad((layer(x) * weights).sum(), list(layer.parameters())))
+    def gradients(layer: nn.Module, of_tangent: bool) -> list[Tensor]:
+        y = jvp(layer, (x,), (direction,))[1] if of_tangent else layer(x)
+        return list(torch.autograd.grad((y * weights).sum(), [x, *layer.parameters()], materialize_grads=True))
 
     assert torch.equal(ours(x), theirs(x))
-    torch.testing.assert_close(gradients(ours), gradients(theirs))
     torch.testing.assert_close(jvp(ours, (x,), (direction,)), jvp(theirs, (x,), (direction,)))
+    x.requires_grad_()
+    for of_tangent in (False, True):
+        torch.testing.assert_close(gradients(ours, of_tangent), gradients(theirs, of_tangent))
 
 
 def test_a_derivative_of_a_convolution_costs_two_of_them() -> None:
@@ -55,15 +61,26 @@ def test_a_derivative_of_a_convolution_costs_two_of_them() -> None:
     with FlopCounterMode(display=False) as once:
         ours(x)
     assert flops(ours) == 2 * once.get_total_flops()
-    assert flops(theirs) == 3 * once.get_total_flops()  # when this fails, the layer has done its duty
+    assert flops(theirs) == 3 * once.get_total_flops(), "PyTorch's own has become as cheap: remove ours"
 
 
 @FORMATS
-def test_a_norm_stays_in_the_precision_of_its_input(order: torch.memory_format) -> None:
+def test_a_norm_stays_in_the_precision_of_its_input(
+    order: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
     norm, exact = pair("norm", torch.float32)[0], pair("norm")[0]
     x, direction = inputs(order)
+    group_norm, autocast = F.group_norm, list[bool]()
+
+    def note_autocast(*arguments: Any, **settings: Any) -> Tensor:
+        autocast.append(torch.is_autocast_enabled("cpu"))
+        return group_norm(*arguments, **settings)
+
+    monkeypatch.setattr(F, "group_norm", note_autocast)
     with torch.autocast("cpu", torch.bfloat16):
+        norm(x.bfloat16())
         value, tangent, *_ = jvp(norm, (x.bfloat16(),), (direction.bfloat16(),))
+    assert autocast == [False, False], "on a GPU autocast has this operation in float32"
     assert value.dtype == tangent.dtype == torch.bfloat16
     expected, change, *_ = jvp(exact, (x,), (direction,))
     assert (value - expected).norm() < 0.01 * expected.norm()

@@ -9,6 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from rectified_flow import checkpoint
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.training.resume import choose_checkpoint, identify_run
 from tests import programs
 from tests.programs import program
 from tests.ranks import run_on_ranks
@@ -182,13 +184,19 @@ def test_a_seed_too_large() -> None:
     assert_refused(1, f"{TINY} --seed 5000000000", "--seed is 5000000000; it must be below 2**32")
 
 
-def test_another_seed_or_batch_is_told(tmp_path: Path) -> None:
-    run_on_ranks(
-        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
-    )
-    flags = [*TINY.split(), "--seed", "3", "--global_batch_size", "8", "--output_dir", str(tmp_path)]
-    [(code, _)] = run_on_ranks(1, program, "train_oxford.py", flags)
-    assert code == 0
+def test_another_seed_batch_or_precision_is_told(tmp_path: Path, flowers: ImageDataset) -> None:
+    def resume(batch: int, precision: str, **flags: Any) -> list[str]:
+        config, said = tiny_config(tmp_path, **flags), list[str]()
+        choose_checkpoint(config, identify_run(config, flowers.fingerprint, batch, precision), said.append)
+        return said
+
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=1), flowers)
+    assert resume(16, "float32") == []
+    assert resume(8, "bf16", seed=3) == [
+        "warning: the seed was 0 and is now 3: the run changes",
+        "warning: the global batch was 16 and is now 8: the run changes",
+        "warning: the precision was float32 and is now bf16: the run changes",
+    ]
 
 
 def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> None:

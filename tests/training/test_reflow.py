@@ -38,8 +38,8 @@ def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> RectifiedFlo
     return RectifiedFlowConfig(reflow_from=teacher, output_dir=output_dir, **more)
 
 
-def draw_pairs(teacher: Path, output_dir: Path) -> Path:
-    config = inherit(reflow_config(teacher, output_dir))
+def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
+    config = inherit(reflow_config(teacher, output_dir, **flags))
     return open_pairs(config, build_dataset(config)).path
 
 
@@ -100,7 +100,7 @@ def test_one_process_that_was_killed_draws_the_same(
     assert np.array_equal(again.noise, pairs.noise)
     assert np.abs(again.images.astype(int) - pairs.images).max() <= 1  # rounding, in batches of another size
     assert np.array_equal(again.labels, pairs.labels)
-    draw_pairs(teacher, tmp_path)
+    draw_pairs(teacher, tmp_path, mixed_precision="bf16")
     assert written == [64, 128], "they were there already"
 
 

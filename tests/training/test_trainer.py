@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -16,10 +17,10 @@ from rectified_flow.flows import Flow, RectifiedFlow
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.images import to_grid
 from rectified_flow.networks import Unet
-from rectified_flow.training import Trainer, TrainingConfig
+from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig, accelerator
 from rectified_flow.training.accelerator import choose_precision
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, metrics, tiny_config, train
+from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
 
 
 class Autoencoder(nn.Module):
@@ -118,14 +119,26 @@ def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageD
 def test_precision_left_unset_is_the_launchers_then_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     unset, given = TrainingConfig(), TrainingConfig(mixed_precision="fp16")
+    monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for made_for_it, expected in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, made=made_for_it: made)
-        assert choose_precision(unset, gpu) == expected
+        assert choose_precision(unset, gpu) == choose_precision(MeanFlowConfig(), gpu) == expected
+        assert choose_precision(MeanFlowConfig(objective="alpha_flow"), gpu) == "no"
         assert choose_precision(unset, cpu) == "no"
     for launchers in ("no", "bf16"):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
         assert choose_precision(unset, gpu) == choose_precision(unset, cpu) == launchers
         assert choose_precision(given, gpu) == "fp16"
+
+
+def train_with_an_accelerator_of_your_own(output_dir: Path, dataset: ImageDataset) -> str:
+    Accelerator(mixed_precision="bf16")
+    return str(build_trainer(tiny_config(output_dir), dataset).accelerator.mixed_precision)
+
+
+def test_precision_left_unset_is_that_of_an_accelerator_made_before(tmp_path: Path, flowers: ImageDataset) -> None:
+    assert run_on_ranks(1, train_with_an_accelerator_of_your_own, tmp_path, flowers) == ["bf16"]
 
 
 def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
