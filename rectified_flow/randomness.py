@@ -131,21 +131,18 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     if keys is None:
         return F.dropout(x, probability)
     row = x[:1]
-    numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape) + layer * 0x3779B9
-    elements = torch.empty_like(row, dtype=torch.int32).copy_(_murmur_finalizer(numbers))  # in the memory format of x
-    keys = keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
-    # Both are spread well, so half a finalizer mixes them: the highest bits decide, and are the best mixed. That the
-    # shift copies the sign costs one bit of 32.
-    bits = (elements ^ keys).mul_(-0x7A143595)
-    bits.bitwise_xor_(bits >> 15).mul_(-0x3D4D51CB)
+    numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape)
+    elements = torch.empty_like(row, dtype=torch.int32).copy_(numbers)  # in the memory format of x
+    rows = keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
+    bits = _mix(_mix(elements + layer * 0x3779B9) ^ rows)
     keep = bits >= int(probability * 2**32) - 2**31
     return x * keep * (1 / (1 - probability))
 
 
-def _murmur_finalizer(x: Tensor) -> Tensor:
-    """The 32-bit finalizer of MurmurHash3 (Appleby, public domain) on int32 ``x``; logical shifts by masking."""
-    x = x ^ ((x >> 16) & 0xFFFF)
+def _mix(x: Tensor) -> Tensor:
+    """Spread the bits of int32 ``x``, the highest best, in the manner of MurmurHash3 (Appleby, public domain).
+
+    That the shift copies the sign costs one bit of 32.
+    """
     x = x * -0x7A143595
-    x = x ^ ((x >> 13) & 0x7FFFF)
-    x = x * -0x3D4D51CB
-    return x ^ ((x >> 16) & 0xFFFF)
+    return x.bitwise_xor_(x >> 15).mul_(-0x3D4D51CB)
