@@ -71,10 +71,16 @@ def measure_here(flags: Flags, write_to: Path) -> None:
         trainer.stepper.take(batches)
         trainer.stepper.settle()
 
+    def step_apart() -> None:
+        with trainer.accelerator.no_sync(trainer.stepper.wrapped):
+            step()
+
     step()
     trainer._draw_samples()
+    together, apart = zip(*((synchronized(step), synchronized(step_apart)) for _ in range(flags.steps)), strict=True)
     seconds = {
-        "step": statistics.median(synchronized(step) for _ in range(flags.steps)),
+        "step": statistics.median(together),
+        "step apart": statistics.median(apart),
         "preview": synchronized(trainer._draw_samples),
         "gradient": 4 * sum(p.numel() for p in trainer.state.parameters.values()),
     }
@@ -100,12 +106,12 @@ def measure_rows(flags: Flags) -> list[Row]:
     times = {
         (processes, what): Times([each[what] for each in found], {})
         for processes, found in results.items()
-        for what in ("step", "preview")
+        for what in ("step", "step apart", "preview")
     }
     many, megabytes = flags.processes, results[1][0]["gradient"] / 1e6
 
-    def compare(what: str) -> str:
-        return str(ratio(times[many, what], times[1, what]))
+    def compare(what: str, processes: int = 1, other: str | None = None) -> str:
+        return str(ratio(times[many, what], times[processes, other or what]))
 
     size = f"{flags.batch_size} images of {flags.image_size} px per process; {megabytes:.1f} MB of gradients a step"
     preview = f"{flags.num_samples} images, {flags.sample_steps} intervals"
@@ -113,6 +119,7 @@ def measure_rows(flags: Flags) -> list[Row]:
         Row(
             f"a step on {many} processes", "a step on 1, of the same batch per process", "<= 1.1", compare("step"), size
         ),
+        Row("the same", f"on {many}, gradients not summed", "", compare("step", many, "step apart"), size),
         Row(f"a preview on {many} processes", "on 1", "<= 0.6", compare("preview"), preview),
     ]
 
