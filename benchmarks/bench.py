@@ -1,6 +1,6 @@
-"""`make bench`: every measurement of speed, as one table, printed and written into benchmarks/README.md.
+"""`make bench`: run every speed benchmark, print one table and write it to benchmarks/README.md.
 
-A table stays there until the same kind of machine measures again. Needs `pip install -e ".[benchmark]"`.
+A new table replaces the previous one of the same kind of machine. Needs `pip install -e ".[benchmark]"`.
 """
 
 import re
@@ -29,7 +29,7 @@ from turns import Row, describe_machine, print_rows
 
 RESULTS = Path(__file__).with_name("README.md")
 GPUS = torch.cuda.device_count()
-# A GPU is done with what keeps a CPU busy for seconds before its clock has risen.
+# GPUs get larger workloads: a GPU finishes the CPU's workloads before its clock has ramped up.
 TRAINING = training_speed.Flags(image_sizes=(64, 128), steps=50, warm_up=30) if GPUS else training_speed.Flags()
 MEAN_FLOW = mean_flow.Flags(image_size=64, batch_size=128, compile=True) if GPUS else mean_flow.Flags(rounds=5)
 STEP = (
@@ -46,20 +46,20 @@ PARTS: dict[Part, Callable[[], list[Row]]] = {
     "ranks": lambda: [] if GPUS == 1 else ranks.measure_rows(RANKS),
 }
 CLOCK = (
-    "Wall time on the GPU, but processor time from the command to the first step"
+    "Wall time on the GPU, but processor time for the start-up"
     if GPUS
-    else "Processor time of one thread, but wall time of a step's parts and of several processes"
+    else "Processor time of one thread, but wall time for the parts of a step and for several processes"
 )
 
 
 @dataclass(frozen=True)
 class Flags:
     parts: tuple[Part, ...] = get_args(Part)
-    """Which measurements; only all of them together take the place of the table that is there."""
+    """Benchmarks to run. Only a run of all of them replaces the existing table."""
 
 
 def write_table(machine: str, table: str, into: Path) -> None:
-    """Put a machine's table in the place of its last one, or at the end."""
+    """Replace the machine's previous table, or append the new one."""
     head = f"## {machine}"
     section = f"{head}\n\n{table}\n"
     text = into.read_text()
@@ -77,7 +77,7 @@ def main(flags: Flags) -> None:
         print(f"{name}, {(time.perf_counter() - began) / 60:.1f} minutes\n{print_rows(found)}\n", flush=True)
         rows += found
     versions = f"torch {torch.__version__}, {PEER} {version(PEER)}"
-    how = f"`make bench`, {date.today()}; {versions}. {CLOCK}; medians, and the range of the rounds."
+    how = f"`make bench`, {date.today()}; {versions}. {CLOCK}. Medians, with the range over rounds."
     table = f"{how}\n\n{print_rows(rows)}"
     print(f"{describe_machine()}\n\n{table}")
     if set(flags.parts) == set(PARTS):

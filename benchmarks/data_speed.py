@@ -1,7 +1,7 @@
-"""How fast pictures come to the training once they are decoded, and how much memory the processes need for them.
+"""Loading speed of decoded images, and the memory that the processes need for them.
 
-Beside rectified-flow-pytorch, which decodes each picture each time, and beside a list of what `datasets` decodes. Needs
-Linux, and `pip install -e ".[benchmark]"`.
+The baseline for speed is rectified-flow-pytorch, which decodes every image in every epoch. The baseline for memory is a
+list of the images that `datasets` decodes. Needs Linux, and `pip install -e ".[benchmark]"`.
 """
 
 import itertools
@@ -29,7 +29,7 @@ from rectified_flow.data.stream import GlobalBatch, StreamSampler, collate
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 
 FLOWERS = 8189
-"""Pictures of Oxford Flowers."""
+"""Number of images in Oxford Flowers."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +37,17 @@ class Flags:
     image_size: int = 64
     """Side of the images [px]."""
     batch_size: int = 64
-    """Images in a batch."""
+    """Images per batch."""
     pictures: int = 256
-    """JPEG files."""
+    """Number of JPEG files."""
     ranks: int = 8
-    """Processes that share the decoded pictures."""
+    """Number of processes that share the decoded images."""
     rounds: int = 5
-    """How often each loader has its turn."""
+    """Number of timed rounds per loader."""
 
 
 def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
-    """Batches as the trainer has them."""
+    """Load batches like this project's Trainer."""
     pictures = open_dataset("", folder / "photographs", image_size=flags.image_size, cache_dir=folder)
     sampler = StreamSampler(len(pictures), 0, GlobalBatch(flags.batch_size), 0, 0)
     batches = iter(DataLoader(pictures, batch_sampler=sampler, collate_fn=collate))
@@ -57,7 +57,7 @@ def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
 
 
 def load_peer(flags: Flags, folder: Path, turns: Turns) -> None:
-    """Batches as the peer's Trainer has them."""
+    """Load batches like the peer's Trainer."""
     from rectified_flow_pytorch import ImageDataset as PeerDataset
 
     pictures = PeerDataset(folder / "photographs", image_size=flags.image_size)
@@ -68,25 +68,25 @@ def load_peer(flags: Flags, folder: Path, turns: Turns) -> None:
 
 
 def private_memory() -> int:
-    """Bytes of memory that this process shares with no other (Linux)."""
+    """Memory of this process that no other process shares [bytes] (Linux)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private"))
 
 
 def hold_store(store: Path, meet: multiprocessing.synchronize.Barrier) -> int:
-    """Read all of it while others do; what that adds to this process's memory [bytes]."""
+    """Read the whole store while other processes do, and return the private memory that this adds [bytes]."""
     before = private_memory()
     pictures = ImageDataset(store)
     for start in range(0, len(pictures), 64):
         pictures.__getitems__(range(start, min(start + 64, len(pictures))))
-    meet.wait()  # else the last one to read would have it for itself
+    meet.wait()  # else the pages of the last process to read would count as private
     added = private_memory() - before
     meet.wait()
     return added
 
 
 def hold_list(folder: Path) -> int:
-    """A list of the decoded pictures, as many training scripts hold one; what it adds to this process [bytes]."""
+    """Keep the decoded images in a list, like many training scripts, and return the private memory it adds [bytes]."""
     from datasets import load_dataset
 
     pictures = load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(folder.parent / "hub"))
@@ -96,17 +96,17 @@ def hold_list(folder: Path) -> int:
 
 
 def measure_loading(flags: Flags, folder: Path) -> Row:
-    """Pictures a second, both in one process."""
+    """Images per second of both loaders, each in one process."""
     times = take_turns(
         {"ours": partial(load_ours, flags, folder), PEER: partial(load_peer, flags, folder)}, rounds=flags.rounds
     )
-    speeds = f"{1 / times['ours'].median:,.0f} (uint8) and {1 / times[PEER].median:,.0f} (float32) a second"
-    what = f"loading of pictures, {flags.image_size} px, one process"
+    speeds = f"{1 / times['ours'].median:,.0f} (uint8) and {1 / times[PEER].median:,.0f} (float32) images/s"
+    what = f"image loading, {flags.image_size} px, one process"
     return Row(what, f"{PEER}, JPEG files of 667x500", ">= 500", str(ratio(times[PEER], times["ours"])), speeds)
 
 
 def measure_memory(flags: Flags, folder: Path) -> Row:
-    """What all ranks together need for as many pictures as Oxford Flowers has."""
+    """The memory of all ranks together, for as many images as Oxford Flowers has."""
     store = open_store(SyntheticFlowers(flags.image_size, count=FLOWERS), flags.image_size, cache_dir=folder)
     spawn = multiprocessing.get_context("spawn")
     with spawn.Manager() as manager, spawn.Pool(flags.ranks) as pool:
@@ -114,15 +114,15 @@ def measure_memory(flags: Flags, folder: Path) -> Row:
         ours = sum(pool.starmap(hold_store, [(store, meet)] * flags.ranks, chunksize=1))
         (one,) = pool.map(hold_list, [folder / "photographs"])
     theirs = one / flags.pictures * FLOWERS * flags.ranks
-    what = f"private memory of {flags.ranks} processes, {FLOWERS} pictures"
+    what = f"private memory of {flags.ranks} processes, {FLOWERS} images"
     shared = sum(file.stat().st_size for file in store.iterdir())
-    sizes = f"{ours / 1e6:.1f} MB (and {shared / 1e6:.0f} MB that they share, of {flags.image_size} px) and "
-    sizes += f"{theirs / 1e9:.0f} GB (of 667x500, from one process with {flags.pictures} pictures)"
-    return Row(what, "list(load_dataset(...)) in each", "< 1%", f"{ours / theirs:.3%}", sizes)
+    sizes = f"{ours / 1e6:.1f} MB (plus {shared / 1e6:.0f} MB shared, {flags.image_size} px) and "
+    sizes += f"{theirs / 1e9:.0f} GB (667x500, extrapolated from one process with {flags.pictures} images)"
+    return Row(what, "list(load_dataset(...)) in each process", "< 1%", f"{ours / theirs:.3%}", sizes)
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """Speed and memory."""
+    """The rows on speed and on memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "photographs").mkdir()

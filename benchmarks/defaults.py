@@ -1,7 +1,7 @@
-"""Measure what each setting does to the pictures: short trainings that differ in one flag, and their distances.
+"""Measure the effect of each setting on image quality: short runs that differ in one flag, and their distances.
 
-Every row is a run of train_oxford.py and a call of evaluate.py on one thread, from the same seed; what is done already
-is not done again, so the table can be printed, or grow, at any time.
+Every row is a run of train_oxford.py and of evaluate.py on one thread, all from the same seed. Rows that exist already
+are not run again, so the table can be reprinted or extended at any time.
 """
 
 import json
@@ -40,27 +40,27 @@ FEATURES = ("efficientnet_lite0", "colours_8x8")
 @dataclass(frozen=True)
 class Flags:
     data: tuple[str, ...] = ("synthetic-flowers",)
-    """Data sets: what --dataset takes, or folders."""
+    """Datasets: values of --dataset, or folders."""
     variations: tuple[str, ...] = tuple(VARIATIONS)
     """Rows of the table."""
     base: str = BASE
-    """Flags of train_oxford.py that all rows have; another base wants another --output_dir. Write --base="..."."""
+    """Flags of train_oxford.py for all rows, written as --base="...". Another base needs another --output_dir."""
     train_num_steps: int = 600
-    """Length of each training."""
+    """Training steps per run."""
     num_samples: int = 1000
-    """Pictures that each distance is of."""
+    """Generated images per distance."""
     steps: int = 4
-    """Intervals, of two network calls each, that they are drawn in."""
+    """Sampling steps, of two network calls each."""
     seed: int = 0
-    """Of training and pictures."""
+    """Seed of training and sampling."""
     workers: int = 1
-    """Trainings at once, a thread each."""
+    """Number of runs at once, with one thread each."""
     output_dir: Path = Path("runs/defaults")
-    """Where the runs go."""
+    """Folder for the runs."""
 
 
 def measure(data: str, variation: str, flags: Flags) -> dict[str, float]:
-    """Train and evaluate one row, unless that has been done; its distances."""
+    """Train and evaluate one row, unless that was done before, and return its distances."""
     name = "".join(c if c.isalnum() else "-" for c in f"{Path(data).name} {variation} {flags.train_num_steps}")
     run = flags.output_dir / f"{name}-{flags.seed}"
     if not (run / "evaluation.json").exists():
@@ -72,7 +72,10 @@ def measure(data: str, variation: str, flags: Flags) -> dict[str, float]:
         _run("evaluate.py", [*evaluate, "--feature_network", FEATURES[0], "--mixed_precision", "bf16"], run)
     result = json.loads((run / "evaluation.json").read_text())[0]
     if (result["num_samples"], result["steps"]) != (flags.num_samples, flags.steps):
-        sys.exit(f"{run} was evaluated by other --num_samples or --steps: remove its evaluation.json, or take those")
+        sys.exit(
+            f"{run} was evaluated with different --num_samples or --steps: remove its evaluation.json, or pass the "
+            "same values"
+        )
     distances: dict[str, float] = result["distances"]
     return distances
 

@@ -1,7 +1,7 @@
-"""Measure what guidance gives and takes: distance, and how often a classifier sees the class that was asked for.
+"""Measure the trade-off of guidance: distances, and how often a classifier predicts the requested class.
 
-The classifier is a small network trained here, on the training pictures that it is not judged on; its accuracy on the
-rest is printed, too, for no picture can be recognised more reliably than that.
+The classifier is a small network that is trained here, on training images minus a held-out set. Its accuracy on the
+held-out set is printed, too, as an upper limit for the class agreement.
 """
 
 import json
@@ -18,15 +18,16 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from rectified_flow.flows.images import random_horizontal_flip, to_grid, to_signed, write_picture
+
 from rectified_flow import Flow, checkpoint, open_dataset
 from rectified_flow.data import ImageDataset
+from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import FeatureNetwork
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.guidance import Guidance
-from rectified_flow.flows.images import random_horizontal_flip, to_grid, to_signed, write_picture
 from rectified_flow.plots import draw_lines
-from rectified_flow.processes.joining import join_processes
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,23 @@ class Flags:
     checkpoint: Path
     """A run or checkpoint with classes."""
     scales: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)
-    """Guidance scales; 1 is the label alone, 0 no label."""
+    """Guidance scales: 0 is unconditional, 1 is conditional without guidance."""
     num_samples: int = 500
-    """Pictures for each scale."""
+    """Generated images per scale."""
     steps: int = 8
-    """Intervals, of two network calls each, and guidance doubles their rows."""
+    """Sampling steps, of two network calls each. Guidance doubles the batch of each call."""
     feature_network: FeatureNetwork = "efficientnet_lite0"
-    """What pictures are compared by."""
+    """Feature network of the distances."""
     seed: int = 0
-    """Of the pictures and of the classifier."""
+    """Seed of the generated images and of the classifier."""
     epochs: int = 15
-    """Passes of the classifier over its pictures."""
+    """Training epochs of the classifier."""
     output_dir: Path = Path("runs/guidance")
-    """Where the plot, the table's numbers and a grid for each scale go."""
+    """Folder for the plots, the table's numbers and a sample grid per scale."""
 
 
 def build_classifier(num_classes: int) -> nn.Sequential:
-    """Four convolutions, each halving the side."""
+    """A classifier of four convolutions, each halving the side."""
     widths = [3, 32, 64, 128, 128]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
@@ -59,7 +60,7 @@ def build_classifier(num_classes: int) -> nn.Sequential:
 
 
 def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequential, float]:
-    """A classifier, and its accuracy on the eighth of the pictures that was kept from it."""
+    """Train a classifier, and return it with its accuracy on a held-out eighth of the images."""
     torch.manual_seed(flags.seed)
     order = torch.randperm(len(pictures)).tolist()
     held_out, rest = order[: len(order) // 8], order[len(order) // 8 :]
@@ -81,12 +82,12 @@ def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequentia
 
 @torch.no_grad()
 def agreement(classifier: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of uint8 ``images`` whose class is seen to be that of ``labels``."""
+    """The fraction of uint8 ``images`` for which the classifier predicts ``labels``."""
     return (classifier(to_signed(images)).argmax(dim=1) == labels).float().mean().item()
 
 
 def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Module, flags: Flags) -> dict[str, float]:
-    """Distances at one scale, and the agreement on as many pictures whose classes take turns."""
+    """Distances at one scale, and the class agreement on as many images with evenly distributed classes."""
     how: dict[str, Any] = {"steps": flags.steps, "guidance": Guidance(scale)}
     generated = evaluator.generate(flow, **how)
     numbers = evaluator.distances(generated) | evaluator.scores(generated)
@@ -107,10 +108,10 @@ def main(flags: Flags) -> None:
     pictures = open_dataset(trained["dataset"], path and Path(path), image_size=trained["image_size"])
     flow = Flow.from_checkpoint(source)
     if not 0 < (flow.num_classes or 0) <= flags.num_samples:
-        sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least a picture of each")
+        sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least one image per class")
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     classifier, accuracy = train_classifier(pictures, flags)
-    print(f"the classifier recognises {accuracy:.1%} of {len(pictures) // 8} pictures that it was not trained on\n")
+    print(f"accuracy of the classifier on {len(pictures) // 8} held-out images: {accuracy:.1%}\n")
     evaluator = Evaluator(pictures, flags.feature_network, state, num_samples=flags.num_samples, seed=flags.seed)
     seen, colours = evaluator.features
     names = [seen.frechet_name, seen.kernel_name, colours.kernel_name, "precision", "coverage"]

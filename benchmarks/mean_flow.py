@@ -1,6 +1,6 @@
-"""What a mean flow step costs: time and peak memory as ratios to rectified flow, here and in rectified-flow-pytorch.
+"""Cost of a mean flow step: time and peak memory relative to rectified flow, here and in rectified-flow-pytorch.
 
-All schemes run in this one call, in turns; peak memory needs Linux. Needs `pip install -e ".[benchmark]"`.
+All schemes run in one call and take turns. Peak memory needs Linux. Needs `pip install -e ".[benchmark]"`.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 from rectified_flow import MeanFlow, RectifiedFlow, Unet
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import Objective
-from rectified_flow.networks import place
+from rectified_flow.networks import to_device
 
 OURS = "here"
 RECTIFIED = "rectified flow"
@@ -37,7 +37,7 @@ OUR_SCHEMES = (
     "improved mean flow, a quarter of the rows",
     "finite step, half of the rows",
 )
-PEER_SCHEMES = (RECTIFIED, "mean flow, a step with derivatives", "mean flow, a step without")
+PEER_SCHEMES = (RECTIFIED, "mean flow, a step with derivatives", "mean flow, a step without derivatives")
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Flags:
     batch_size: int = 16
     """Images per step."""
     dim: int = 56
-    """Channels of this project's Unet; with 56 it has as many parameters as the peer's with 32."""
+    """Channels of this project's Unet. With 56 it has as many parameters as the peer's Unet with 32."""
     peer_dim: int = 32
     """Channels of the peer's Unet."""
     rounds: int = 7
-    """How often every scheme is timed."""
+    """Number of timed rounds per scheme."""
     compile: bool = False
     """Compile this project's objectives."""
 
@@ -70,7 +70,7 @@ def build_ours(scheme: str, flags: Flags) -> nn.Module:
 
 
 def build_peer(scheme: str, flags: Flags) -> nn.Module:
-    """One of the peer's schemes; its coin between those of mean flow is weighted, so that it always falls alike."""
+    """One of the peer's schemes. The peer picks one of its two mean flow steps at random; here the choice is fixed."""
     from rectified_flow_pytorch import RectifiedFlow as PeerRectifiedFlow
     from rectified_flow_pytorch import Unet as PeerUnet
     from rectified_flow_pytorch.mean_flow import MeanFlow as PeerMeanFlow
@@ -82,11 +82,11 @@ def build_peer(scheme: str, flags: Flags) -> nn.Module:
 
 
 def train(who: str, scheme: str, flags: Flags, turns: Turns) -> None:
-    """Forward and backward passes of one scheme, over and over."""
+    """Repeat the forward and backward pass of one scheme."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    flow = place((build_ours if who == OURS else build_peer)(scheme, flags), device, "no").train()
+    flow = to_device((build_ours if who == OURS else build_peer)(scheme, flags), device, "no").train()
     if flags.compile and who == OURS:
         flow.compile()
     images = torch.rand(flags.batch_size, 3, flags.image_size, flags.image_size, device=device) * 2 - 1
@@ -104,15 +104,15 @@ def train(who: str, scheme: str, flags: Flags, turns: Turns) -> None:
 
 
 def peak_memory(step: Callable[[], None], device: torch.device) -> float:
-    """What a step adds at its peak to what the process held before [MB]."""
-    step()  # so that gradients are there, and everything is loaded
+    """Peak memory of a step, minus the memory of the process before the step [MB]."""
+    step()  # allocates the gradients and loads all libraries
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
         step()
         return (torch.cuda.max_memory_allocated() - allocated) / 1e6
-    ctypes.CDLL(None).malloc_trim(0)  # glibc: hand back what the first step left
-    Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
+    ctypes.CDLL(None).malloc_trim(0)  # glibc: return freed memory to the system
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: reset the peak
     before = _process_memory("VmRSS")
     step()
     return _process_memory("VmHWM") - before
@@ -124,17 +124,17 @@ def _process_memory(which: str) -> float:
 
 
 def measure(flags: Flags, schemes: list[tuple[str, str]]) -> dict[tuple[str, str], Times]:
-    """Times of schemes, given by whose they are and their names."""
+    """Times of schemes, each given by its project and its name."""
     contenders = {f"{who}: {scheme}": partial(train, who, scheme, flags) for who, scheme in schemes}
     times = take_turns(contenders, rounds=flags.rounds)
     return dict(zip(schemes, times.values(), strict=True))
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """What the default scheme costs."""
+    """The row on the cost of the default scheme."""
     times = measure(flags, [(OURS, RECTIFIED), (OURS, DEFAULT)])
     how = "compiled" if flags.compile else "eager"
-    seconds = f"{times[OURS, DEFAULT].median:.3f} s and {times[OURS, RECTIFIED].median:.3f} s a step"
+    seconds = f"{times[OURS, DEFAULT].median:.3f} s and {times[OURS, RECTIFIED].median:.3f} s per step"
     measured = str(ratio(times[OURS, DEFAULT], times[OURS, RECTIFIED]))
     return [Row(f"mean flow step ({how})", "rectified flow step", "<= 1.5 compiled", measured, seconds)]
 
@@ -145,7 +145,7 @@ def main(flags: Flags) -> None:
         schemes += [(PEER, scheme) for scheme in PEER_SCHEMES]
         peer = f", {PEER} {version(PEER)}"
     else:
-        print(f'{PEER} is not installed and left out; pip install -e ".[benchmark]" brings it')
+        print(f'{PEER} is not installed and is skipped; pip install -e ".[benchmark]" installs it')
         peer = ""
     times = measure(flags, schemes)
     size = f"{flags.image_size} px, batch {flags.batch_size}, float32{', compiled' * flags.compile}"

@@ -1,7 +1,7 @@
-"""Draw grids of several runs side by side, from the same noise: what one step gives, and what several do.
+"""Draw sample grids of several runs side by side, from the same noise, to compare one step with several.
 
-A column is STEPS:RUN, RUN being a checkpoint or a run's folder; a rectified flow steps by Euler, one network call a
-step as in mean flow: `python benchmarks/one_step.py --columns 1:runs/mean 16:runs/rectified`.
+A column is STEPS:RUN, where RUN is a checkpoint or a run folder. A rectified flow uses the Euler solver, which has one
+network call per step, as in mean flow: `python benchmarks/one_step.py --columns 1:runs/mean 16:runs/rectified`.
 """
 
 import sys
@@ -23,11 +23,11 @@ class Flags:
     columns: tuple[str, ...]
     """STEPS:RUN of each grid, from left to right."""
     output: Path = Path("one-step.png")
-    """The picture to write."""
+    """Image file to write."""
     num_samples: int = 36
-    """Images in each grid."""
+    """Images per grid."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
 
 def draw(column: str, flags: Flags) -> Tensor:

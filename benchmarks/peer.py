@@ -1,4 +1,4 @@
-"""rectified-flow-pytorch as the benchmarks need it: its name, its data, and its flow with the interface of ours."""
+"""Adapters of rectified-flow-pytorch for the benchmarks: its name, its dataset, and its flow behind our interface."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ PEER = "rectified-flow-pytorch"
 
 
 class PeerPictures(Dataset[Tensor]):
-    """The pictures as the peer wants them: float32 in [0, 1]."""
+    """The images in the peer's format: float32 in [0, 1]."""
 
     def __init__(self, pictures: ImageDataset) -> None:
         self.pictures = pictures
@@ -29,7 +29,7 @@ class PeerPictures(Dataset[Tensor]):
 
 
 class PeerFlow(nn.Module):
-    """The peer's flow with the interface of ours, as far as an Evaluator asks.
+    """The peer's flow behind our interface, as far as the Evaluator uses it.
 
     Args:
         dim: channels of its Unet at full resolution.
@@ -49,5 +49,5 @@ class PeerFlow(nn.Module):
     @torch.no_grad()
     def sample(self, count: int, *, steps: int) -> Tensor:
         noise = randomness.randn("sample noise", (count, *self.image_shape), "cpu")
-        images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # it counts times, not intervals
+        images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # the peer counts times, not intervals
         return images.clamp(0, 1)

@@ -1,11 +1,13 @@
-"""Measure this project's pictures beside those of rectified-flow-pytorch, trained on the same data by the same budget.
+"""Compare the image quality of this project and of rectified-flow-pytorch, for the same data and the same budget.
 
-Both train for as much processor time of one thread, from the same pictures decoded before, with about as many
-parameters; the peer as it is shipped, without its previews and checkpoints. Then both draw as many pictures with as
-many network calls, and both are compared with the training pictures. This project is measured twice: when its time is
-up, and when it has seen as many images as the peer in all its time; the peer once by the averaged weights that its
-Trainer draws with, and once by the others, as its average is made for longer runs. What is done already is not done
-again. Needs `pip install -e ".[benchmark,evaluation]"`.
+Both train for the same processor time of one thread, on the same images, decoded in advance, with about as many
+parameters. The peer runs with its defaults, without its previews and checkpoints. Then both generate the same number of
+images with the same number of network calls, and both sets are compared with the training images.
+
+This project is measured twice: at the end of its budget, and when it has seen as many images as the peer has at the end
+of its own. The peer is measured twice, too: with the averaged weights, which its Trainer samples with, and with the raw
+weights, since its average is meant for longer runs. Results that exist already are not computed again. Needs
+`pip install -e ".[benchmark,evaluation]"`.
 """
 
 import contextlib
@@ -32,12 +34,12 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peer import PEER, PeerFlow, PeerPictures
+from rectified_flow.flows.images import to_grid, write_picture
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer, Unet, checkpoint, open_dataset, randomness
 from rectified_flow.data import ImageDataset
+from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
-from rectified_flow.flows.images import to_grid, write_picture
-from rectified_flow.processes.joining import join_processes
 
 PEER_LAST = f"{PEER}, weights not averaged"
 OURS, OURS_EARLY = "here", "here, as many images"
@@ -51,24 +53,24 @@ DISTANCES = [f"{features}_{kind}_distance" for features in FEATURES for kind in 
 @dataclass(frozen=True)
 class Flags:
     data: tuple[str, ...] = ("synthetic-flowers",)
-    """Data sets: what --dataset takes, or folders."""
+    """Datasets: values of --dataset, or folders."""
     seeds: tuple[int, ...] = (0,)
-    """Of trainings."""
+    """Training seeds."""
     cpu_minutes: float = 12
-    """Processor time of each training [minutes]."""
+    """Processor time per training run [minutes]."""
     num_samples: int = 1000
-    """Pictures that each distance is of."""
+    """Generated images per distance."""
     calls: int = 16
-    """Network calls that a picture is drawn in, by the midpoint method."""
+    """Network calls per image, with the midpoint solver."""
     workers: int = 1
-    """Trainings and evaluations at once, a thread each."""
+    """Number of training runs or evaluations at once, with one thread each."""
     output_dir: Path = Path("runs/quality")
-    """Where runs, results and grids go."""
+    """Folder for runs, results and grids."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training: on which data, from which seed, and where what comes of it is kept."""
+    """One training setup: its data, its seed and the flags."""
 
     data: str
     seed: int
@@ -87,7 +89,7 @@ class Case:
 
 
 class Budget:
-    """Processor time that is left to a training."""
+    """The remaining processor time of a training run."""
 
     def __init__(self, minutes: float) -> None:
         self.ends = time.process_time() + 60 * minutes
@@ -101,7 +103,7 @@ class Budget:
 
 
 def train_peer(case: Case) -> None:
-    """The peer's own Trainer with its own defaults, until the time is up."""
+    """Train with the peer's own Trainer and its defaults, until the budget is spent."""
     from rectified_flow_pytorch import Trainer as PeerTrainer
 
     folder = case.folder(PEER)
@@ -132,7 +134,7 @@ def train_peer(case: Case) -> None:
             raise TimeoutError
 
     trainer.ema_model.update = update_until_the_end
-    hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line a step
+    hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line per step
     with contextlib.suppress(TimeoutError), hush:
         trainer()
     averaged = PeerFlow(PEER_DIM, IMAGE_SIZE)
@@ -143,7 +145,7 @@ def train_peer(case: Case) -> None:
 
 
 def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
-    """The peer's flow with the weights in that file, and how many images it has seen."""
+    """The peer's flow with the weights of the file ``weights``, and the number of images it has seen."""
     path = checkpoint.resolve(case.folder(PEER))
     flow = PeerFlow(PEER_DIM, IMAGE_SIZE)
     checkpoint.load_weights(flow, path, weights)
@@ -175,12 +177,12 @@ def our_config(case: Case) -> RectifiedFlowConfig:
 
 
 def train_ours(case: Case) -> None:
-    """This project's Trainer, until the time is up."""
+    """Train with this project's Trainer, until the budget is spent."""
     config = our_config(case)
     status = config.output_dir / "status.json"
     if status.exists() and json.loads(status.read_text())["state"] == "finished":
         return
-    shutil.rmtree(config.output_dir, ignore_errors=True)  # its clock has stopped
+    shutil.rmtree(config.output_dir, ignore_errors=True)  # an unfinished run cannot resume: its clock has stopped
     torch.set_num_threads(1)
     set_seed(case.seed)
     join_processes()
@@ -199,7 +201,7 @@ def train_ours(case: Case) -> None:
 
 
 def load_ours(case: Case, images: float = float("inf")) -> tuple[RectifiedFlow, int]:
-    """This project's flow when it had seen at most so many images, and how many these were."""
+    """This project's flow after at most ``images`` images, and the number of images it has seen."""
     config = our_config(case)
     batch = config.split_batch(1).total
     paths = checkpoint.list_checkpoints(config.checkpoints)
@@ -211,7 +213,7 @@ def load_ours(case: Case, images: float = float("inf")) -> tuple[RectifiedFlow, 
 
 
 def evaluate(case: Case, who: str) -> dict[str, Any]:
-    """Distances of one side, with what it takes to judge them."""
+    """Distances of one side, with the settings needed to interpret them."""
     known = case.folder(who) / "evaluation.json"
     if known.exists():
         return dict(json.loads(known.read_text()))
@@ -230,7 +232,7 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
     beside = evaluator.beside_neighbours(generated)
     known.parent.mkdir(parents=True, exist_ok=True)
     write_picture(known.with_name("neighbours.png"), to_grid(beside.flatten(0, 1), beside.shape[1]))
-    with randomness.rows_of(randomness.Items(case.seed, range(64))):
+    with randomness.deterministic(randomness.Samples(case.seed, range(64))):
         pictures = flow.sample(64, steps=case.flags.calls // 2)
     write_picture(known.with_name("grid.png"), to_grid(pictures.mul(255).round().to(torch.uint8)))
     result = {
@@ -261,7 +263,7 @@ def main(flags: Flags) -> None:
 
 
 def draw_side_by_side(case: Case) -> Path:
-    """The grids of the peer, by averaged weights and others, and of this project after as many images and as long."""
+    """The grids side by side: the peer with averaged and raw weights, this project at equal images and equal time."""
     grids = [np.asarray(Image.open(case.folder(who) / "grid.png")) for who in SIDES]
     gap = np.full((len(grids[0]), 12, 3), 255, np.uint8)
     path = case.flags.output_dir / f"{case.name}-{case.seed}.png"
@@ -269,9 +271,9 @@ def draw_side_by_side(case: Case) -> Path:
 
 
 def print_table(flags: Flags, results: dict[tuple[Case, str], dict[str, Any]]) -> None:
-    """Means over seeds, and the ratio to the better of the peer's two."""
+    """Print means over seeds, and the ratio to the better of the peer's two results."""
     print(
-        f"{flags.cpu_minutes:g} minutes of one thread each, {flags.calls} calls, {flags.num_samples} pictures, ", end=""
+        f"{flags.cpu_minutes:g} minutes of one thread each, {flags.calls} calls, {flags.num_samples} images, ", end=""
     )
     print(f"{len(flags.seeds)} seed{'s' * (len(flags.seeds) > 1)}; torch {torch.__version__}\n")
     print("| data | | M parameters | images seen | " + " | ".join(DISTANCES) + " |")

@@ -1,7 +1,7 @@
-"""What several processes cost and give: a step's communication, and previews that each draws a share of.
+"""Cost and benefit of several processes: the communication of a step, and previews that the processes share.
 
-Wall time of the real Trainer on one process and on more, each started by torchrun in turn; the machine must have a core
-or a card for each, and nothing else to do.
+Measures wall time of the real Trainer on one process and on several, launched by torchrun in turn. The machine must
+have a core or a GPU per process, and must be idle otherwise.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from step_parts import synchronized
 from turns import Row, Times, describe_machine, print_rows, ratio
 
 from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
-from rectified_flow.processes.joining import join_processes
+from rectified_flow.distributed.joining import join_processes
 from train_oxford import build_flow
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -38,21 +38,21 @@ class Flags:
     batch_size: int = 16
     """Images per process."""
     processes: int = 2
-    """How many are compared with one."""
+    """Number of processes to compare with one process."""
     num_samples: int = 64
     """Images in the preview."""
     sample_steps: int = 16
-    """Intervals that they are drawn in."""
+    """Sampling steps of the preview."""
     rounds: int = 3
-    """How often each number of processes is started."""
+    """Number of launches per number of processes."""
     steps: int = 5
-    """Steps of which the median is taken, each time."""
+    """Timed steps per launch, of which the median counts."""
     write_to: Path | None = None
-    """Used by the program itself: measure in this process and those beside it, and write what comes out there."""
+    """For internal use: measure in the launched processes, and write the results to this file."""
 
 
 def measure_here(flags: Flags, write_to: Path) -> None:
-    """The part of every process."""
+    """The measurement, run in every process."""
     state = join_processes()
     torch.set_num_threads(1)
     config = RectifiedFlowConfig(
@@ -65,11 +65,11 @@ def measure_here(flags: Flags, write_to: Path) -> None:
     )
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size)
     trainer = Trainer(build_flow(config, ()), pictures, config)
-    batches = trainer._even_out(trainer._batches())
+    batches = trainer._warm_up_ddp(trainer._batches())
 
     def step() -> None:
         trainer.stepper.take(batches)
-        trainer.stepper.settle()
+        trainer.stepper.finish_pending()
 
     def step_apart() -> None:
         with trainer.accelerator.no_sync(trainer.stepper.wrapped):
@@ -89,7 +89,7 @@ def measure_here(flags: Flags, write_to: Path) -> None:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """The two numbers of processes in turns."""
+    """Measure both numbers of processes in turns."""
     results: dict[int, list[dict[str, float]]] = {1: [], flags.processes: []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(flags.rounds):
@@ -113,14 +113,24 @@ def measure_rows(flags: Flags) -> list[Row]:
     def compare(what: str, processes: int = 1, other: str | None = None) -> str:
         return str(ratio(times[many, what], times[processes, other or what]))
 
-    size = f"{flags.batch_size} images of {flags.image_size} px per process; {megabytes:.1f} MB of gradients a step"
-    preview = f"{flags.num_samples} images, {flags.sample_steps} intervals"
+    size = f"{flags.batch_size} images of {flags.image_size} px per process; {megabytes:.1f} MB of gradients per step"
+    preview = f"{flags.num_samples} images, {flags.sample_steps} sampling steps"
     return [
         Row(
-            f"a step on {many} processes", "a step on 1, of the same batch per process", "<= 1.1", compare("step"), size
+            f"a step on {many} processes",
+            "a step on 1 process with the same batch per process",
+            "<= 1.1",
+            compare("step"),
+            size,
         ),
-        Row("the same", f"on {many}, gradients not summed", "", compare("step", many, "step apart"), size),
-        Row(f"a preview on {many} processes", "on 1", "<= 0.6", compare("preview"), preview),
+        Row(
+            f"a step on {many} processes",
+            f"on {many} processes without gradient all-reduce",
+            "",
+            compare("step", many, "step apart"),
+            size,
+        ),
+        Row(f"a preview on {many} processes", "on 1 process", "<= 0.6", compare("preview"), preview),
     ]
 
 

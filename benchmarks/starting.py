@@ -1,7 +1,6 @@
-"""From the command to the first training step: processor time of `python train_oxford.py`, and of the peer's few lines.
+"""Start-up: processor time from the command to the end of the first training step, of train_oxford.py and of the peer.
 
-This project's pictures are decoded already; the peer decodes a batch. Each program ends itself when its first step is
-done. Needs
+This project's images are decoded in advance; the peer decodes one batch. Each program exits after its first step. Needs
 `pip install -e ".[benchmark]"`.
 """
 
@@ -50,15 +49,15 @@ class Flags:
     dim: int = 20
     """Channels of this project's Unet at full resolution."""
     peer_dim: int = 16
-    """Channels of the peer's, for no more parameters."""
+    """Channels of the peer's Unet, chosen so that it has no more parameters."""
     batch_size: int = 16
-    """Images in the step."""
+    """Images per step."""
     rounds: int = 5
-    """How often each is started."""
+    """Number of launches of each program."""
 
 
 def processor_time(script: str, arguments: list[str]) -> float:
-    """Seconds that a Python script takes, user and system together."""
+    """Processor time of a Python script, user and system together [s]."""
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [sys.executable, "-c", f"import sys; sys.argv = {arguments!r}\n{script}"],
@@ -75,7 +74,7 @@ def processor_time(script: str, arguments: list[str]) -> float:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """Both programs, in turns."""
+    """Measure both programs in turns."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         photographs = folder / "photographs"
@@ -87,14 +86,14 @@ def measure_rows(flags: Flags) -> list[Row]:
         ours += [part for flag, value in sizes.items() for part in (f"--{flag}", str(value))]
         peers = ["peer", str(photographs), str(flags.image_size), str(folder), str(flags.peer_dim)]
         peers += [str(flags.batch_size)]
-        processor_time(OURS, ours)  # decodes
+        processor_time(OURS, ours)  # decodes the images
         seconds: dict[str, list[float]] = {"ours": [], PEER: []}
         for _ in range(flags.rounds):
             seconds["ours"].append(processor_time(OURS, ours))
             seconds[PEER].append(processor_time(PEERS, peers))
     mine, theirs = (Times(of, {}) for of in seconds.values())
     remark = f"{mine.median:.1f} s and {theirs.median:.1f} s of processor time"
-    return [Row("from the command to the first step", PEER, "<= 1", str(ratio(mine, theirs)), remark)]
+    return [Row("start-up, from the command to the first step", PEER, "<= 1", str(ratio(mine, theirs)), remark)]
 
 
 if __name__ == "__main__":

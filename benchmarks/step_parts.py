@@ -1,6 +1,6 @@
-"""What a training step costs beside the plain one: logging, a preview, a checkpoint, the optimizer, the average.
+"""Cost of the parts of a training step: logging, a preview, a checkpoint, the optimizer and the weight average.
 
-Wall time of the real Trainer, rounds interleaved, medians as ratios to a plain step.
+Measures wall time of the real Trainer in interleaved rounds, and reports medians relative to a plain step.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_devi
 from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
 from train_oxford import build_flow
 
-PLAIN, UPDATE = "a plain step", "clipping, optimizer and average"
+PLAIN, UPDATE = "a plain step", "gradient clipping, optimizer and EMA update"
 STEPS, STEPS_WITH_LINE = "three steps", "three steps that log once"
 
 
@@ -34,17 +34,17 @@ class Flags:
     dim: int = 64
     """Channels of the Unet at full resolution."""
     batch_size: int = 16
-    """Images a step."""
+    """Images per step."""
     mixed_precision: str = "no"
     """Precision of the network."""
     compile: bool = False
     """Compile the loss."""
     rounds: int = 5
-    """How often each is measured."""
+    """Number of timed rounds."""
 
 
 def open_trainer(flags: Flags, folder: Path) -> Trainer:
-    """A Trainer whose run is open for writing, as it is between two steps."""
+    """A Trainer whose run is open for writing, in the state between two steps."""
     config = RectifiedFlowConfig(
         image_size=flags.image_size,
         dim=flags.dim,
@@ -63,7 +63,7 @@ def open_trainer(flags: Flags, folder: Path) -> Trainer:
 
 
 def synchronized(action: Callable[[], object]) -> float:
-    """Seconds until it, and all that the device is given by it, is done."""
+    """Seconds until ``action`` and all the device work that it launches are finished."""
     wait_for_device()
     began = time.perf_counter()
     action()
@@ -72,10 +72,10 @@ def synchronized(action: Callable[[], object]) -> float:
 
 
 class Parts:
-    """Actions to be timed, around one trainer.
+    """The actions to be timed, on one trainer.
 
     Args:
-        trainer: in the middle of a run.
+        trainer: a Trainer in the middle of a run.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -83,24 +83,24 @@ class Parts:
         self.seconds: dict[str, list[float]] = {}
 
     def step(self) -> None:
-        """One step, settled."""
+        """Run one step and wait for its outcome."""
         self.trainer.stepper.take(self.batches)
-        self.trainer.stepper.settle()
+        self.trainer.stepper.finish_pending()
 
     def take_some(self) -> None:
-        """Steps as the loop takes them: nobody asks how one went before the next is on its way."""
+        """Run three steps like the training loop, which launches the next step before it reads a step's outcome."""
         for _ in range(3):
             self.trainer.stepper.take(self.batches)
 
     def take_some_and_log(self) -> None:
-        """As many, with a line of metrics after the first."""
+        """Run three steps, with a line of metrics after the first."""
         self.trainer.stepper.take(self.batches)
         self.trainer._log_metrics()
         for _ in range(2):
             self.trainer.stepper.take(self.batches)
 
     def and_then(self, action: Callable[[], object]) -> Callable[[], None]:
-        """A step, and what comes after."""
+        """One step followed by ``action``."""
 
         def both() -> None:
             self.step()
@@ -109,11 +109,11 @@ class Parts:
         return both
 
     def measure(self, name: str, action: Callable[[], object]) -> None:
-        """Time it once more."""
+        """Time ``action`` once more."""
         self.seconds.setdefault(name, []).append(synchronized(action))
 
     def round(self) -> None:
-        """Each action once."""
+        """Time each action once."""
         trainer, saver = self.trainer, self.trainer.record.saver
         assert saver is not None
 
@@ -124,15 +124,15 @@ class Parts:
         self.measure(PLAIN, self.step)
         self.measure(STEPS, self.take_some)
         self.measure(STEPS_WITH_LINE, self.take_some_and_log)
-        self.measure("a step that previews 16 images", self.and_then(trainer._draw_samples))
-        self.measure("a step that saves", self.and_then(trainer._save))
-        self.measure("the step beside which it is written", self.step)
+        self.measure("a step with a preview of 16 images", self.and_then(trainer._draw_samples))
+        self.measure("a step that saves a checkpoint", self.and_then(trainer._save))
+        self.measure("a step during the background write", self.step)
         saver.wait()
-        self.measure("a step that saves and waits", self.and_then(save_and_wait))
+        self.measure("a step that saves and waits for the write", self.and_then(save_and_wait))
         self._measure_update()
 
     def _measure_update(self) -> None:
-        """What a step does after its gradient is there."""
+        """Time the part of a step that follows the backward pass."""
         accelerator, state = self.trainer.accelerator, self.trainer.state
         parameters = state.parameters.values()
         for parameter in parameters:
@@ -148,7 +148,7 @@ class Parts:
 
 
 def count_waits(parts: Parts) -> int:
-    """How often the processor waits for the GPU in three steps that nobody looks at."""
+    """The number of times that the CPU waits for the GPU in three steps whose outcome is not read."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")
@@ -158,7 +158,7 @@ def count_waits(parts: Parts) -> int:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """Rows for what the aims speak of."""
+    """The rows of the table, with their aims."""
     with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         parts = Parts(open_trainer(flags, Path(folder)))
@@ -169,7 +169,7 @@ def measure_rows(flags: Flags) -> list[Row]:
     plain, update = times.pop(PLAIN), times.pop(UPDATE)
     parameters = sum(parameter.numel() for parameter in parts.trainer.flow.parameters())
     size = f"{parameters / 1e6:.0f} M parameters, {flags.image_size} px, batch {flags.batch_size}"
-    aims = {"a step that saves": "<= 1.2"}
+    aims = {"a step that saves a checkpoint": "<= 1.2"}
     logs = Row(STEPS_WITH_LINE, STEPS, "1.0", str(ratio(times.pop(STEPS_WITH_LINE), times.pop(STEPS))), size)
     rows = [Row(name, PLAIN, aims.get(name, ""), str(ratio(of, plain)), size) for name, of in times.items()]
     found = [logs, *rows, Row(UPDATE, PLAIN, "<= 0.03 on a GPU", str(ratio(update, plain)), size)]

@@ -1,7 +1,7 @@
-"""Draw how distance falls with the number of steps, for several runs that evaluate.py has measured.
+"""Plot distance against the number of sampling steps, for several runs that evaluate.py has evaluated.
 
-A line is NAME:RUN, RUN being a folder with an evaluation.json that `evaluate.py --checkpoint RUN --steps 1 2 4 8 16 32
---solver euler` left there (a mean flow has no solver to name).
+A line is NAME:RUN, where RUN is a folder with an evaluation.json that was written by
+`evaluate.py --checkpoint RUN --steps 1 2 4 8 16 32 --solver euler` (without --solver for a mean flow, which has none).
 """
 
 import json
@@ -19,11 +19,11 @@ from rectified_flow.plots import Line, draw_lines
 @dataclass(frozen=True)
 class Flags:
     lines: tuple[str, ...]
-    """NAME:RUN of each."""
+    """NAME:RUN of each line."""
     distance: str = "efficientnet_lite0_frechet_distance"
-    """What to draw."""
+    """Distance to plot."""
     output: Path = Path("steps.png")
-    """The picture to write."""
+    """Image file to write."""
 
 
 def main(flags: Flags) -> None:

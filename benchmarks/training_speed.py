@@ -1,9 +1,10 @@
-"""Images a second through the whole training loop, this project's and rectified-flow-pytorch's, in turns.
+"""Images per second through the whole training loop, of this project and of rectified-flow-pytorch, in turns.
 
-Both train on the same folder of JPEG files with their own Trainers as a user starts them: data, step, average, and what
-they print and log, which the peer does at each step. Previews and checkpoints are left out of both. On a CPU both have
-about as many parameters and the same batch; on a GPU each has its defaults, and the peer once more what speeds it up
-without touching its code. Needs `pip install -e ".[benchmark]"`.
+Both train on the same folder of JPEG files with their own Trainers, launched as a user would launch them. The time
+includes data loading, the step, the weight average, and printing and logging, which the peer does at each step. It
+includes no previews and no checkpoints. On a CPU, both have about as many parameters and the same batch size. On a GPU,
+each has its defaults; the peer also runs a second time, with everything that speeds it up without changes to its code.
+Needs `pip install -e ".[benchmark]"`.
 """
 
 import contextlib
@@ -27,11 +28,11 @@ from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ra
 
 from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.processes.joining import join_processes
+from rectified_flow.distributed.joining import join_processes
 from rectified_flow.training.costs import multiplication_rate
 from train_oxford import build_flow
 
-PEER_TUNED = f"{PEER}, decoded pictures, batch 128, bf16"
+PEER_TUNED = f"{PEER}, decoded images, batch 128, bf16"
 PHOTOGRAPH = (667, 500)
 NEVER = 10**9
 
@@ -43,21 +44,21 @@ class Flags:
     dim: int = 40
     """Channels of this project's Unet at full resolution."""
     peer_dim: int = 32
-    """Channels of the peer's, for no more parameters."""
+    """Channels of the peer's Unet, chosen so that it has no more parameters."""
     batch_size: int = 16
-    """Images a step, of both; what the peer is shipped with."""
+    """Images per step, for both; the peer's default."""
     rounds: int = 5
-    """How often each has its turn."""
+    """Number of timed rounds per contender."""
     steps: int = 2
-    """Training steps in a turn."""
+    """Training steps per round."""
     warm_up: int = 1
-    """Training steps before."""
+    """Training steps before the first round."""
     pictures: int = 256
-    """JPEG files to train on."""
+    """Number of JPEG files to train on."""
 
 
 def write_photographs(folder: Path, count: int) -> None:
-    """Drawn flowers as JPEG files of the size that most of Oxford Flowers have."""
+    """Write synthetic flowers as JPEG files, in the size of most images of Oxford Flowers."""
     side = max(PHOTOGRAPH)
     flowers = SyntheticFlowers(side, count=count)
     grain = np.random.default_rng(0).normal(0, 6, (side, side, 3))  # no photograph is as smooth as a drawing
@@ -67,7 +68,7 @@ def write_photographs(folder: Path, count: int) -> None:
 
 
 def train_ours(config: RectifiedFlowConfig, turns: Turns) -> None:
-    """This project's Trainer, a turn of some steps at a time."""
+    """Train with this project's Trainer, a round of steps at a time."""
     join_processes()
     pictures = open_dataset("", config.dataset_path, image_size=config.image_size, cache_dir=config.cache_dir)
     flow = build_flow(config, ())
@@ -89,20 +90,20 @@ def train_ours(config: RectifiedFlowConfig, turns: Turns) -> None:
 
 @dataclass(frozen=True)
 class PeerSetup:
-    """The peer's Trainer; what is not said here is as it is shipped."""
+    """Settings of the peer's Trainer; all others keep the peer's defaults."""
 
     photographs: Path
     image_size: int
     dim: int
     batch_size: int = 16
     decoded: bool = False
-    """Give it pictures that are decoded already."""
+    """Train on images that are decoded in advance."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of its Accelerator."""
+    """Arguments of its Accelerator."""
 
 
 def train_peer(setup: PeerSetup, turns: Turns) -> None:
-    """The peer's Trainer, a turn of some steps at a time."""
+    """Train with the peer's Trainer, a round of steps at a time."""
     from rectified_flow_pytorch import ImageDataset, RectifiedFlow, Unet
     from rectified_flow_pytorch import Trainer as PeerTrainer
 
@@ -129,12 +130,12 @@ def train_peer(setup: PeerSetup, turns: Turns) -> None:
             turns.done(setup.batch_size)
 
         trainer.ema_model.update = update_in_turns
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a line a step
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a line per step
             trainer()
 
 
 def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, Contender]:
-    """What is to be timed, by name; ours are named by their precision."""
+    """The contenders by name; those of this project are named by their precision."""
     photographs = folder / "photographs"
     base = RectifiedFlowConfig(
         dataset_path=photographs,
@@ -176,7 +177,7 @@ AIMS = {
 
 
 def measure_size(flags: Flags, image_size: int, folder: Path) -> list[Row]:
-    """Rows of one image size."""
+    """The rows of one image size."""
     times = take_turns(
         build_contenders(flags, image_size, folder), rounds=flags.rounds, pieces=flags.steps, warm_up=flags.warm_up
     )
@@ -189,9 +190,9 @@ def measure_size(flags: Flags, image_size: int, folder: Path) -> list[Row]:
             rows.append(Row(what, peer, AIMS.get((peer, name), ""), str(ratio(times[peer], times[name])), speeds))
         facts = times[name].facts
         share = facts["flops"] / times[name].median / facts["rate"]
-        bound = f"{facts['rate'] / 1e12:.3g} TFLOP/s, as matrices are multiplied in that precision"
+        bound = f"the measured matmul rate in that precision, {facts['rate'] / 1e12:.3g} TFLOP/s"
         aim = ">= 45%" if name == "bf16, compiled" and image_size == 64 else ""
-        rows.append(Row(f"the same, {facts['flops'] / 1e9:.1f} GFLOP an image", bound, aim, f"{share:.0%}"))
+        rows.append(Row(f"the same, {facts['flops'] / 1e9:.1f} GFLOP per image", bound, aim, f"{share:.0%}"))
     return rows
 
 
@@ -200,7 +201,7 @@ def _speed(times: Times) -> str:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """Rows of all sizes."""
+    """The rows of all image sizes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "photographs").mkdir()

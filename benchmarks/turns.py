@@ -1,7 +1,7 @@
-"""Time things beside each other: each in a process of its own, in turns, so that what disturbs one disturbs all.
+"""Time several contenders in turns, each in its own process, so that a disturbance of the machine affects all of them.
 
-On a CPU the clock counts the processor time of one thread, which other programs on the machine change little; on a GPU
-it is the wall's. Of what comes out, look at the ratios: how fast the machine was meanwhile is in both their parts.
+On a CPU, the clock is the processor time of one thread, on which other programs have little effect. On a GPU, it is
+wall time. Compare the ratios, not the times: the speed of the machine cancels in a ratio.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 Contender = Callable[["Turns"], object]
-"""What is timed: works until :class:`Turns` ends it, and must be picklable."""
+"""A function to be timed. It works until :class:`Turns` stops it, and must be picklable."""
 
 
 class _Over(BaseException):
@@ -26,22 +26,22 @@ class _Over(BaseException):
 
 
 class Turns:
-    """A contender's side: it says when a piece of work is done, and waits there for its next turn.
+    """The contender's side: it reports each finished piece of work, and waits there for its next turn.
 
     Args:
-        connection: to who gives the turns.
-        pieces: of work in a turn.
-        warm_up: pieces of work before the first.
+        connection: connection to the process that assigns the turns.
+        pieces: pieces of work per turn.
+        warm_up: pieces of work before the first turn.
     """
 
     def __init__(self, connection: Connection, pieces: int, warm_up: int) -> None:
         self._connection, self._pieces, self._left = connection, pieces, warm_up
         self._work, self._began = 0.0, read_clock()
         self.facts: dict[str, Any] = {}
-        """What else there is to know about the contender; kept with its times."""
+        """Further facts about the contender, returned with its times."""
 
     def done(self, work: float = 1) -> None:
-        """A piece of work is done, of so many units; those are what is compared, a thousand images, say."""
+        """Report a finished piece of ``work`` units, such as images. Times are compared per unit."""
         self._left -= 1
         self._work += work
         if self._left > 0:
@@ -55,21 +55,21 @@ class Turns:
 
 @dataclass(frozen=True)
 class Times:
-    """What was measured of one contender."""
+    """The measured times of one contender."""
 
     seconds: list[float]
-    """For a unit of work, a number for each round."""
+    """Seconds per unit of work, for each round."""
     facts: Mapping[str, Any]
 
     @property
     def median(self) -> float:
-        """Seconds of a unit."""
+        """Median seconds per unit."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as much, by the median of the rounds, and the range of them."""
+    """The median and the range of a ratio over rounds."""
 
     median: float
     lowest: float
@@ -84,7 +84,7 @@ def _digits(value: float) -> str:
 
 
 def ratio(of: Times, to: Times) -> Ratio:
-    """Time of the one over time of the other, round by round."""
+    """The time of ``of`` divided by that of ``to``, round by round."""
     ratios = [a / b for a, b in zip(of.seconds, to.seconds, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
@@ -92,16 +92,16 @@ def ratio(of: Times, to: Times) -> Ratio:
 def take_turns(
     contenders: Mapping[str, Contender], *, rounds: int = 5, pieces: int = 1, warm_up: int = 1
 ) -> dict[str, Times]:
-    """Let each contender do ``pieces`` of work, one after the other, the order turned round from round to round.
+    """Time each contender in turn. The order is reversed from round to round.
 
     Args:
-        contenders: by name.
-        rounds: turns of each.
-        pieces: of work in a turn.
-        warm_up: pieces of work before the first turn, which are not counted.
+        contenders: the contenders by name.
+        rounds: turns per contender.
+        pieces: pieces of work per turn.
+        warm_up: pieces of work before the first turn, which are not timed.
 
     Raises:
-        RuntimeError: if one of them ends too early.
+        RuntimeError: if a contender ends too early.
     """
     spawn = multiprocessing.get_context("spawn")
     connections: dict[str, Connection] = {}
@@ -132,7 +132,7 @@ def _hear(connection: Connection, name: str) -> Any:
     try:
         return connection.recv()
     except EOFError:
-        raise RuntimeError(f"{name} ended before its time; see above") from None
+        raise RuntimeError(f"{name} ended too early; see above") from None
 
 
 def _work(contender: Contender, connection: Connection, pieces: int, warm_up: int) -> None:
@@ -145,19 +145,19 @@ def _work(contender: Contender, connection: Connection, pieces: int, warm_up: in
 
 
 def wait_for_device() -> None:
-    """Until a GPU, if there is one, has done all it was given."""
+    """Wait until the GPU, if there is one, has finished all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def read_clock() -> float:
-    """Seconds: of this process's processor time, or where there is a GPU, when all it was given is done."""
+    """The processor time of this process, or with a GPU the wall time after all its work is finished [s]."""
     wait_for_device()
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 
 def describe_machine() -> str:
-    """The card, or the processor."""
+    """The name of the GPU, or else of the processor."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -168,7 +168,7 @@ def describe_machine() -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: what was measured, beside what, and what was hoped for."""
+    """A row of the table: the subject, its baseline, the aim, the result and a remark."""
 
     what: str
     against: str
@@ -178,7 +178,7 @@ class Row:
 
 
 def print_rows(rows: Sequence[Row]) -> str:
-    """The table, in Markdown."""
+    """The table as Markdown."""
     lines = ["| what | against | aim | measured | |", "|---|---|---|---|---|"]
     lines += [f"| {row.what} | {row.against} | {row.aim} | **{row.measured}** | {row.remark} |" for row in rows]
     return "\n".join(lines)

@@ -1,21 +1,58 @@
 """Train one-step and few-step image generators from your own pictures with rectified flow."""
 
-from rectified_flow.data import OxfordFlowersDataset, open_dataset
-from rectified_flow.errors import UsageError
-from rectified_flow.flows import Flow, MeanFlow, RectifiedFlow
-from rectified_flow.networks import Unet
-from rectified_flow.training import MeanFlowConfig, RectifiedFlowConfig, Trainer, TrainingConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Flow",
-    "MeanFlow",
-    "MeanFlowConfig",
-    "OxfordFlowersDataset",
-    "RectifiedFlow",
-    "RectifiedFlowConfig",
-    "Trainer",
-    "TrainingConfig",
-    "Unet",
-    "UsageError",
-    "open_dataset",
-]
+if TYPE_CHECKING:
+    from rectified_flow.data.catalog import open_dataset as open_dataset
+    from rectified_flow.data.image_store import ImageDataset as ImageDataset
+    from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
+    from rectified_flow.errors import RunError as RunError
+    from rectified_flow.errors import UsageError as UsageError
+    from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
+    from rectified_flow.flows.flow import Flow as Flow
+    from rectified_flow.flows.mean import MeanFlow as MeanFlow
+    from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
+    from rectified_flow.flows.saved import load_flow as load_flow
+    from rectified_flow.networks.conditions import Labels as Labels
+    from rectified_flow.networks.conditions import Vector as Vector
+    from rectified_flow.networks.unet import Unet as Unet
+    from rectified_flow.registry import register as register
+    from rectified_flow.runs.config import TrainingConfig as TrainingConfig
+    from rectified_flow.spaces.pixels import Pixels as Pixels
+    from rectified_flow.spaces.space import Space as Space
+    from rectified_flow.training.callbacks import Callback as Callback
+    from rectified_flow.training.eval_hook import EvaluationHook as EvaluationHook
+    from rectified_flow.training.trainer import Trainer as Trainer
+
+_HOMES = {
+    "Callback": "training.callbacks",
+    "EvaluationHook": "training.eval_hook",
+    "Evaluator": "evaluation.evaluator",
+    "Flow": "flows.flow",
+    "ImageDataset": "data.image_store",
+    "Labels": "networks.conditions",
+    "MeanFlow": "flows.mean",
+    "OxfordFlowersDataset": "data.oxford_flowers",
+    "Pixels": "spaces.pixels",
+    "RectifiedFlow": "flows.rectified",
+    "RunError": "errors",
+    "Space": "spaces.space",
+    "Trainer": "training.trainer",
+    "TrainingConfig": "runs.config",
+    "Unet": "networks.unet",
+    "UsageError": "errors",
+    "Vector": "networks.conditions",
+    "load_flow": "flows.saved",
+    "open_dataset": "data.catalog",
+    "register": "registry",
+}
+"""The public names and their modules, imported when first used: ``--help`` needs none of them."""
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

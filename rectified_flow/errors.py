@@ -1,28 +1,43 @@
-"""The errors a person is meant to read: the programs print them without a traceback."""
+"""The errors a person is meant to read, which the programs print without a traceback, and checks that raise them."""
 
 from math import isfinite
 
 
 class UsageError(ValueError):
-    """Input the run cannot start with: one sentence naming the flag or file and what to do. Exit code 2."""
+    """Input that a run cannot start with: one sentence naming the flag or file and what to do. Exit code 2."""
 
 
 class RunError(RuntimeError):
-    """What a run that had started cannot go on with: one sentence on what happened and what to do. Exit code 1."""
+    """A failure that ends a run which had started: one sentence on what happened and what to do. Exit code 1."""
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of some library says, cut to a line."""
+    """The first line of an error message of some library."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def require_positive(config: object, name: str) -> None:
-    """Raise a UsageError if a flag that was given is not above 0."""
-    value = getattr(config, name)
-    require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
 
 
 def require(condition: bool, sentence: str) -> None:
     """Raise a UsageError with ``sentence`` unless ``condition`` holds."""
     if not condition:
         raise UsageError(sentence)
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Raise a UsageError if one of these flags is given and not above 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
+
+
+def require_natural(config: object, *names: str) -> None:
+    """Raise a UsageError if one of these flags is below 0."""
+    for name in names:
+        value = getattr(config, name)
+        require(value >= 0, f"--{name} is {value}; it must not be below 0")
+
+
+def require_fraction(config: object, *names: str) -> None:
+    """Raise a UsageError if one of these flags is not in [0, 1)."""
+    for name in names:
+        value = getattr(config, name)
+        require(0 <= value < 1, f"--{name} is {value}; it must be at least 0 and below 1")

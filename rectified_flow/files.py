@@ -1,16 +1,20 @@
-"""Files that are whole or absent, and locks that end with their process."""
+"""Files that are whole or absent, folders that can be written, and locks that end with their process."""
 
 import os
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
+
+from rectified_flow.errors import UsageError
 
 
 def lock_of(path: Path) -> FileLock:
     """The operating system's lock on ``path``.
 
-    Never a mere marker file in its place, which would outlive a process that is killed: where the file system has no
-    locks, acquiring it raises NotImplementedError.
+    A marker file in its place would outlive a killed process, so on a file system without locks acquiring this one
+    raises NotImplementedError.
     """
     return FileLock(path, fallback_to_soft=False)
 
@@ -33,9 +37,43 @@ def flush_folder(folder: Path) -> None:
         flush(path)
 
 
-def replace_file(path: Path, content: bytes | str) -> None:
-    """Write ``content`` beside ``path``, flush it and rename it there."""
+def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
+
+    Args:
+        path: the file.
+        content: bytes, or text for UTF-8.
+        durable: wait until the disk has it.
+
+    Raises:
+        OSError: if that fails; the file is then as it was.
+    """
     beside = path.with_name(f".{path.name}.tmp")
-    beside.write_bytes(content.encode() if isinstance(content, str) else content)
-    flush(beside)
-    beside.replace(path)
+    try:
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            flush(beside)
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def prepare_folder(flag: str, folder: Path) -> Path:
+    """Make ``folder`` and check that it can be written.
+
+    Args:
+        flag: the option that names the folder, for the error message.
+        folder: the folder.
+
+    Raises:
+        UsageError: if it cannot be made or written, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk shows here")
+    except OSError as error:
+        raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
+    return folder

@@ -1,4 +1,4 @@
-"""Requests to end: where there is something to save, a signal only sets a flag, polled between two pieces of work."""
+"""Stop requests. While there is something to save, a signal only sets a flag, polled between two pieces of work."""
 
 import os
 import signal
@@ -9,11 +9,11 @@ from types import FrameType
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 ECHO = 1.0
-"""Seconds in which a second signal is taken for the same request, come another way: from a launcher, say."""
+"""Seconds within which a second signal counts as a duplicate of the first, for example one forwarded by a launcher."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The end was requested, and what is being done can be given up."""
+    """A stop was requested, and the current work can be abandoned."""
 
 
 class _Ambient:
@@ -27,16 +27,16 @@ _ambient = _Ambient()
 
 
 @contextmanager
-def signals_request_end() -> Iterator[None]:
-    """Inside the block the :data:`SIGNALS` raise :class:`Interrupted`, or set a flag within :func:`deferring`.
+def stop_on_signals() -> Iterator[None]:
+    """Inside the block, the :data:`SIGNALS` raise :class:`Interrupted`, or set a flag within :func:`defer_signals`.
 
-    A second Ctrl-C ends the process at once, as ever; torchrun and accelerate launch hand it on as SIGTERM. Their own
-    end, when they are killed and leave their processes behind, is a request, too.
+    A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. If the launcher
+    is killed and leaves its processes behind, this counts as a stop request, too.
     """
     _ambient.request = None
     _ambient.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = [number for number in SIGNALS if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP, and means it
+    heeded = [number for number in SIGNALS if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP; keep that
     for number in heeded:
         signal.signal(number, _request_end)
     try:
@@ -48,8 +48,8 @@ def signals_request_end() -> Iterator[None]:
 
 
 @contextmanager
-def deferring() -> Iterator[None]:
-    """Inside the block a signal sets a flag and nothing else: whoever works polls it and saves first."""
+def defer_signals() -> Iterator[None]:
+    """Inside the block, a signal only sets a flag. The code inside polls the flag and saves before it stops."""
     _ambient.deferring = True
     try:
         yield
@@ -57,26 +57,26 @@ def deferring() -> Iterator[None]:
         _ambient.deferring = False
 
 
-def requested() -> str | None:
-    """What asked for the end, or None."""
+def stop_requested() -> str | None:
+    """The source of the stop request, such as a signal's name, or None if there is no request."""
     if _ambient.launcher is not None and os.getppid() != _ambient.launcher:
-        return _ambient.request or "the end of its launcher"
+        return _ambient.request or "launcher exited"
     return _ambient.request
 
 
-def poll() -> None:
-    """Give up what is being done if an end was requested.
+def raise_if_stop_requested() -> None:
+    """Abandon the current work if a stop was requested.
 
     Raises:
-        Interrupted: then.
+        Interrupted: if a stop was requested.
     """
-    request = requested()
+    request = stop_requested()
     if request is not None:
         raise Interrupted(request)
 
 
 def leave_signals_to_parent(_worker: int) -> None:
-    """Ignore the signals in this process, a helper that ends with its parent."""
+    """Ignore the signals in this process, a helper that exits with its parent."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -93,5 +93,9 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
     if not _ambient.deferring:
         raise Interrupted(_ambient.request)
     if os.environ.get("RANK", "0") == "0":
-        with suppress(OSError):  # not print: a signal may come in the middle of one
-            os.write(2, f"\n{_ambient.request}: this step, a checkpoint, the end; Ctrl-C now ends at once\n".encode())
+        notice = (
+            f"\n{_ambient.request} received: finishing this step and saving a checkpoint. "
+            "Press Ctrl-C again to quit immediately.\n"
+        )
+        with suppress(OSError):  # not print: the signal may have interrupted one
+            os.write(2, notice.encode())

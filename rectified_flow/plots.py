@@ -1,4 +1,4 @@
-"""The one look of plots: lines, in a PNG."""
+"""Line plots in a common style, as PNG files."""
 
 from collections.abc import Mapping
 from io import BytesIO
@@ -8,7 +8,7 @@ from typing import Any
 from rectified_flow.files import replace_file
 
 Line = tuple[Any, Any]
-"""The x of its points and their y, as sequences or arrays."""
+"""The x and the y coordinates of the points, as sequences or arrays."""
 
 
 def draw_lines(
@@ -21,12 +21,12 @@ def draw_lines(
     log_x: bool = False,
     log_y: bool = False,
 ) -> Path:
-    """Draw ``lines`` by name into ``path``, and return that.
+    """Plot the named ``lines`` into the PNG file ``path``, and return ``path``.
 
     Raises:
-        OSError: if it cannot be written.
+        OSError: if the file cannot be written.
     """
-    from matplotlib.figure import Figure  # takes a second to load
+    from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label, title=title)

@@ -1,4 +1,4 @@
-"""The one look of progress bars and of lines beside them, and streams that a run outlives."""
+"""Progress bars in a common style, and output streams that may close before the run ends."""
 
 import os
 import sys
@@ -10,16 +10,16 @@ from tqdm.auto import tqdm
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":
-    """A tqdm bar that fits the terminal, and writes a line now and then where there is none."""
+    """A tqdm bar that fits the terminal. Without a terminal, it is refreshed every 30 seconds."""
     interval = 0.1 if sys.stderr.isatty() else 30.0
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
 
 
 @contextmanager
-def outliving_streams() -> Iterator[None]:
-    """Inside the block, output to a terminal or pipe that has gone is lost, and nothing else is."""
+def tolerate_closed_streams() -> Iterator[None]:
+    """Inside the block, output to a closed terminal or pipe is discarded without an error."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (_Hardy(stream) for stream in before)
+    sys.stdout, sys.stderr = (_SafeStream(stream) for stream in before)
     try:
         yield
     finally:
@@ -28,7 +28,7 @@ def outliving_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class _Hardy:
+class _SafeStream:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
@@ -49,6 +49,6 @@ class _Hardy:
         try:
             yield
         except (OSError, ValueError):
-            # What is still in the buffer must have somewhere to go when the program ends.
+            # The remaining buffer is flushed at exit and needs a valid file descriptor.
             with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), self._stream.fileno())

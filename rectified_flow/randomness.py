@@ -1,9 +1,12 @@
-"""Randomness as a function of (seed, purpose, step), never as a state.
+"""Random draws as a function of (seed, purpose, step), without generator state.
 
-Training enters :func:`rows_of` around each forward pass. Every draw made inside is then drawn for the *global* batch
-and cut down to the rows this process holds, so a run draws the same numbers on any number of processes, with any
-gradient accumulation, and after any restart. Sampling enters it with :class:`Items`, each a picture with draws of its
-own. Outside of it the draws come from torch's default generator.
+Training wraps each forward pass in :func:`deterministic`. Every draw inside is made for the *global* batch and then
+indexed with the rows of this process. A run therefore draws the same numbers on any number of processes, with any
+gradient accumulation, and after any restart. Sampling passes :class:`Samples` instead, where each image has its own
+draws. Outside of :func:`deterministic`, draws come from torch's default generator.
+
+Inside, torch's default generators are seeded, too, differently on each rank and for each micro-batch. So a module that
+calls plain ``torch.randn`` or ``nn.Dropout`` draws other numbers on every rank, and the same ones after a resume.
 """
 
 import hashlib
@@ -18,14 +21,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of one step's global batch that a forward pass works on.
+class BatchRows:
+    """The rows of one step's global batch that a forward pass processes.
 
     Args:
         seed: the run's seed.
-        step: the optimizer step the draws belong to.
-        total: rows in the global batch.
-        index: which of them are present, in order.
+        step: the optimizer step of the draws.
+        total: number of rows in the global batch.
+        index: the rows that are present, in order.
     """
 
     seed: int
@@ -35,14 +38,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Items:
-    """Rows that stand alone: what each draws is a function of its number, not of how many others there are.
+class Samples:
+    """Independent samples: the draws of each are a function of (seed, its number), however many others there are.
 
-    Drawn on the CPU and then moved, so that every device has the same.
+    They are made on the CPU and then moved, so that every device gets the same numbers.
 
     Args:
-        seed: of all of them.
-        index: the number of each row that is present, in order.
+        seed: the seed of all samples.
+        index: the number of each sample that is present, in order.
     """
 
     seed: int
@@ -50,12 +53,12 @@ class Items:
 
     @property
     def total(self) -> int:
-        """How many are present."""
+        """Number of samples that are present."""
         return len(self.index)
 
 
 class _Ambient:
-    rows: Rows | Items | None = None
+    rows: BatchRows | Samples | None = None
     dropout_keys: Tensor | None = None
 
 
@@ -63,34 +66,46 @@ _ambient = _Ambient()
 
 
 @contextmanager
-def rows_of(rows: Rows | Items, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make every draw inside the block a function of ``rows``; ``device`` is where dropout will happen.
+def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu") -> Iterator[None]:
+    """Make every draw inside the block a function of ``rows``; ``device`` is that of the forward pass.
 
-    A backward pass that computes activations again belongs inside, too.
+    torch's default generators are seeded inside the block, and restored after it. With gradient checkpointing, the
+    backward pass must be inside the block, too, since it recomputes activations.
     """
     previous = _ambient.rows, _ambient.dropout_keys
     _ambient.rows = rows
     _ambient.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)
+    device = torch.device(device)
+    devices = [device] if device.type == "cuda" else []
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(mix(rows.seed, "torch", *_place(rows)))
+            yield
     finally:
         _ambient.rows, _ambient.dropout_keys = previous
 
 
+def _place(rows: BatchRows | Samples) -> tuple[int | str, ...]:
+    """Numbers that differ between ranks, micro-batches and steps, or between samples."""
+    if isinstance(rows, Samples):
+        return "samples", *rows.index[:1]
+    return rows.step, rows.total, str(rows.index)
+
+
 def mix(*values: int | str) -> int:
-    """Hash the values into 63 bits, the same on every machine and in every process."""
+    """Hash the values to 63 bits. The result is the same on every machine and in every process."""
     digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def generator(device: torch.device | str, *values: int | str) -> torch.Generator:
-    """A generator whose stream is a function of ``values``."""
+    """A generator seeded with a hash of ``values``."""
     return torch.Generator(device).manual_seed(mix(*values))
 
 
-def randn(purpose: str, shape: Sequence[int], device: torch.device | str, instead: Tensor | None = None) -> Tensor:
-    """Standard normal draws ``[b, ...]`` for this process's rows, or ``instead`` for those of the global batch."""
-    return _draw(torch.randn, purpose, shape, device, instead)
+def randn(purpose: str, shape: Sequence[int], device: torch.device | str, global_rows: Tensor | None = None) -> Tensor:
+    """Standard normal draws ``[b, ...]`` for this process's rows, or for rows ``global_rows`` of the global batch."""
+    return _draw(torch.randn, purpose, shape, device, global_rows)
 
 
 def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
@@ -108,24 +123,25 @@ def _draw(
     purpose: str,
     shape: Sequence[int],
     device: torch.device | str,
-    instead: Tensor | None = None,
+    global_rows: Tensor | None = None,
 ) -> Tensor:
     rows = _ambient.rows
     if rows is None:
         drawn = source(tuple(shape), device=device)
-        return drawn if instead is None else drawn[instead]
-    if isinstance(rows, Items):
+        return drawn if global_rows is None else drawn[global_rows]
+    if isinstance(rows, Samples):
         streams = (generator("cpu", rows.seed, purpose, index) for index in rows.index)
         return torch.stack([source(tuple(shape[1:]), generator=stream) for stream in streams]).to(device)
     stream = generator(device, rows.seed, purpose, rows.step)
-    return source((rows.total, *shape[1:]), device=device, generator=stream)[rows.index if instead is None else instead]
+    drawn = source((rows.total, *shape[1:]), device=device, generator=stream)
+    return drawn[rows.index if global_rows is None else global_rows]
 
 
 def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
-    """Inverted dropout of ``x`` ``[b, ...]`` whose mask is a hash of (row's key, layer, element).
+    """Inverted dropout of ``x`` ``[b, ...]`` with a mask that is a hash of (row's key, layer, element).
 
-    A hash needs no generator: the mask is the same in a second pass over the same rows or the first few of them (as
-    mean flow makes), inside a compiled graph, and on every number of processes.
+    A hash needs no generator. The mask is the same in a second pass over the same rows or over the first few of them
+    (mean flow has such passes), inside a compiled graph, and on any number of processes.
     """
     keys = _ambient.dropout_keys
     if keys is None:
@@ -140,9 +156,9 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Spread the bits of int32 ``x``, the highest best, in the manner of MurmurHash3 (Appleby, public domain).
+    """Mix the bits of int32 ``x``, the highest bits best, in the manner of MurmurHash3 (Appleby, public domain).
 
-    That the shift copies the sign costs one bit of 32.
+    The right shift copies the sign bit, which costs one bit of 32.
     """
     x = x * -0x7A143595
     return x.bitwise_xor_(x >> 15).mul_(-0x3D4D51CB)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train on several GPUs of this machine:
 #   scripts/run_multi_gpu_simple.sh [N] [--max_restarts R] [flags of train_oxford.py ...]
-# N is the number of GPUs (default: all of them). With one GPU or none this runs plain python.
-# --max_restarts R starts all processes again, up to R times, when one dies; they go on from the last checkpoint.
+# N is the number of GPUs (default: all of them). With one GPU or none, this runs plain python.
+# --max_restarts R restarts all processes, up to R times, when one of them dies. They resume from the last checkpoint.
 # PROGRAM=train_mean_flow.py trains a mean flow instead.
-# PYTHON names another interpreter than the one in .venv, or else python3.
+# PYTHON selects the interpreter (default: the one in .venv if it exists, else python3).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

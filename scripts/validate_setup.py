@@ -1,4 +1,4 @@
-"""Check that this machine can train: versions, devices, data, processes, disk; each line says ok, or what to do."""
+"""Check that this machine can train: versions, devices, data, processes, disk. Each line is ok, or names a fix."""
 
 import os
 import platform
@@ -33,21 +33,21 @@ class Flags:
     dataset: str = OXFORD_FLOWERS
     """Hub id of a dataset with an image column, or synthetic-flowers."""
     dataset_path: Path | None = None
-    """Folder of your own pictures, or a local datasets folder."""
+    """Folder of your own images, or a local datasets folder."""
     image_size: int = 64
     """Side of the images [px]."""
     output_dir: Path = Path("runs")
-    """Where runs will be written."""
+    """Folder in which runs will be saved."""
     cache_dir: Path | None = None
-    """Where decoded images are kept (default: $RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow)."""
+    """Folder for decoded images (default: $RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow)."""
 
 
 class ProblemError(Exception):
-    """What is wrong and what to do about it."""
+    """A failed check; the message states the problem and the fix."""
 
 
 def main(flags: Flags) -> int:
-    """Run every check and return how many found a problem."""
+    """Run every check and return the number of failed checks."""
     checks: dict[str, Callable[[], str]] = {
         "versions": check_versions,
         "devices": check_devices,
@@ -64,12 +64,12 @@ def main(flags: Flags) -> int:
             verdict, text = "FIX ", str(problem)
             problems += 1
         print(f"{verdict}  {name:14} {text}", flush=True)
-    print("everything is ready" if problems == 0 else f"{problems} of {len(checks)} checks need you; see FIX above")
+    print("all checks passed" if problems == 0 else f"{problems} of {len(checks)} checks failed; see FIX above")
     return problems
 
 
 def check_versions() -> str:
-    """The versions of Python and of the packages that matter."""
+    """The versions of Python and of the main packages."""
     return f"python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
@@ -80,31 +80,32 @@ def check_devices() -> str:
         return ", ".join(f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in properties)
     if shutil.which("nvidia-smi"):
         raise ProblemError(
-            f"there is an NVIDIA driver but torch {torch.__version__} sees no GPU: check CUDA_VISIBLE_DEVICES, and "
-            "that the driver is new enough for this torch"
+            f"an NVIDIA driver is installed but torch {torch.__version__} finds no GPU: check CUDA_VISIBLE_DEVICES, "
+            "and that the driver is recent enough for this version of torch"
         )
     if torch.accelerator.is_available():
         return str(torch.accelerator.current_accelerator())
-    return f"no GPU; {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads: fit for small images and debugging"
+    threads = torch.get_num_threads()
+    return f"no GPU; {os.cpu_count()} CPU cores, {threads} threads: suitable for small images and debugging"
 
 
 def check_data(flags: Flags) -> str:
-    """The dataset's size, and one batch read back."""
+    """The size of the dataset, and one batch read from its store."""
     dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size, cache_dir=flags.cache_dir)
     images = dataset.__getitems__(range(min(8, len(dataset))))["images"]
     return (
         f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
-        f"mean {images.float().mean():.0f}; kept in {dataset.path}"
+        f"mean {images.float().mean():.0f}; stored in {dataset.path}"
     )
 
 
 def check_start_method() -> str:
-    """How loader processes start."""
+    """The start method of data loader processes."""
     return f"{mp.get_start_method()} (of {', '.join(mp.get_all_start_methods())})"
 
 
 def check_two_processes() -> str:
-    """Sum a number over two processes, on two GPUs where there are two."""
+    """Sum a number over two processes, on two GPUs if available."""
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -131,18 +132,18 @@ def _all_reduce(rank: int, store: str, backend: str) -> None:
 
 
 def check_disk(*folders: Path) -> str:
-    """Free space where runs and decoded images go."""
+    """Free space in the folders for runs and decoded images."""
     lines = []
     for folder in folders:
         place = folder.resolve()
         while not place.exists():
             place = place.parent
         if not os.access(place, os.W_OK):
-            raise ProblemError(f"{place} cannot be written: choose another --output_dir or --cache_dir")
+            raise ProblemError(f"{place} is not writable: choose another --output_dir or --cache_dir")
         free = shutil.disk_usage(place).free
         if free < FREE_BYTES_WANTED:
             raise ProblemError(
-                f"only {free / 1e9:.1f} GB are free for {folder}: make room, a run keeps several checkpoints"
+                f"only {free / 1e9:.1f} GB are free for {folder}: free some space, as a run keeps several checkpoints"
             )
         lines.append(f"{free / 1e9:.0f} GB free for {folder}")
     return ", ".join(lines)

@@ -1,4 +1,4 @@
-"""Gaussian data, for which the velocity, the flow map and the least possible loss are known in closed form.
+"""Gaussian data, for which the velocity, the flow map and the lowest possible loss are known in closed form.
 
 For data N(mu, diag(lam)) and ``x_t = (1 - t) x_0 + t noise``, with ``V(t) = (1 - t)^2 lam + t^2``:
 the velocity is ``-mu + (t - (1 - t) lam) / V(t) * (x - (1 - t) mu)``, the flow map to time r is
@@ -32,7 +32,7 @@ class Gaussian:
         return (1 - r) * self.mean + ratio.sqrt() * (x - (1 - t) * self.mean)
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor) -> Tensor:
-        """(x - flow_map(x, t, r)) / (t - r), in a form that holds at r = t."""
+        """(x - flow_map(x, t, r)) / (t - r), in a form that is also valid at r = t."""
         at_t, at_r = self.marginal(t), self.marginal(r)
         gain = (t + r - self.variance * (2 - t - r)) / (at_t + (at_t * at_r).sqrt())
         return -self.mean + gain * (x - (1 - t) * self.mean)
@@ -49,13 +49,13 @@ class Gaussian:
         return t / self.marginal(t) * (x - (1 - t) * self.mean)
 
     def floor(self, t: Tensor) -> Tensor:
-        """The least mean squared error of a velocity, averaged over elements, at times ``t`` ``[b]``."""
+        """The lowest possible mean squared error of a velocity, averaged over elements, at times ``t`` ``[b]``."""
         times = t.reshape(-1, *[1] * self.mean.ndim)
         return (self.variance / self.marginal(times)).flatten(1).mean(dim=1)
 
 
 def image_gaussian() -> Gaussian:
-    """Over images ``[3, 4, 4]``, each element with a mean and a variance of its own."""
+    """A Gaussian over images ``[3, 4, 4]``; each element has its own mean and variance."""
     generator = torch.Generator().manual_seed(0)
     mean = torch.rand(3, 4, 4, generator=generator, dtype=torch.float64) - 0.5
     variance = 0.02 + 0.5 * torch.rand(3, 4, 4, generator=generator, dtype=torch.float64)

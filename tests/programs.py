@@ -8,10 +8,10 @@ from typing import Any
 
 import train_mean_flow
 import train_oxford
-from rectified_flow.evaluating import EvaluateConfig, evaluate
-from rectified_flow.processes.launch import run
-from rectified_flow.sampling import SampleConfig, sample
-from rectified_flow.training.flow_configs import MeanFlowConfig, RectifiedFlowConfig
+from rectified_flow.cli.evaluate import EvaluateConfig, evaluate
+from rectified_flow.cli.launch import run
+from rectified_flow.cli.sample import SampleConfig, sample
+from rectified_flow.flows.config import MeanFlowConfig, RectifiedFlowConfig
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {

@@ -1,7 +1,8 @@
 """Run a function on several ranks of a real process group, in a fraction of a second.
 
-A fork server imports everything once; ranks fork from it and meet through a file, so no ports are involved. Time-outs
-lie in layers: the process group's own, a stack dump in each rank, and the parent's deadline, when all are killed.
+A fork server imports everything once. The ranks fork from it and use a file as their store, so no ports are involved.
+There are three timeouts: that of the process group, a stack dump in each rank, and the parent's deadline, at which all
+ranks are killed.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ _context.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "torch.optim",
         "accelerate", "accelerate.data_loader", "datasets", "ema_pytorch", "safetensors.torch", "matplotlib.figure",
-        "rectified_flow", "rectified_flow.processes.launch", "rectified_flow.training.trainer", "tests.training.runs",
+        "rectified_flow", "rectified_flow.cli.launch", "rectified_flow.training.trainer", "tests.training.runs",
     ]
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 
 from rectified_flow import UsageError, checkpoint
-from rectified_flow.averages import LENGTHS, PowerAverages, drop_snapshots, file_of, keep_snapshots, synthesize
+from rectified_flow.training.averages import LENGTHS, PowerAverages, drop_snapshots, file_of, keep_snapshots, synthesize
 
 UPDATES, EVERY = 400, 40
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
+from rectified_flow.runs import checkpoint
 
 FORK = multiprocessing.get_context("fork")
 

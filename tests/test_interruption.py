@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rectified_flow.flows.solvers import integrate
-from rectified_flow.interruption import ECHO, Interrupted, deferring, poll, requested, signals_request_end
+from rectified_flow.interruption import ECHO, Interrupted, defer_signals, stop_on_signals
 
 FORK = multiprocessing.get_context("fork")
 
@@ -19,43 +19,43 @@ FORK = multiprocessing.get_context("fork")
 def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
     number = signal.Signals[name]
     before = signal.getsignal(number)
-    with signals_request_end(), deferring():
-        poll()
+    with stop_on_signals(), defer_signals():
+        raise_if_stop_requested()
         os.kill(os.getpid(), number)
-        assert requested() == name
+        assert stop_requested() == name
         with pytest.raises(Interrupted, match=name):
-            poll()
-    assert requested() is None
+            raise_if_stop_requested()
+    assert stop_requested() is None
     assert signal.getsignal(number) == before
 
 
 def test_the_same_request_by_two_ways_is_one() -> None:
-    with signals_request_end(), deferring():
+    with stop_on_signals(), defer_signals():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert requested() == "SIGINT"
+        assert stop_requested() == "SIGINT"
 
 
 def test_where_nothing_is_to_be_saved_a_signal_raises() -> None:
-    with signals_request_end(), pytest.raises(Interrupted, match="SIGTERM"):
+    with stop_on_signals(), pytest.raises(Interrupted, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_what_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with signals_request_end():
+        with stop_on_signals():
             os.kill(os.getpid(), signal.SIGHUP)
-            assert requested() is None
+            assert stop_requested() is None
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def wait_forever(ready: Path) -> None:
-    with signals_request_end(), deferring():
+    with stop_on_signals(), defer_signals():
         ready.touch()
-        while requested() is None:
+        while stop_requested() is None:
             time.sleep(0.01)
         ready.unlink()
         while True:
@@ -81,10 +81,10 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, second: signal.Signals) ->
 
 def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    with signals_request_end():
-        assert requested() is None
+    with stop_on_signals():
+        assert stop_requested() is None
         monkeypatch.setattr(os, "getppid", lambda: -1)
-        assert requested() == "the end of its launcher"
+        assert stop_requested() == "launcher exited"
 
 
 def test_sampling_is_given_up_between_steps() -> None:
@@ -97,6 +97,6 @@ def test_sampling_is_given_up_between_steps() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return x
 
-    with signals_request_end(), deferring(), pytest.raises(Interrupted):
+    with stop_on_signals(), defer_signals(), pytest.raises(Interrupted):
         integrate(velocity, torch.ones(1), [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "euler")
     assert calls == 3

@@ -4,37 +4,37 @@ import pytest
 import torch
 
 from rectified_flow import randomness
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 
 CPU = torch.device("cpu")
 
 
-def draw(rows: Rows, purpose: str = "noise") -> torch.Tensor:
+def draw(rows: BatchRows, purpose: str = "noise") -> torch.Tensor:
     count = len(range(rows.total)[rows.index]) if isinstance(rows.index, slice) else len(rows.index)
-    with rows_of(rows):
+    with deterministic(rows):
         return randomness.randn(purpose, (count, 2), CPU)
 
 
 def test_parts_hold_their_rows_of_the_whole() -> None:
-    whole = draw(Rows(1, 2, 12, slice(None)))
-    assert torch.equal(draw(Rows(1, 2, 12, slice(1, None, 3))), whole[1::3])
-    assert torch.equal(draw(Rows(1, 2, 12, [7, 0])), whole[[7, 0]])
+    whole = draw(BatchRows(1, 2, 12, slice(None)))
+    assert torch.equal(draw(BatchRows(1, 2, 12, slice(1, None, 3))), whole[1::3])
+    assert torch.equal(draw(BatchRows(1, 2, 12, [7, 0])), whole[[7, 0]])
 
 
 def test_seed_step_and_purpose_each_matter() -> None:
-    reference = draw(Rows(1, 2, 4, slice(None)))
-    assert torch.equal(reference, draw(Rows(1, 2, 4, slice(None))))
-    for other in (draw(Rows(0, 2, 4, slice(None))), draw(Rows(1, 3, 4, slice(None)))):
+    reference = draw(BatchRows(1, 2, 4, slice(None)))
+    assert torch.equal(reference, draw(BatchRows(1, 2, 4, slice(None))))
+    for other in (draw(BatchRows(0, 2, 4, slice(None))), draw(BatchRows(1, 3, 4, slice(None)))):
         assert not torch.equal(reference, other)
-    assert not torch.equal(reference, draw(Rows(1, 2, 4, slice(None)), "time"))
+    assert not torch.equal(reference, draw(BatchRows(1, 2, 4, slice(None)), "time"))
 
 
 def test_the_default_generator_has_no_say() -> None:
     torch.manual_seed(0)
-    one = draw(Rows(1, 2, 4, slice(None)))
+    one = draw(BatchRows(1, 2, 4, slice(None)))
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    assert torch.equal(one, draw(Rows(1, 2, 4, slice(None))))
+    assert torch.equal(one, draw(BatchRows(1, 2, 4, slice(None))))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -52,7 +52,7 @@ def test_mix_is_the_same_everywhere() -> None:
 @pytest.mark.parametrize("probability", [0.1, 0.5])
 def test_dropout_rate_and_scale(probability: float) -> None:
     x = torch.ones(64, 32, 8, 8)
-    with rows_of(Rows(0, 0, 64, slice(None))):
+    with deterministic(BatchRows(0, 0, 64, slice(None))):
         dropped = randomness.dropout(x, probability, layer=1)
     kept = dropped != 0
     assert kept.float().mean() == pytest.approx(1 - probability, abs=0.004)
@@ -70,7 +70,7 @@ def test_dropout_differs_by_layer_and_step_and_not_by_pass_or_part() -> None:
     x = torch.ones(8, 4, 8, 8)
 
     def mask(layer: int = 1, step: int = 0, part: slice = slice(None)) -> torch.Tensor:
-        with rows_of(Rows(0, step, 8, part)):
+        with deterministic(BatchRows(0, step, 8, part)):
             return randomness.dropout(x[part], 0.5, layer)
 
     reference = mask()

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from rectified_flow.flows.images import write_picture
 
 from rectified_flow import Flow, MeanFlow, checkpoint
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.sample import SampleConfig, sample
 from rectified_flow.errors import RunError
-from rectified_flow.flows.images import write_picture
 from rectified_flow.flows.saved import FLOW_FILE
-from rectified_flow.processes.command_line import parse
-from rectified_flow.sampling import SampleConfig, sample
 from tests.flows.test_saved import FLOWS, write
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks

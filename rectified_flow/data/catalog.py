@@ -1,4 +1,4 @@
-"""Find the pictures a person named."""
+"""Open the dataset that the flags name."""
 
 from pathlib import Path
 
@@ -19,21 +19,30 @@ def open_dataset(
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
 ) -> ImageDataset:
-    """Open pictures as uint8 images of ``image_size`` px, decoding them first if that has not been done.
+    """Open a dataset as uint8 images of ``image_size`` px, decoding the images first if they are not in a store yet.
 
     Args:
         dataset: ``synthetic-flowers`` or a hub id; unused if ``dataset_path`` is given.
-        dataset_path: a folder of pictures, or of a dataset in one of the hub's layouts.
+        dataset_path: a folder of images, or of a dataset in one of the hub's layouts.
         image_size: side in pixels.
-        split: which split of a hub dataset.
-        cache_dir: where decoded images are kept; by default the user's cache folder.
-        skip_broken_images: leave out what cannot be decoded instead of raising.
+        split: split of a hub dataset.
+        cache_dir: folder for decoded images; by default the user's cache folder.
+        skip_broken_images: skip images that cannot be decoded instead of raising.
 
     Raises:
-        UsageError: if the pictures cannot be found, read or stored.
+        UsageError: if the images cannot be found, read or stored.
     """
     source = _find_source(dataset, dataset_path, image_size, split)
-    return ImageDataset(open_store(source, image_size, cache_dir=cache_dir, skip_broken_images=skip_broken_images))
+    recipe = {
+        "dataset": dataset,
+        "dataset_path": None if dataset_path is None else str(dataset_path),
+        "image_size": image_size,
+        "split": split,
+        "cache_dir": None if cache_dir is None else str(cache_dir),
+        "skip_broken_images": skip_broken_images,
+    }
+    store = open_store(source, image_size, cache_dir=cache_dir, skip_broken_images=skip_broken_images)
+    return ImageDataset(store, recipe)
 
 
 def _find_source(dataset: str, folder: Path | None, image_size: int, split: str) -> ImageSource:
@@ -45,5 +54,5 @@ def _find_source(dataset: str, folder: Path | None, image_size: int, split: str)
     if dataset == SYNTHETIC_FLOWERS:
         return SyntheticFlowers(2 * image_size)
     if Path(dataset).is_dir():
-        raise UsageError(f"--dataset {dataset} is a folder: name it with --dataset_path {dataset}")
+        raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     return HuggingFaceSource(dataset, split)

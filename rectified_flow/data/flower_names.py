@@ -1,6 +1,6 @@
 """The true names of the Oxford Flowers 102 (Nilsback & Zisserman 2008)."""
 
-# By Oxford id, starting at 1.
+# In the order of Oxford's ids, which start at 1.
 FLOWER_NAMES = (
     "pink primrose",
     "hard-leaved pocket orchid",
@@ -108,7 +108,10 @@ FLOWER_NAMES = (
 
 
 def true_names(class_names: list[str]) -> list[str]:
-    """``class_names``, translated if they are the Oxford ids '1' to '102', as the hub has them, in text order."""
+    """Translate ``class_names`` if they are the Oxford ids '1' to '102', else return them unchanged.
+
+    The hub has these ids as class names, sorted as text.
+    """
     if set(class_names) == {str(number + 1) for number in range(len(FLOWER_NAMES))}:
         return [FLOWER_NAMES[int(name) - 1] for name in class_names]
     return class_names

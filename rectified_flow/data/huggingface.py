@@ -1,4 +1,4 @@
-"""Pictures from the Hugging Face hub, or from a local folder in one of its layouts."""
+"""Images from the Hugging Face hub, or from a local folder in one of its layouts."""
 
 import io
 import logging
@@ -17,14 +17,14 @@ TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 
 
 class HuggingFaceSource:
-    """An image column, and a label column if there is one, of a dataset that ``datasets`` reads.
+    """The image column, and the label column if there is one, of a dataset that ``datasets`` reads.
 
     Args:
-        source: a hub id, or a local folder written by ``save_to_disk`` or holding Parquet files.
-        split: which split to read.
+        source: a hub id, or a local folder that was written by ``save_to_disk`` or contains Parquet files.
+        split: name of the split to read.
 
     Raises:
-        UsageError: when first read, if it cannot be loaded, or has no such split or no image column.
+        UsageError: on the first read, if the dataset cannot be loaded, or has no such split or no image column.
     """
 
     def __init__(self, source: str | Path, split: str = "train") -> None:
@@ -103,9 +103,9 @@ class HuggingFaceSource:
                 splits = saved if isinstance(saved, dict) else {"train": saved}
             else:
                 if offline:
-                    datasets.config.HF_HUB_OFFLINE = True  # at once to the copy on disk, no minute of retries
+                    datasets.config.HF_HUB_OFFLINE = True  # load the cached copy without a minute of retries
                 splits = datasets.load_dataset(str(self.source))
-        except Exception as error:  # the library's own, the hub client's, the network's, the file system's
+        except Exception as error:  # from datasets, the hub client, the network or the file system
             raise UsageError(self._why_not(error, offline)) from error
         if self.split not in splits:
             raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
@@ -117,25 +117,25 @@ class HuggingFaceSource:
             return f"--dataset_path {self.source} cannot be read as a dataset ({reason})"
         check = "there is no network" if offline else f"check the name ({reason})"
         return (
-            f"--dataset {self.source} could not be loaded from the hub: {check}; without a download you can train on "
+            f"--dataset {self.source} could not be loaded from the hub: {check}; to train without a download, pass "
             "--dataset synthetic-flowers or your own --dataset_path FOLDER"
         )
 
 
 def _hub_answers(dataset: str) -> bool:
-    """Whether the hub can be reached; one that answers "no such dataset" can."""
+    """Whether the hub can be reached. An error response such as "no such dataset" counts as reachable."""
     import huggingface_hub
 
     try:
         huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
     except huggingface_hub.errors.HfHubHTTPError:
         return True
-    except Exception:  # the network library's own kinds
+    except Exception:  # the network library has its own exception types
         return False
     return True
 
 
 def is_dataset_folder(folder: Path) -> bool:
-    """Whether ``folder`` holds a dataset in one of the hub's layouts rather than picture files."""
+    """Whether ``folder`` contains a dataset in one of the hub's layouts rather than image files."""
     saved = any((folder / name).exists() for name in SAVED_TO_DISK)
     return saved or any(file.suffix in TABLE_SUFFIXES for file in find_files(folder))

@@ -1,4 +1,4 @@
-"""A folder of pictures, with a subfolder per class or none."""
+"""A folder of images, with or without a subfolder per class."""
 
 import os
 from hashlib import blake2b
@@ -12,10 +12,10 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".
 
 
 class ImageFolder:
-    """Every picture below ``path``; the first subfolder's name is its class if all pictures lie in subfolders.
+    """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
 
     Raises:
-        UsageError: if there is no such folder, or no picture in it.
+        UsageError: if the folder does not exist or contains no images.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class ImageFolder:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """All picture files below ``folder``, sorted, hidden ones left out.
+    """All image files below ``folder``, sorted, without hidden files.
 
     Raises:
         UsageError: if ``folder`` is not a folder.
@@ -54,7 +54,7 @@ def find_images(folder: Path) -> list[Path]:
 
 
 def find_files(folder: Path) -> list[Path]:
-    """All files below ``folder``, sorted, hidden files and folders left out."""
+    """All files below ``folder``, sorted, without hidden files and folders."""
     files = []
     for parent, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -63,9 +63,9 @@ def find_files(folder: Path) -> list[Path]:
 
 
 def files_fingerprint(folder: Path, files: list[Path]) -> str:
-    """A hash of the files' names below ``folder``, sizes and times of change."""
+    """A hash of each file's path relative to ``folder``, its size and its modification time."""
     digest = blake2b(digest_size=16)
     for file in files:
-        status = file.stat() if file.exists() else file.lstat()  # a link to nowhere is a broken image
+        status = file.stat() if file.exists() else file.lstat()  # a dangling link is a broken image
         digest.update(f"{file.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ A store is a folder: ``images.uint8`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
@@ -18,27 +18,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rectified_flow.networks.conditions import Condition, Labels
+
 IMAGES_FILE, LABELS_FILE, INFO_FILE = "images.uint8", "labels.npy", "info.json"
 
 
 class ImageDataset(Dataset[dict[str, Tensor]]):
     """The pictures of a store.
 
-    Pickles as a path and a length; each process maps the file when it first reads, and all share one page cache.
-    Items are dicts of ``images`` (uint8 ``[3, s, s]``) and, if the source has labels, ``labels`` (int64 scalar);
-    ``__getitems__`` returns the same with a leading batch dimension.
+    Pickles as a path, a length and a recipe; each process maps the file when it first reads, and all share one page
+    cache. Items are dicts of ``images`` (uint8 ``[3, s, s]``) and, if the source has labels, ``labels`` (int64 scalar).
 
     Args:
         path: a store's folder.
+        recipe: the arguments of :func:`rectified_flow.open_dataset` that open these pictures again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
+        self.recipe = dict(recipe or {})
         self._length: int = self.info["length"]
 
     @cached_property
     def info(self) -> dict[str, Any]:
-        """What the store's ``info.json`` says."""
+        """The contents of the store's ``info.json``."""
         return dict(json.loads((self.path / INFO_FILE).read_text()))
 
     @cached_property
@@ -58,14 +61,29 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
         return list(self.info["class_names"])
 
     @property
-    def num_classes(self) -> int | None:
-        """Number of classes, None if there are no labels."""
-        return len(self.class_names) or None
+    def conditions(self) -> dict[str, Condition]:
+        """The conditions that a network can be given: labels, if there are any."""
+        names = self.class_names
+        return {"labels": Labels(len(names), tuple(names))} if names else {}
+
+    @property
+    def description(self) -> str:
+        """The pictures in a line for a person."""
+        labels = f", {len(self.class_names)} classes" if self.class_names else ""
+        return f"{self.info['source']}: {len(self)} images of {self.info['image_size']} px{labels}"
 
     @property
     def fingerprint(self) -> str:
         """Hash of all pixels and labels: equal data has equal fingerprints, wherever it came from."""
         return str(self.info["content"])
+
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """The items of ``indices`` with a leading batch dimension, in one read."""
+        return {"images": torch.from_numpy(self.images[list(indices)]), **self.condition_values(indices)}
+
+    def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """The conditions of the items of ``indices``, by name."""
+        return {"labels": torch.from_numpy(self.labels[list(indices)])} if self.class_names else {}
 
     def __len__(self) -> int:
         return self._length
@@ -73,20 +91,18 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} is out of range for {len(self)} images")
-        return {key: value[0] for key, value in self.__getitems__([index]).items()}
+        return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        batch = {"images": torch.from_numpy(self.images[list(indices)])}
-        if self.num_classes is not None:
-            batch["labels"] = torch.from_numpy(self.labels[list(indices)])
-        return batch
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        batch = self.batch(indices)
+        return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_length": self._length}
+        return {"path": self.path, "recipe": self.recipe, "_length": self._length}
 
 
 def find_damage(path: Path) -> str | None:
-    """What is wrong with the store at ``path``, or None.
+    """The damage of the store at ``path`` in words, or None.
 
     Sizes and times are compared; only where a time differs, as after copying, the contents are read.
     """

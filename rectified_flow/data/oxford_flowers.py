@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-from rectified_flow.data.huggingface import HuggingFaceSource
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.config import OXFORD_FLOWERS
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.data.store_builder import open_store
-
-OXFORD_FLOWERS = "nelorth/oxford-flowers"
 
 
 class OxfordFlowersDataset(ImageDataset):
@@ -16,8 +14,8 @@ class OxfordFlowersDataset(ImageDataset):
         image_size: side in pixels.
         split: ``train`` or ``test``.
         source: a hub id, or a local folder of the same layout.
-        cache_dir: where the decoded images are kept; by default the user's cache folder.
-        skip_broken_images: leave out what cannot be decoded instead of raising.
+        cache_dir: folder for the decoded images; by default the user's cache folder.
+        skip_broken_images: skip images that cannot be decoded instead of raising.
 
     Raises:
         UsageError: if the source cannot be read.
@@ -32,7 +30,13 @@ class OxfordFlowersDataset(ImageDataset):
         cache_dir: Path | None = None,
         skip_broken_images: bool = False,
     ) -> None:
-        if Path(source).is_dir():
-            source = Path(source)
-        pictures = HuggingFaceSource(source, split)
-        super().__init__(open_store(pictures, image_size, cache_dir=cache_dir, skip_broken_images=skip_broken_images))
+        folder = Path(source) if Path(source).is_dir() else None
+        opened = open_dataset(
+            str(source),
+            folder,
+            image_size=image_size,
+            split=split,
+            cache_dir=cache_dir,
+            skip_broken_images=skip_broken_images,
+        )
+        super().__init__(opened.path, opened.recipe)

@@ -1,8 +1,9 @@
-"""Pairs of noise and the picture that a flow made of it, in a memory map: an image store with ``noise.float16``."""
+"""Pairs of noise and the image that a flow generated from it, in memory maps: an image store with ``noise.float16``."""
 
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ NOISE_FILE, RECIPE_FILE, PROGRESS_FILE = "noise.float16", "recipe.json", "progre
 
 
 class PairDataset(ImageDataset):
-    """The pairs of a store: items as of an :class:`ImageDataset`, and ``noise``, float16 ``[3, s, s]``.
+    """The pairs of a store: the items of an :class:`ImageDataset`, each with ``noise``, float16 ``[3, s, s]``.
 
     Args:
         path: the store's folder.
@@ -37,17 +38,17 @@ class PairDataset(ImageDataset):
         """All noise, a read-only memory map ``[n, 3, s, s]``."""
         return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
 
-    def __getitems__(self, indices: Any) -> dict[str, Tensor]:
-        return {**super().__getitems__(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
+    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {**super().batch(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
 
 
 class PairWriter:
-    """Writes a store of pairs, by several processes if need be; one that was killed goes on where it was.
+    """Writes a store of pairs, from one process or several. Writing resumes after a kill.
 
     Args:
-        path: the store's folder, which appears when it is whole.
-        length: how many pairs.
-        image_size: side of the pictures [px].
+        path: the store's folder, which gets this name when it is complete.
+        length: number of pairs.
+        image_size: side of the images [px].
     """
 
     def __init__(self, path: Path, length: int, image_size: int) -> None:
@@ -57,7 +58,7 @@ class PairWriter:
 
     @staticmethod
     def recipe_of(path: Path) -> dict[str, Any] | None:
-        """What the store at ``path`` is made by, whole or not; None if nobody has begun."""
+        """The recipe of the store at ``path``, complete or not; None if the store has not been started."""
         for folder in (path, path.with_name(f"{path.name}.drawing")):
             if (folder / RECIPE_FILE).exists():
                 return dict(json.loads((folder / RECIPE_FILE).read_text()))
@@ -65,14 +66,14 @@ class PairWriter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the store is there, undamaged."""
+        """Whether the store exists and is undamaged."""
         return self.path.exists() and find_damage(self.path) is None
 
     def begin(self, recipe: dict[str, Any]) -> int:
-        """Make the files, unless they are there; returns how many pairs are in them. For one process.
+        """Create the files unless they exist, and return the number of pairs written so far. Call in one process only.
 
         Raises:
-            OSError: if they cannot be made.
+            OSError: if the files cannot be created.
         """
         if self.path.exists():
             shutil.rmtree(self.path)  # damaged
@@ -88,7 +89,7 @@ class PairWriter:
         return 0
 
     def write(self, first: int, images: Tensor, noise: Tensor) -> None:
-        """Write consecutive pairs, uint8 and floating point ``[b, 3, s, s]``, from number ``first`` on.
+        """Write consecutive pairs, uint8 and floating point ``[b, 3, s, s]``, starting at number ``first``.
 
         Raises:
             OSError: if the disk is full.
@@ -101,16 +102,16 @@ class PairWriter:
                 os.fsync(file.fileno())
 
     def reached(self, done: int) -> None:
-        """Remember that the first ``done`` pairs are written. For one process."""
+        """Record that the first ``done`` pairs are written. Call in one process only."""
         replace_file(self.stage / PROGRESS_FILE, json.dumps({"done": done}))
 
     def finish(self, labels: np.ndarray[Any, np.dtype[np.int64]], class_names: list[str], source: str) -> None:
-        """Give the store its name, once all is written. For one process.
+        """Give the store its final name, once all pairs are written. Call in one process only.
 
         Args:
             labels: int64 ``[n]``, -1 without labels.
-            class_names: names by label; empty without labels.
-            source: what made the pairs, for the reader.
+            class_names: class names by label; empty without labels.
+            source: origin of the pairs, for display.
         """
         np.save(self.stage / LABELS_FILE, labels)
         files = (IMAGES_FILE, NOISE_FILE, LABELS_FILE)

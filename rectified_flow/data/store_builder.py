@@ -1,6 +1,7 @@
-"""Decode pictures once, into an image store.
+"""Decode images once, into an image store.
 
-A store's name is a hash of everything that shapes it, so a changed source, size or split is another store.
+The name of a store contains a hash of everything that determines its contents. A changed source, size or split
+therefore gets a store of its own.
 """
 
 import json
@@ -26,30 +27,30 @@ STORE_VERSION = 2
 
 
 class ImageSource(Protocol):
-    """Where pictures come from before they are in a store."""
+    """A source of images that are to be decoded into a store."""
 
     name: str
-    """What a person calls it: a hub id or a path."""
+    """Display name: a hub id or a path."""
 
     @property
     def fingerprint(self) -> str:
-        """Changes whenever the pictures do."""
+        """A string that changes whenever the images change."""
 
     @property
     def class_names(self) -> list[str]:
-        """Names by label; empty if the pictures have no labels."""
+        """Class names by label; empty if the images have no labels."""
 
     def __len__(self) -> int: ...
 
     def load(self, index: int) -> tuple[Image.Image, int]:
-        """Return picture and label (-1 for none), decoded or not yet; any exception means the picture is broken."""
+        """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
 
     def describe(self, index: int) -> str:
-        """Name one picture so that a person finds it."""
+        """Describe one image so that a user can find it."""
 
 
 def default_cache_dir() -> Path:
-    """Where stores go unless told otherwise: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
+    """The default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     return Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow")).expanduser()
 
@@ -61,13 +62,14 @@ def open_store(
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
 ) -> Path:
-    """Return the folder of the store for ``source`` at ``image_size`` px, building it if it is not there.
+    """Return the folder of the store for ``source`` at ``image_size`` px, building the store if it does not exist.
 
-    One process builds while others wait for its lock. A store appears under its name only when it is whole, so a
-    build that was killed is done again and a half-built one is never read. A damaged one is built anew.
+    One process builds while others wait for its lock. A store gets its final name only when it is complete, so a build
+    that was killed is repeated, and an incomplete store is never read. A damaged store is rebuilt.
 
     Raises:
-        UsageError: if a picture is broken and not to be skipped, there is none, or the cache folder cannot be written.
+        UsageError: if an image is broken and ``skip_broken_images`` is off, if there are no images, or if the cache
+            folder is not writable.
     """
     key = _key(source, image_size, skip_broken_images)
     cache_dir = cache_dir or default_cache_dir()
@@ -79,14 +81,16 @@ def open_store(
         with lock_of(Path(f"{path}.lock")):
             damage = find_damage(path) if path.exists() else None
             if damage is not None:
-                tqdm.write(f"warning: the image store {path} was changed ({damage}): building it again")
+                tqdm.write(f"warning: the image store {path} was changed ({damage}); rebuilding it")
                 shutil.rmtree(path)
             if not path.exists():
                 _Build(source, image_size, skip_broken_images).into(path)
         return path
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot write the image store {path}: {reason}; name a folder with --cache_dir") from error
+        raise UsageError(
+            f"cannot write the image store {path}: {reason}; pass a writable folder with --cache_dir"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class _Build:
         if len(self.source) == 0:
             raise UsageError(f"{self.source.name} holds no images")
         stage = path.with_name(f"{path.name}.building")
-        shutil.rmtree(stage, ignore_errors=True)  # left by a build that was killed: we hold the lock
+        shutil.rmtree(stage, ignore_errors=True)  # left by a killed build: we hold the lock
         stage.mkdir()
         try:
             self._write(stage)
@@ -113,7 +117,7 @@ class _Build:
         labels: list[int] = []
         broken: list[str] = []
         content = blake2b(digest_size=16)
-        # Not through a map, which a full disk would turn into a crash.
+        # Not through a memory map: on a full disk, a write to a memory map crashes the process.
         with (stage / IMAGES_FILE).open("wb") as file:
             for index, (pixels, label) in enumerate(self._decoded()):
                 if pixels is None:
@@ -125,7 +129,7 @@ class _Build:
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {self.source.name} could be read")
         if broken:
-            tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}, the first one {broken[0]}")
+            tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}; the first is {broken[0]}")
         np.save(stage / LABELS_FILE, np.asarray(labels, dtype=np.int64))
         content.update(repr(labels).encode())
         info = {
@@ -140,10 +144,10 @@ class _Build:
         (stage / INFO_FILE).write_text(json.dumps(info, indent=1))
 
     def _decoded(self) -> Iterator[tuple[bytes | None, int]]:
-        """Decode in order, a chunk at a time, on all cores: the decoder releases the interpreter's lock."""
+        """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
         progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
         with progress, ThreadPoolExecutor() as pool:
-            for start in range(0, len(self.source), 256):  # no more in flight than a chunk
+            for start in range(0, len(self.source), 256):  # at most one chunk in flight
                 chunk = range(start, min(start + 256, len(self.source)))
                 for result in pool.map(self._decode, chunk):
                     yield result
@@ -153,7 +157,7 @@ class _Build:
         try:
             image, label = self.source.load(index)
             return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1).tobytes(), label
-        except Exception as error:  # every decoder fails in its own way
+        except Exception as error:  # decoders raise exceptions of many types
             if self.skip_broken_images:
                 return None, -1
             raise UsageError(
@@ -163,8 +167,11 @@ class _Build:
 
 
 def fit(image: Image.Image, size: int) -> Image.Image:
-    """Upright RGB ``image``, resized by its short side, centre-cropped to ``size`` px; transparency becomes white."""
-    image.draft("RGB", (2 * size, 2 * size))  # lets JPEG decode at a fraction of its size; others ignore it
+    """Return ``image`` upright, in RGB, resized by its short side and centre-cropped to ``size`` px.
+
+    Transparent pixels become white.
+    """
+    image.draft("RGB", (2 * size, 2 * size))  # JPEG then decodes at a fraction of its size; others ignore it
     image = ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))

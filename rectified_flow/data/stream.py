@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import Dataset, default_collate
 
+from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.randomness import mix
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -53,39 +54,6 @@ def _feistel(values: np.ndarray[Any, np.dtype[np.uint64]], half: int, keys: list
 
 
 @dataclass(frozen=True)
-class GlobalBatch:
-    """How one step's global batch is cut over processes and accumulation.
-
-    Micro-batch ``m`` of rank ``k`` takes every ``(world_size * accumulation)``-th row, starting at row
-    ``m * world_size + k``.
-    """
-
-    per_process: int
-    world_size: int = 1
-    accumulation: int = 1
-
-    @property
-    def parts(self) -> int:
-        """Micro-batches in the global batch."""
-        return self.world_size * self.accumulation
-
-    @property
-    def total(self) -> int:
-        """Rows in the global batch."""
-        return self.per_process * self.parts
-
-    def rows(self, rank: int, micro_batch: int) -> slice:
-        """The rows of one rank's micro-batch."""
-        return slice(micro_batch * self.world_size + rank, None, self.parts)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
-            f" x {self.accumulation} accumulation = {self.total}"
-        )
-
-
-@dataclass(frozen=True)
 class StreamSampler:
     """Endless batch sampler of one rank: the image indices of its micro-batches from ``position`` on."""
 
@@ -104,12 +72,35 @@ class StreamSampler:
             position += self.batch.total
 
 
-def collate(items: Any) -> dict[str, Tensor]:
-    """Make the dict of tensors that a flow takes by keyword.
+class Batches(Dataset[dict[str, Any]]):
+    """Any map-style dataset, for a loader that fetches batches whole.
 
-    Accepts what a dataset's ``__getitems__`` has batched, or a list of dicts, ``image``, or ``(image, label)`` items.
+    Where the dataset has a method ``batch(indices)``, as :class:`ImageDataset` has, that returns a dict of tensors in
+    one read. Else its items are stacked.
+
+    Args:
+        dataset: items are dicts of tensors, ``image``, or ``(image, label)``.
     """
-    batch = items if isinstance(items, dict) else default_collate(items)
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        batch = getattr(self.dataset, "batch", None)
+        if batch is not None:
+            return dict(batch(indices))
+        fetch = getattr(self.dataset, "__getitems__", None)
+        return collate(fetch(indices) if fetch is not None else [self.dataset[index] for index in indices])
+
+
+def as_they_are(batch: Any) -> dict[str, Any]:
+    """The collate function of a loader over :class:`Batches`."""
+    return dict(batch)
+
+
+def collate(items: Sequence[Any]) -> dict[str, Any]:
+    """Stack items, dicts of tensors, ``image``, or ``(image, label)``, into the dict that a flow takes by keyword."""
+    batch = default_collate(list(items))
     if isinstance(batch, Tensor):
         return {"images": batch}
     if isinstance(batch, dict):

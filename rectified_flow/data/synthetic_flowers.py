@@ -1,4 +1,4 @@
-"""Flowers that this file draws: thousands of distinct, labelled pictures from a seed, without a download."""
+"""Synthetic flowers: thousands of distinct, labelled images, drawn from a seed without a download."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ Colour = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Species:
-    """What all flowers of a class share. Lengths are in units of the flower's radius, colours are RGB in [0, 1]."""
+    """Parameters of one class of flowers. Lengths are in units of the flower's radius; colours are RGB in [0, 1]."""
 
     name: str
     petals: int
@@ -29,7 +29,7 @@ class Species:
     disc_radius: float
     background: Colour
     rows: int = 1
-    """Rings of petals, the inner ones smaller and turned by half a petal."""
+    """Number of rings of petals; the inner rings are smaller and rotated by half a petal."""
 
 
 SPECIES = (
@@ -49,7 +49,7 @@ SPECIES = (
 
 
 class SyntheticFlowers:
-    """``count`` pictures of ``side`` px, the species in turn; picture ``i`` is a function of (seed, i)."""
+    """``count`` images of ``side`` px that cycle through the species; image ``i`` is a function of (seed, i)."""
 
     def __init__(self, side: int, *, count: int = 4096, seed: int = 0) -> None:
         self.side, self.count, self.seed = side, count, seed
@@ -70,7 +70,7 @@ class SyntheticFlowers:
 
 
 def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Draw one flower ``[side, side, 3]``; ``rng`` decides place, size, turn, tilt and shades."""
+    """Draw one flower ``[side, side, 3]``; ``rng`` determines its position, size, rotation, tilt and shades."""
     x, y = _flower_coordinates(side, rng)
     pixel = np.hypot(*np.gradient(x)).max()  # one pixel in units of the flower's radius
     radius, angle = np.hypot(x, y), np.arctan2(y, x)
@@ -93,7 +93,7 @@ def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.nda
 
 
 def _flower_coordinates(side: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Each pixel's place in a flower of radius 1 that was moved, turned and tilted away from the viewer."""
+    """Coordinates of each pixel in a flower of radius 1 that is shifted, rotated and tilted away from the viewer."""
     grid = (np.arange(side, dtype=np.float32) + 0.5) / side * 2 - 1
     y, x = np.meshgrid(grid, grid, indexing="ij")
     centre, radius = rng.uniform(-0.15, 0.15, 2), rng.uniform(0.6, 0.88)
@@ -121,7 +121,7 @@ def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
 
 
 def _coverage(depth: Array, pixel: float) -> Array:
-    """How much of each pixel a shape covers, from the depth of the pixel's centre inside it."""
+    """The fraction of each pixel that a shape covers, from the depth of the pixel's centre inside the shape."""
     return np.clip(depth / pixel + 0.5, 0, 1)[..., None]
 
 

@@ -1,1 +1,1 @@
-"""How near generated pictures are to real ones, in numbers."""
+"""Metrics that compare generated images with real ones."""

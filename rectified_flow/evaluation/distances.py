@@ -1,4 +1,4 @@
-"""How far two sets of features ``[n, d]`` are apart, by torchmetrics and by nearest neighbours."""
+"""Distances between two sets of features ``[n, d]``, by torchmetrics and by nearest neighbours."""
 
 import warnings
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from torch import Tensor, nn
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
 BLOCK = 1024
-"""Rows whose distances to all others are held at once."""
+"""Number of rows whose distances to all others are in memory at once."""
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:
-    """The squared Fréchet distance of two normal distributions (Heusel et al. 2017, arXiv:1706.08500, eq. 6)."""
+    """The squared Fréchet distance between two normal distributions (Heusel et al. 2017, arXiv:1706.08500, eq. 6)."""
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     metric = FrechetInceptionDistance(feature=_Given(real.shape[1]), sync_on_compute=False)
@@ -24,7 +24,7 @@ def frechet_distance(real: Tensor, generated: Tensor) -> float:
 def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[float, float]:
     """The squared maximum mean discrepancy under a cubic kernel (Binkowski et al. 2018, arXiv:1801.01401, section 3).
 
-    Unbiased, so that few samples make it noisy and not larger; it can come out below 0.
+    The estimate is unbiased: with few samples it is noisy, but not inflated. It can be negative.
 
     Returns:
         Mean and standard deviation over random subsets of both sets.
@@ -33,7 +33,7 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
 
     size = min(SUBSET_SIZE, len(real), len(generated))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of keeping all features, which is done anyway
+        warnings.simplefilter("ignore")  # a warning about keeping all features in memory, where they are anyway
         metric = KernelInceptionDistance(
             feature=_Given(real.shape[1]), subsets=SUBSETS, subset_size=size, sync_on_compute=False
         )
@@ -43,16 +43,16 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
 
 
 def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
-    """Shares in [0, 1] that say what a distance hides.
+    """Fractions in [0, 1] that describe what a distance hides.
 
-    Each picture's reach is the distance to its fifth neighbour of its own kind.
+    The reach of an image is the distance to its fifth nearest neighbour in its own set.
 
     Returns:
-        ``precision``: generated pictures within reach of a real one; ``recall``: real ones within reach of a generated
-        one (Kynkaanniemi et al. 2019, arXiv:1904.06991); ``coverage``: real ones with a generated one within their own
-        reach (Naeem et al. 2020, arXiv:2002.09797); ``authenticity``: generated ones farther from the nearest real one
-        than that is from its nearest real neighbour (Alaa et al. 2022, arXiv:2102.08921), low where training pictures
-        were memorised.
+        ``precision``: generated images within the reach of a real image. ``recall``: real images within the reach of a
+        generated image (Kynkaanniemi et al. 2019, arXiv:1904.06991). ``coverage``: real images with a generated image
+        within their own reach (Naeem et al. 2020, arXiv:2002.09797). ``authenticity``: generated images that are
+        farther from the nearest real image than that image is from its nearest real neighbour (Alaa et al. 2022,
+        arXiv:2102.08921); low where training images were memorised.
     """
     real_reach, real_gap = _reach(real)
     generated_reach, _ = _reach(generated)
@@ -70,13 +70,16 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
-    """Numbers ``[q, count]`` of the nearest of ``real`` to each of ``queries``, nearest first; or of all there are."""
+    """Indices ``[q, count]`` of the rows of ``real`` that are nearest to each of ``queries``, nearest first.
+
+    If ``real`` has fewer than ``count`` rows, ``count`` is their number.
+    """
     count = min(count, len(real))
     return torch.cat([distances.topk(count, largest=False).indices for _, distances in _distances(queries, real)])
 
 
 class _Given(nn.Module):
-    """Stands where torchmetrics wants a network, for features that were extracted before."""
+    """Replaces the feature network of torchmetrics, for features that are already extracted."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -99,7 +102,7 @@ def _distances(queries: Tensor, others: Tensor) -> Iterator[tuple[slice, Tensor]
 
 
 def _reach(features: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row the distances to its fifth neighbour and to its first, itself left out."""
+    """For each row, the distances to its fifth and to its first nearest neighbour, the row itself excluded."""
     count = min(NEIGHBOURS, len(features) - 1) + 1
     near = torch.cat([distances.topk(count, largest=False).values for _, distances in _distances(features, features)])
     return near[:, -1], near[:, 1]

@@ -1,4 +1,4 @@
-"""A flow's pictures beside those it was trained on, drawn and looked at by all processes together."""
+"""Compare the pictures of a flow with its training pictures, on all processes together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow import randomness
-from rectified_flow.data import ImageDataset
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
 from rectified_flow.errors import require
+from rectified_flow.evaluation.config import FeatureNetwork
 from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
-from rectified_flow.evaluation.features import FeatureNetwork, Features, average_colours, load_features
+from rectified_flow.evaluation.features import Features, average_colours, load_features
 from rectified_flow.evaluation.reference import reference_features
-from rectified_flow.flows import Flow
 from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.flow import Flow
 from rectified_flow.interruption import Interrupted
-from rectified_flow.processes.collectives import any_rank, gather_interleaved
 from rectified_flow.progress import progress_bar
 
 SPLIT = "train"
@@ -28,7 +29,7 @@ SHOWN, NEIGHBOURS_SHOWN = 8, 5
 
 @dataclass(frozen=True)
 class Generated:
-    """What was seen of generated pictures.
+    """Features of generated pictures.
 
     Args:
         features: of all of them, by feature network.
@@ -40,20 +41,20 @@ class Generated:
 
 
 class Evaluator:
-    """Tells how near a flow's pictures are to its training pictures.
+    """Measures how near the pictures of a flow are to its training pictures.
 
     Every process must call the same methods in the same order.
 
     Args:
         dataset: the training pictures.
-        feature_network: what pictures are compared by.
+        feature_network: the features that are compared.
         state: of the processes.
         num_samples: pictures to draw for each comparison.
         seed: of the pictures, and of the subsets of the kernel distance.
         batch_size: pictures drawn at once by each process.
 
     Raises:
-        UsageError: if the feature network is not to be had, or there is a single picture.
+        UsageError: if the feature network is unavailable, or there is a single picture.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Evaluator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """By what its numbers can be compared with others."""
+        """Settings that must match for two results to be comparable."""
         return {
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
@@ -87,16 +88,16 @@ class Evaluator:
 
     @property
     def headline(self) -> str:
-        """Which of the :meth:`distances` tells the better of two flows: the smaller one."""
+        """The name of the distance by which flows are ranked, the smallest first."""
         return self.features[0].frechet_name
 
     def prepare(self) -> None:
-        """Look at the training pictures, if that has not been done; it may take long the first time of all."""
+        """Extract the features of the training pictures; it may take long the first time of all."""
         _ = self.real
 
     @cached_property
     def real(self) -> list[Tensor]:
-        """Features of the training pictures, by feature network; all processes make them, and the main one has them."""
+        """Features of the training pictures, by feature network; extracted by all processes, kept by the main one."""
         share = -(-len(self.dataset) // self.state.num_processes)
         result = []
         for each in self.features:
@@ -107,14 +108,14 @@ class Evaluator:
         return result
 
     def generate(self, flow: Flow, **how: Any) -> Generated:
-        """Draw pictures and look at them; ``how`` is what ``flow.sample`` is told.
+        """Draw pictures and extract their features; ``how`` are options of ``flow.sample``.
 
         Raises:
-            Interrupted: on every process, if the end was requested on one.
+            Interrupted: on every process, if a stop was requested on one.
         """
         self.prepare()
-        total, world = self.num_samples, self.state.num_processes
-        mine = [(self.state.process_index + world * i) % total for i in range(-(-total // world))]
+        total = self.num_samples
+        mine = interleaved_share(total, self.state.process_index, self.state.num_processes)
         share: tuple[list[Tensor], Tensor] | None = None
         request: object = None
         try:
@@ -144,14 +145,14 @@ class Evaluator:
         """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""
         shown = generated.shown
         near = nearest(generated.features[0][: len(shown)], self.real[0], NEIGHBOURS_SHOWN)
-        real = self.dataset.__getitems__(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        real = self.dataset.batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
         return torch.cat((shown[:, None], real), dim=1)
 
     def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
         parts: list[list[Tensor]] = [[] for _ in self.features]
         first: list[Tensor] = []
         how = {"steps": flow.default_steps} | how
-        batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, classes=self._labels(flow), **how)
+        batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how)
         with self._bar(len(mine), f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}") as bar:
             for numbers, pictures in batches:
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
@@ -162,12 +163,13 @@ class Evaluator:
                 bar.update(len(numbers))
         return [torch.cat(part) for part in parts], torch.cat(first)[:SHOWN].cpu()
 
-    def _labels(self, flow: Flow) -> list[int]:
-        """The training pictures' labels in a random order, so that any number of them has their shares."""
-        if flow.num_classes is None:
-            return []
+    def _conditions(self, flow: Flow) -> dict[str, Tensor]:
+        """The training pictures' conditions in a random order, so that any number of rows has their shares."""
+        if not flow.conditions:
+            return {}
         order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.seed, "labels"))
-        return [int(label) for label in self.dataset.labels[order.numpy()]]
+        values = self.dataset.condition_values(order[: self.num_samples].tolist())
+        return {name: each for name, each in values.items() if name in flow.conditions}
 
     def _bar(self, total: int, doing: str) -> "tqdm[Any]":
         return progress_bar(total=total, desc=doing, unit="img", leave=None, disable=not self.state.is_main_process)

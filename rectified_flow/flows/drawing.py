@@ -1,13 +1,12 @@
-"""Pictures by number: a flow's picture ``i`` of seed ``s`` is the same in any batch, on any process and device."""
+"""Samples by number: sample ``i`` of seed ``s`` is the same in any batch, on any process and device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rectified_flow.flows.flow import Flow
-from rectified_flow.randomness import Items, rows_of
+from rectified_flow.randomness import Samples, deterministic
 
 
 def draw(
@@ -16,28 +15,30 @@ def draw(
     *,
     seed: int = 0,
     batch_size: int = 64,
-    classes: Sequence[int] = (),
-    images: Tensor | None = None,
-    **how: Any,
+    conditions: Mapping[str, Tensor] | None = None,
+    start: Tensor | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers of pictures, and the pictures, uint8 ``[b, c, h, w]``, a batch at a time.
+    """Yield numbers of samples, and a picture of each, uint8 ``[b, 3, h, w]``, a batch at a time.
 
     Args:
-        flow: what to sample from.
-        numbers: which pictures.
+        flow: the flow to sample from.
+        numbers: which samples.
         seed: of all of them.
         batch_size: at most so many at once.
-        classes: picture ``i`` has the label ``classes[i % len(classes)]``; drawn if there are none.
-        images: picture ``i`` starts from ``images[i % len(images)]``, uint8 ``[n, c, h, w]``.
-        how: further arguments of ``flow.sample``.
+        conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
+        start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
+        options: further arguments of ``flow.sample``.
     """
     device = next(flow.parameters()).device
-    for start in range(0, len(numbers), batch_size):
-        some = numbers[start : start + batch_size]
-        if classes:
-            how["labels"] = torch.tensor([classes[i % len(classes)] for i in some], device=device)
-        if images is not None:
-            how["images"] = images[[i % len(images) for i in some]]
-        with rows_of(Items(seed, some), device):
-            drawn = flow.sample(len(some), **how)
-        yield some, drawn.mul(255).round().to(torch.uint8)
+    for first in range(0, len(numbers), batch_size):
+        some = numbers[first : first + batch_size]
+        given = {name: _rows(values, some).to(device) for name, values in (conditions or {}).items()}
+        if start is not None:
+            options["start"] = _rows(start, some)
+        with deterministic(Samples(seed, some), device):
+            yield some, flow.space.draw(flow.sample(len(some), **given, **options))
+
+
+def _rows(values: Tensor, numbers: Sequence[int]) -> Tensor:
+    return values[[number % len(values) for number in numbers]]

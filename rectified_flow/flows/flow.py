@@ -1,6 +1,6 @@
-"""What all flows share: how images, labels and noise enter, and in which state sampling happens."""
+"""The contract of a flow, and what all flows share: how data, conditions and noise enter."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -8,139 +8,161 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.flows.couplings import CANDIDATES, Coupling, nearest_candidate, optimal_transport
-from rectified_flow.flows.images import random_horizontal_flip, to_signed
+from rectified_flow.flows.config import Coupling
+from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_transport
 from rectified_flow.flows.saved import Saved
+from rectified_flow.networks.conditions import Kinds, Values, drop
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
 
 
 class Flow(nn.Module, Saved):
-    """A module that holds a network, whose ``forward(images, labels)`` is the loss and which can ``sample``.
+    """A module that holds a network; ``forward(**batch)`` is the loss, and ``sample`` generates data.
 
     Time is the noise level: ``x_t = (1 - t) x_0 + t noise``, so ``t = 0`` is data, ``t = 1`` is noise and the velocity
     along the way is ``noise - x_0``.
 
+    A subclass draws a batch with :meth:`draw_batch`, its times with a time distribution, and returns ``self.loss(...)``
+    of them: the objective, a function of every draw, which is what :meth:`compile` compiles. Entries of a batch that
+    are neither data, nor a condition that the network takes, nor ``noise`` are ignored.
+
     Args:
-        network: called ``network(x, t, ...)``; it gets labels if it has ``num_classes``.
-        label_dropout: probability of training a row without its label (Ho & Salimans 2022, arXiv:2207.12598).
-        horizontal_flip: mirror half of the training images.
-        image_shape: ``(c, h, w)`` to sample; remembered from the first training batch if not given.
-        class_names: names by label.
-        coupling: which noise each image is trained with: its own, or by ``ot`` or ``immiscible`` one that is near, see
+        network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
+            it takes to their kinds (:mod:`rectified_flow.networks.conditions`). Without one it takes none.
+        space: between stored data and ``x``; :class:`Pixels` if not given.
+        condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
+        coupling: which noise each datum is trained with: its own, or by ``ot`` or ``immiscible`` a near one, see
             :mod:`rectified_flow.flows.couplings`.
     """
 
-    settings: ClassVar[tuple[str, ...]] = ("label_dropout", "horizontal_flip", "image_shape", "class_names", "coupling")
-
     sample: Callable[..., Tensor]
-    """Generates images, float32 ``[b, c, h, w]`` in [0, 1]; each flow in its own way."""
+    """Generates data, ``[b, ...]`` as the space decodes it; each flow in its own way."""
+    loss: Callable[..., Any]
+    """The objective: the loss as a function of every draw."""
     default_steps: ClassVar[int]
-    """Intervals of :meth:`sample` unless told otherwise."""
+    """Intervals of :meth:`sample` if a caller gives no number."""
+    supports_bf16: bool = True
+    """Whether the objective can be learned in bf16."""
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        label_dropout: float = 0.0,
-        horizontal_flip: bool = False,
-        image_shape: Sequence[int] | None = None,
-        class_names: Sequence[str] = (),
+        space: Space | None = None,
+        condition_dropout: float = 0.0,
         coupling: Coupling = "independent",
     ) -> None:
         super().__init__()
         self.network = network
-        self.num_classes: int | None = getattr(network, "num_classes", None)
-        self.label_dropout = label_dropout
-        self.horizontal_flip = horizontal_flip
-        self.image_shape = None if image_shape is None else tuple(image_shape)
-        self.class_names = list(class_names)
+        self.space = space or Pixels()
+        self.condition_dropout = condition_dropout
         self.coupling = coupling
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the objective in place, its draws left outside; no saved name changes."""
-        self.objective = torch.compile(self.objective, *args, **kwargs)  # type: ignore[has-type]
+    @property
+    def conditions(self) -> Kinds:
+        """The conditions that the network takes, by name."""
+        return getattr(self.network, "conditions", {})
 
-    def _call(self, x: Tensor, t: Tensor, labels: Tensor | None, **conditions: Tensor) -> Tensor:
-        """The network's output in float32; labels only where it has classes."""
-        if self.num_classes is not None:
-            return self.network(x, t, labels=labels, **conditions).float()
-        return self.network(x, t, **conditions).float()
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the objective; drawing stays outside, and no saved name changes."""
+        self.loss = torch.compile(self.loss, *args, **kwargs)
+
+    def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
+        """``x_0``, noise and conditions of a training batch, with everything drawn that training draws.
+
+        Args:
+            batch: the data under ``space.key``, conditions by name, and optionally ``noise`` ``[b, ...]``, which
+                belongs to the data (they are then not augmented), or ``noise_rows``, int64 ``[b]``, of :meth:`pair`.
+        """
+        x_0 = self.space.encode(batch[self.space.key])
+        self.space.shape = self.space.shape or tuple(x_0.shape[1:])
+        conditions = {name: batch[name] for name in self.conditions if name in batch}
+        if "noise" in batch:
+            noise = batch["noise"].float()
+        else:
+            x_0 = self.space.augment(x_0)
+            noise = self._draw_noise(x_0, conditions, batch.get("noise_rows"))
+        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout)
 
     @property
     def pairs(self) -> bool:
-        """Whether :meth:`pair` is to be called before ``forward``."""
+        """Whether :meth:`pair` is to be called on each global batch before ``forward``."""
         return self.coupling == "ot"
 
-    def pair(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+    def pair(self, **batch: Any) -> Tensor:
         """The row of noise that each row of a global batch gets, int64 ``[b]``.
 
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
         """
-        x_0 = self._draw_data(images)
-        return self._transport(x_0, randomness.randn("noise", x_0.shape, x_0.device), labels)
+        x_0 = self.space.augment(self.space.encode(batch[self.space.key]))
+        conditions = {name: batch[name] for name in self.conditions if name in batch}
+        return optimal_transport(x_0, randomness.randn("noise", x_0.shape, x_0.device), _groups(conditions))
 
-    def _draw_batch(
-        self, images: Tensor, labels: Tensor | None, noise_rows: Tensor | None, noise: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Data in [-1, 1], noise, and the labels to train on; images that come with their noise are not mirrored."""
-        x_0 = self._draw_data(images) if noise is None else to_signed(images)
-        self.image_shape = self.image_shape or tuple(x_0.shape[1:])
-        if noise is not None:
-            noise = noise.float()
-        elif self.coupling == "immiscible":
+    def _draw_noise(self, x_0: Tensor, conditions: Values, rows: Tensor | None) -> Tensor:
+        if self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
-            noise = nearest_candidate(x_0, drawn)
-        else:
-            noise = randomness.randn("noise", x_0.shape, x_0.device, instead=noise_rows)
-            if self.coupling == "ot" and noise_rows is None:  # nobody paired the global batch: pair what is here
-                noise = noise[self._transport(x_0, noise, labels)]
-        return x_0, noise, self._drop_labels(labels)
+            return nearest_candidate(x_0, drawn)
+        noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
+        if self.coupling == "ot" and rows is None:  # nobody paired the global batch: pair these rows
+            noise = noise[optimal_transport(x_0, noise, _groups(conditions))]
+        return noise
 
-    def _transport(self, x_0: Tensor, noise: Tensor, labels: Tensor | None) -> Tensor:
-        return optimal_transport(x_0, noise, labels if self.num_classes is not None else None)
-
-    def _draw_data(self, images: Tensor) -> Tensor:
-        x_0 = to_signed(images)
-        return random_horizontal_flip(x_0) if self.horizontal_flip else x_0
-
-    def _drop_labels(self, labels: Tensor | None) -> Tensor | None:
-        if labels is None or self.num_classes is None or self.label_dropout == 0:
-            return labels
-        dropped = randomness.rand("label dropout", labels.shape, labels.device) < self.label_dropout
-        return labels.masked_fill(dropped, self.num_classes)
-
-    def _draw_start(
+    def draw_start(
         self,
-        batch_size: int,
-        labels: Tensor | None,
-        noise: Tensor | None,
-        generator: torch.Generator | None,
-        images: Tensor | None = None,
+        count: int,
+        conditions: Values,
+        *,
+        noise: Tensor | None = None,
+        start: Tensor | None = None,
         noise_level: float = 1.0,
-    ) -> tuple[Tensor, Tensor | None]:
-        """What to start sampling from, noise or noisy images, and labels: what was given, the rest drawn."""
-        device = next(self.network.parameters()).device
-        count = next((len(given) for given in (images, noise, labels) if given is not None), batch_size)
-        if noise is None:
-            noise = self._draw_noise(count, device, generator)
-        if labels is None and self.num_classes is not None:
-            labels = _draw_labels(self.num_classes, count, device, generator)
-        x = noise.float().to(device)
-        labels = None if labels is None else labels.to(device)
-        if images is not None:
-            x = torch.lerp(to_signed(images).to(device), x, noise_level)
-        return x, labels
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Values]:
+        """Where sampling starts, and a value of every condition; whatever is not given is drawn.
 
-    def _draw_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        if self.image_shape is None:
-            raise ValueError("the flow does not know its image shape yet: give noise, or image_shape when building it")
-        shape = (count, *self.image_shape)
+        Args:
+            count: rows, where no tensor has a number of rows.
+            conditions: values by name.
+            noise: standard normal ``[b, ...]``.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
+            noise_level: the time to start at, with ``start``.
+            generator: source of the draws, on the network's device.
+
+        Raises:
+            ValueError: if the network does not take a condition, or the flow has not seen a shape yet.
+        """
+        unknown = [name for name in conditions if name not in self.conditions]
+        if unknown:
+            raise ValueError(f"the network does not take {', '.join(unknown)}, only {list(self.conditions)}")
+        device = self.device
+        count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
+        if noise is None:
+            noise = self._draw_sample_noise(count, device, generator)
+        values = {
+            name: conditions[name].to(device) if name in conditions else kind.draw(name, count, device, generator)
+            for name, kind in self.conditions.items()
+        }
+        x = noise.float().to(device)
+        if start is not None:
+            x = torch.lerp(self.space.encode(start).to(device), x, noise_level)
+        return x, values
+
+    @property
+    def device(self) -> torch.device:
+        """Where the network is."""
+        return next((p.device for p in self.parameters()), torch.device("cpu"))
+
+    def _draw_sample_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        if self.space.shape is None:
+            raise ValueError("the flow does not know the shape of its data yet: give noise, or a space with a shape")
+        shape = (count, *self.space.shape)
         if generator is not None:
             return torch.randn(shape, device=device, generator=generator)
         return randomness.randn("sample noise", shape, device)
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
+        """Evaluation mode inside the block."""
         was_training = self.training
         self.eval()
         try:
@@ -154,7 +176,9 @@ def expand(t: Tensor, x: Tensor) -> Tensor:
     return t.reshape(-1, *[1] * (x.ndim - 1))
 
 
-def _draw_labels(num_classes: int, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-    if generator is not None:
-        return torch.randint(num_classes, (count,), device=device, generator=generator)
-    return randomness.randint("sample labels", num_classes, (count,), device)
+def _groups(conditions: Values) -> Tensor | None:
+    """Numbers ``[b]`` that are equal for rows with equal conditions; None without conditions."""
+    if not conditions:
+        return None
+    columns = torch.cat([values.reshape(len(values), -1).double() for values in conditions.values()], dim=1)
+    return columns.nan_to_num().unique(dim=0, return_inverse=True)[1]

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 
 from rectified_flow.flows.solvers import Velocity
+from rectified_flow.networks.conditions import Kinds, Values, none_of
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """How much, and at which times, a velocity is pushed from the one without a label towards the one with it.
+    """How much, and at which times, a velocity is pushed from the unconditional one towards the conditional one.
 
     Args:
-        scale: 1 is no guidance, 0 no label, above 1 more than the label alone asks for.
+        scale: 1 is no guidance, 0 no condition, above 1 more than the conditions alone ask for.
         interval: first and last time at which it acts, as guidance helps in the middle of the way (Kynkaanniemi et al.
-            2024, arXiv:2404.07724); outside of it the label alone rules.
+            2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
     """
 
     scale: float = 1.0
@@ -28,26 +29,23 @@ class Guidance:
         return self.scale != 1 and earliest <= t <= latest
 
 
-def guided(
-    predict: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    labels: Tensor | None,
-    no_label: int,
-    guidance: Guidance,
-) -> Velocity:
-    """The velocity field of ``predict(x, t, labels)`` under guidance; one call a time, on twice the rows where it acts.
+def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
+    """The velocity field of ``predict`` under guidance; one call a time, on twice the rows where guidance acts.
 
     Args:
-        predict: takes ``x`` ``[b, ...]``, times ``[b]`` and labels ``[b]``, and returns the velocity ``[b, ...]``.
-        labels: int64 ``[b]``, or None for all times.
-        no_label: the number that stands for "no label".
+        predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity
+            ``[b, ...]``.
+        kinds: of the conditions.
+        conditions: values by name ``[b, ...]``, for all times.
         guidance: when and how much.
     """
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        if labels is None or not guidance.acts_at(t):
-            return predict(x, x.new_full((len(x),), t), labels)
-        both = torch.cat((labels, torch.full_like(labels, no_label)))
-        with_label, without = predict(torch.cat((x, x)), x.new_full((2 * len(x),), t), both).chunk(2)
-        return torch.lerp(without, with_label, guidance.scale)
+        if not conditions or not guidance.acts_at(t):
+            return predict(x, x.new_full((len(x),), t), **conditions)
+        none = none_of(kinds, conditions)
+        both = {name: torch.cat((values, none[name].to(values))) for name, values in conditions.items()}
+        conditional, unconditional = predict(torch.cat((x, x)), x.new_full((2 * len(x),), t), **both).chunk(2)
+        return torch.lerp(unconditional, conditional, guidance.scale)
 
     return velocity

@@ -14,24 +14,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from rectified_flow.flows.config import Objective, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.images import to_unit
 from rectified_flow.flows.solvers import Watch
-from rectified_flow.flows.time_grids import TimeGrid, time_grid
+from rectified_flow.flows.time_grids import time_grid
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
-from rectified_flow.interruption import poll
-
-ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow", "shortcut"]
+from rectified_flow.interruption import raise_if_stop_requested
+from rectified_flow.networks.conditions import Values, all_none, none_of
+from rectified_flow.registry import register
 
 
 @dataclass(frozen=True)
-class Objective:
+class Variant:
     """A member of the family.
 
     Args:
@@ -56,22 +56,23 @@ def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
     return smallest**progress
 
 
-OBJECTIVES: dict[str, Objective] = {
-    "mean_flow": Objective(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
-    "improved_mean_flow": Objective(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
-    "alpha_flow": Objective(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
-    "so_flow": Objective(step=exponential_step),  # whose quotient of differences is the same residual
-    "shortcut": Objective(step=lambda _progress: 0.5, own_target=True),  # Frans et al. 2024, arXiv:2410.12557
+VARIANTS: dict[Objective, Variant] = {
+    "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
+    "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
+    "alpha_flow": Variant(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
+    "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
+    "shortcut": Variant(step=lambda _progress: 0.5, own_target=True),  # Frans et al. 2024, arXiv:2410.12557
 }
 
 
+@register
 class MeanFlow(Flow):
     """A one-step generator.
 
     Args:
-        network: called ``network(x, t, r=r)``, with ``labels`` if it has ``num_classes``; forward mode must pass
-            through it unless the objective takes finite steps only.
-        objective: a name from the papers, or an :class:`Objective` of your own.
+        network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it unless the objective
+            takes finite steps only.
+        objective: a name from the papers, or a :class:`Variant` of your own.
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
         weight_power: rows are weighted by ``(squared error + weight_epsilon) ** -weight_power``, the squared error
             summed over elements (arXiv:2505.13447, section 4.3); 0 weights all alike, 1 makes the loss blind to size.
@@ -86,24 +87,19 @@ class MeanFlow(Flow):
 
     Attributes:
         progress: of training, in [0, 1]; set by the trainer, read by objectives with a schedule.
-        logged: what the last forward pass has to tell besides its loss: ``unweighted_loss``, the mean squared error.
+        logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
 
     Raises:
-        ValueError: if the fraction is not in [0, 1], or guidance has no classes to work with.
+        ValueError: if the fraction is not in [0, 1], or guidance has no conditions to work with.
     """
 
     default_steps = 1
-    settings: ClassVar[tuple[str, ...]] = (
-        *Flow.settings,
-        *("mean_fraction", "weight_power", "weight_epsilon", "time_distribution"),
-        *("earlier_distribution", "guidance_scale", "guidance_mixing"),
-    )
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        objective: ObjectiveName | Objective = "improved_mean_flow",
+        objective: Objective | Variant = "improved_mean_flow",
         mean_fraction: float = 0.5,
         weight_power: float = 0.75,
         weight_epsilon: float = 1e-3,
@@ -117,10 +113,12 @@ class MeanFlow(Flow):
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
-        if self.guided and self.num_classes is None:
-            raise ValueError("guidance needs a network with num_classes")
-        self.objective_name = objective if isinstance(objective, str) else None
-        self.member = OBJECTIVES[objective] if isinstance(objective, str) else objective
+        if self.guided and not self.conditions:
+            raise ValueError("guidance needs a network that takes conditions")
+        self.objective = objective
+        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
+        # A finite step that shrinks gets lost in the rounding of bf16.
+        self.supports_bf16 = objective not in ("alpha_flow", "so_flow")
         self.mean_fraction = mean_fraction
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
@@ -129,41 +127,29 @@ class MeanFlow(Flow):
         self.progress = 0.0
         self.logged: dict[str, Tensor] = {}
 
-    def describe(self) -> dict[str, Any] | None:
-        """As in :class:`Flow`; None also for an objective without a name."""
-        description = super().describe()
-        if description is None or self.objective_name is None:
-            return None
-        return description | {"objective": self.objective_name}
-
-    def forward(self, images: Tensor, labels: Tensor | None = None, noise_rows: Tensor | None = None) -> Tensor:
-        """Draw noise and intervals for a batch and return the scalar loss.
+    def forward(self, **batch: Any) -> Tensor:
+        """Draw noise and intervals for a batch and return the scalar loss; see :meth:`Flow.draw_batch`.
 
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
         strided rows of the global batch, the same rows on any number of them if that count is a whole number.
-
-        Args:
-            images: uint8 ``[b, c, h, w]``, or floating point in [-1, 1].
-            labels: int64 ``[b]``; ignored by a network without classes.
-            noise_rows: int64 ``[b]``, the rows of the global batch's noise that :meth:`pair` chose.
         """
-        x_0, noise, labels = self._draw_batch(images, labels, noise_rows)
+        x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         count = round(self.mean_fraction * len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = self.member.step(self.progress)
-        loss, mean_square = self.objective(x_0, noise, t, r, labels, count, step > 0, t.new_tensor(step))
+        step = self.variant.step(self.progress)
+        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
-    def objective(
+    def loss(
         self,
         x_0: Tensor,
         noise: Tensor,
         t: Tensor,
         r: Tensor,
-        labels: Tensor | None = None,
+        conditions: Values,
         count: int | None = None,
         finite: bool = False,
         step: Tensor | None = None,
@@ -175,7 +161,7 @@ class MeanFlow(Flow):
             noise: ``[b, ...]``.
             t: times ``[b]``.
             r: earlier times ``[b]``, equal to ``t`` in all rows after the first ``count``.
-            labels: int64 ``[b]``, dropped already.
+            conditions: values by name ``[b, ...]``, dropped already.
             count: rows that need the derivative; all of them if not given.
             finite: whether to take a finite step for it.
             step: scalar, the finite step as a fraction of ``t - r``.
@@ -183,66 +169,71 @@ class MeanFlow(Flow):
         count = len(x_0) if count is None else count
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
-        u = self.average_velocity(x_t, t, r, labels)  # with gradient, before all that is without: see autocast's cache
+        u = self.average_velocity(
+            x_t, t, r, **conditions
+        )  # with gradient, before all that is without: see autocast's cache
         with torch.no_grad():
-            v = self._guide(noise - x_0, x_t, t, labels)
+            v = self._guide(noise - x_0, x_t, t, conditions)
             change, target = torch.zeros_like(u), v
             if count > 0:
                 # Copies: a compiled derivative wants its tangents laid out like their values.
                 u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
-                labels_ = None if labels is None else labels[:count]
-                change_, target_ = self._correction(u_, x_, v_, t_, r_, labels_, step if finite else None)
+                conditions_ = {name: values[:count] for name, values in conditions.items()}
+                change_, target_ = self._correction(u_, x_, v_, t_, r_, conditions_, step if finite else None)
                 change, target = torch.cat((change_, change[count:])), torch.cat((target_, v[count:]))
         residual = u + change - target
         square = residual.square().flatten(1).sum(dim=1)
         weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
         return (weight * square).mean(), square.detach().mean() / residual[0].numel()
 
-    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, labels: Tensor | None = None) -> Tensor:
+    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
-        return self._call(x, t, labels, r=r)
+        return self.network(x, t, r=r, **conditions).float()
 
     @torch.no_grad()
     def sample(
         self,
-        batch_size: int = 1,
+        count: int = 1,
         *,
         steps: int = 1,
         grid: TimeGrid = "uniform",
-        labels: Tensor | None = None,
-        images: Tensor | None = None,
+        start: Tensor | None = None,
         noise_level: float = 1.0,
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
         watch: Watch | None = None,
+        **conditions: Tensor,
     ) -> Tensor:
-        """Generate images, float32 ``[b, c, h, w]`` in [0, 1], with one network call per step.
+        """Generate data as the space decodes them, with one network call per step.
 
         Args:
-            batch_size: how many, where no tensor says so.
-            steps: intervals between noise and image, each crossed with its average velocity.
+            count: how many, where no tensor has a number of rows.
+            steps: intervals between noise and data, each crossed with its average velocity.
             grid: how the intervals are cut.
-            labels: int64 ``[b]``; drawn uniformly if a conditional network is given none.
-            images: ``[b, c, h, w]``, uint8 or in [-1, 1], to start from, with noise up to ``noise_level``.
-            noise_level: the time to start at.
-            noise: ``[b, c, h, w]``, standard normal; drawn if not given.
-            generator: source of what is drawn, on the network's device.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
+            noise_level: the time to start at, with ``start``.
+            noise: ``[b, ...]``, standard normal; drawn if not given.
+            generator: source of the draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
+            conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
-            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], or the flow has not seen an image
-                shape yet.
+            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
+                condition, or the flow has not seen the shape of its data yet.
         """
-        times = time_grid(steps, grid, noise_level if images is not None else 1.0)
-        x, labels = self._draw_start(batch_size, labels, noise, generator, images, noise_level)
+        times = time_grid(steps, grid, noise_level if start is not None else 1.0)
+        x, values = self.draw_start(
+            count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
+        )
         watch = watch or _unwatched
         watch(times[0], x)
-        with self._evaluating():
+        with self.evaluating():
             for t, r in pairwise(times):
-                poll()
-                x = x - (t - r) * self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), labels)
+                raise_if_stop_requested()
+                u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
+                x = x - (t - r) * u
                 watch(r, x)
-        return to_unit(x)
+        return self.space.decode(x)
 
     def _correction(
         self,
@@ -251,42 +242,41 @@ class MeanFlow(Flow):
         v: Tensor,
         t: Tensor,
         r: Tensor,
-        labels: Tensor | None,
+        conditions: Values,
         step: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """What is added to ``u`` before it is compared, and with what; without ``step`` the derivative is exact."""
+        """The term added to ``u``, and the target it is compared with; without ``step`` the derivative is exact."""
         if step is None:
-            direction = torch.empty_like(x).copy_(self._blend(v, x, t, labels))  # laid out like x, see above
+            direction = torch.empty_like(x).copy_(self._blend(v, x, t, conditions))  # laid out like x, see above
             _, derivative, *_ = jvp(
-                lambda x, t, r: self.average_velocity(x, t, r, labels),
+                lambda x, t, r: self.average_velocity(x, t, r, **conditions),
                 (x, t, r),
                 (direction, torch.ones_like(t), torch.zeros_like(r)),
             )
             return expand(t - r, x) * derivative, v
         gap = step * (t - r)
         between = t - gap
-        if self.member.own_target:
-            direction = v = self.average_velocity(x, t, between, labels)
+        if self.variant.own_target:
+            direction = v = self.average_velocity(x, t, between, **conditions)
         else:
-            direction = self._blend(v, x, t, labels)
-        there = self.average_velocity(x - expand(gap, x) * direction, between, r, labels)
+            direction = self._blend(v, x, t, conditions)
+        there = self.average_velocity(x - expand(gap, x) * direction, between, r, **conditions)
         return (1 - step) / step * (u - there), v
 
-    def _blend(self, v: Tensor, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
-        if self.member.blend == 0:
+    def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
+        if self.variant.blend == 0:
             return v
-        own = self.average_velocity(x, t, t, labels)
-        return own if self.member.blend == 1 else torch.lerp(v, own, self.member.blend)
+        own = self.average_velocity(x, t, t, **conditions)
+        return own if self.variant.blend == 1 else torch.lerp(v, own, self.variant.blend)
 
-    def _guide(self, v: Tensor, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
-        if not self.guided or labels is None:
+    def _guide(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
+        if not self.guided or not conditions:
             return v
-        nobody = torch.full_like(labels, self.num_classes or 0)
-        unconditional = self.average_velocity(x, t, t, nobody)
+        unconditional = self.average_velocity(x, t, t, **none_of(self.conditions, conditions))
         guided = self.guidance_scale * v + (1 - self.guidance_scale - self.guidance_mixing) * unconditional
         if self.guidance_mixing:
-            guided = guided + self.guidance_mixing * self.average_velocity(x, t, t, labels)
-        return torch.where(expand(labels == nobody, x), v, guided)
+            guided = guided + self.guidance_mixing * self.average_velocity(x, t, t, **conditions)
+        return torch.where(expand(all_none(self.conditions, conditions), x), v, guided)
 
 
 def _unwatched(_t: float, _x: Tensor) -> None:

@@ -1,25 +1,21 @@
-"""Flows that come back from a checkpoint, a folder or the Hugging Face hub, with nothing to repeat."""
+"""Flows that come back from a checkpoint, a folder or the Hugging Face hub, built from their own description."""
 
 import json
-from copy import deepcopy
-from dataclasses import asdict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_download
 from torch import nn
 
-from rectified_flow import checkpoint
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
-from rectified_flow.networks import Unet
+from rectified_flow.registry import DescriptionError, build, describe
+from rectified_flow.runs import checkpoint
 
 FLOW_FILE = "flow.json"
 HUB_CONFIG = "config.json"
-
-NETWORKS = {"Unet": Unet}
-TIME_DISTRIBUTIONS = {each.__name__: each for each in (LogitNormal, Uniform, UShaped)}
+LIBRARY = "rectified-flow-trainer"
 
 MODEL_CARD = """---
 {{ card_data }}
@@ -27,7 +23,7 @@ MODEL_CARD = """---
 
 # {{ title | default("A " + kind, true) }}
 
-{{ kind }} of {{ side }} px images{% if classes %} in {{ classes }} classes{% endif %}, {{ parameters }} M parameters.
+{{ kind }} of {{ noun }}{% if classes %} in {{ classes }} classes{% endif %}, {{ parameters }} M parameters.
 {% if grid %}
 ![samples]({{ grid }})
 {% endif %}
@@ -35,7 +31,7 @@ MODEL_CARD = """---
 from rectified_flow import {{ kind }}
 
 flow = {{ kind }}.from_pretrained({{ repo_id | default("this folder", true) | tojson }})
-images = flow.sample(16)  # float32 [16, 3, {{ side }}, {{ side }}] in [0, 1]
+images = flow.sample(16)  # {{ shape }}
 ```
 
 ```json
@@ -44,84 +40,98 @@ images = flow.sample(16)  # float32 [16, 3, {{ side }}, {{ side }}] in [0, 1]
 """
 
 
-class Saved(ModelHubMixin):
-    """What a flow needs to be built again: its class, its network's settings and its own.
+def load_flow(path: Path) -> nn.Module:
+    """The flow of a checkpoint, or of a run's newest, with averaged weights if there are any; ready to sample.
 
-    A network takes part if it is one of ``NETWORKS`` and keeps its settings in ``config``.
+    Raises:
+        UsageError: if there is no checkpoint, it is damaged, or it holds a kind that is not registered.
     """
+    path = checkpoint.resolve(path)
+    if not (path / FLOW_FILE).exists():
+        raise UsageError(
+            f"checkpoint {path} has no {FLOW_FILE}, as its flow or network was not registered in training: build the "
+            "flow by hand and load its weights with rectified_flow.runs.checkpoint.load_averaged"
+        )
+    flow = build_flow(checkpoint.load_document(path, FLOW_FILE), path)
+    checkpoint.load_averaged(network_of(flow), path)
+    return flow.eval()
 
-    settings: ClassVar[tuple[str, ...]] = ()
-    """Attributes that are arguments of ``__init__``."""
+
+def build_flow(description: Mapping[str, Any], source: Path) -> nn.Module:
+    """Build the flow of a description with fresh weights; ``source`` is the file or folder that an error names.
+
+    Raises:
+        UsageError: if it describes no flow, or a kind that is not registered.
+    """
+    try:
+        flow = build(_upgraded(description))
+    except (DescriptionError, LookupError, TypeError) as error:
+        raise UsageError(f"{source}: {error if isinstance(error, DescriptionError) else repr(error)}") from error
+    if not isinstance(flow, nn.Module):
+        raise UsageError(f"{source} describes a {type(flow).__name__}, not a flow")
+    return flow
+
+
+def network_of(flow: nn.Module) -> nn.Module:
+    """The module whose weights are a flow's: its ``network``, if nothing outside of that has any."""
+    network = getattr(flow, "network", None)
+    if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
+        return network
+    return flow
+
+
+class Saved(ModelHubMixin):
+    """A flow that can be described, saved and loaded, as its parts are :mod:`registered <rectified_flow.registry>`."""
+
     network: nn.Module
+    space: Any
+    conditions: Any
 
-    def describe(self) -> dict[str, Any] | None:
-        """All it takes to build this flow again, as JSON can hold it; None if it has parts that are not known here."""
-        if not isinstance(self.network, tuple(NETWORKS.values())):
-            return None
-        description: dict[str, Any] = {
-            "flow": type(self).__name__,
-            "network": {"kind": type(self.network).__name__, **cast(Any, self.network).config},
-        }
-        for name in self.settings:
-            value: Any = getattr(self, name)
-            if isinstance(value, tuple(TIME_DISTRIBUTIONS.values())):
-                value = {"kind": type(value).__name__, **asdict(cast(Any, value))}
-            elif not isinstance(value, bool | int | float | str | list | tuple | None):
-                return None
-            description[name] = value
-        return description
-
-    @classmethod
-    def from_description(cls, description: dict[str, Any]) -> Self:
-        """Build the flow that ``describe`` told of, with fresh weights.
+    def describe(self) -> dict[str, Any]:
+        """Everything that building this flow again takes, as JSON can hold it.
 
         Raises:
-            UsageError: if it is of another class than this, or does not describe a flow.
+            UsageError: if a part is not registered.
         """
-        try:
-            settings = deepcopy(description)
-            kind, network = settings.pop("flow"), settings.pop("network")
-            known = {each.__name__: each for each in _family(cls)}
-            if kind not in known:
-                raise UsageError(f"the model is a {kind}, not a {cls.__name__}")
-            for name, value in settings.items():
-                if isinstance(value, dict):
-                    settings[name] = TIME_DISTRIBUTIONS[value.pop("kind")](**value)
-            build: Any = known[kind]
-            return cast(Self, build(NETWORKS[network.pop("kind")](**network), **settings))
-        except (LookupError, TypeError, ValueError) as error:
-            raise UsageError(f"the description of the model is not one that this version knows ({error!r})") from error
+        return describe(self)
+
+    @classmethod
+    def from_description(cls, description: Mapping[str, Any], source: Path | str = "the description") -> Self:
+        """Build the flow that ``describe`` described, with fresh weights.
+
+        Raises:
+            UsageError: if it is of another class than this, or describes no flow.
+        """
+        return cls._checked(build_flow(description, Path(source)))
 
     @classmethod
     def from_checkpoint(cls, path: str | Path) -> Self:
-        """The flow of a checkpoint, or of a run's newest, with averaged weights if there are any; ready to sample.
+        """As :func:`load_flow`, for a flow of this class.
 
         Raises:
-            UsageError: if there is none, it is damaged, or does not say how to build its flow.
+            UsageError: as there, or if it is of another class.
         """
-        path = checkpoint.resolve(Path(path))
-        if not (path / FLOW_FILE).exists():
-            raise UsageError(
-                f"checkpoint {path} has no {FLOW_FILE}, so its flow must be built by hand: see "
-                "rectified_flow.checkpoint.load_network"
-            )
-        flow = cls.from_description(checkpoint.load_document(path, FLOW_FILE))
-        checkpoint.load_weights(flow.network, path, checkpoint.averaged_weights(path))
-        return cast(Self, cast(nn.Module, flow).eval())
+        return cls._checked(load_flow(Path(path)))
+
+    @classmethod
+    def _checked(cls, flow: nn.Module) -> Self:
+        if not isinstance(flow, cls):
+            raise UsageError(f"the model is a {type(flow).__name__}, not a {cls.__name__}")
+        return flow
 
     def generate_model_card(self, *, grid: str | None = None, **kwargs: Any) -> ModelCard:
-        """A README with what the model is and how to use it; ``grid`` names a picture beside it."""
-        description = self.describe() or {}
+        """A README that says what the model is and how to use it; ``grid`` names a picture beside it."""
         parameters = sum(p.numel() for p in self.network.parameters()) / 1e6
         return ModelCard.from_template(
-            ModelCardData(library_name="rectified-flow", pipeline_tag="unconditional-image-generation"),
+            ModelCardData(library_name=LIBRARY, pipeline_tag="unconditional-image-generation"),
             template_str=MODEL_CARD,
             kind=type(self).__name__,
-            side=(description.get("image_shape") or [0])[-1],
-            classes=description.get("network", {}).get("num_classes"),
+            noun=self.space.noun,
+            shape=["b", *(self.space.shape or ())],
+            classes=getattr(self.conditions.get("labels"), "num_classes", None),
             parameters=f"{parameters:.1f}",
             grid=grid,
-            config=json.dumps(description, indent=1),
+            config=json.dumps(self.describe(), indent=1),
             **kwargs,
         )
 
@@ -132,10 +142,9 @@ class Saved(ModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         description = self.describe()
-        if description is None:
-            raise UsageError(f"a {type(self.network).__name__} cannot be described, so it cannot be built again")
         (save_directory / HUB_CONFIG).write_text(json.dumps(description, indent=1))
-        checkpoint.save_tensors(self.network.state_dict(), save_directory / checkpoint.MODEL_FILE)
+        weights = checkpoint.own_weights(network_of(cast(nn.Module, self)))
+        checkpoint.save_tensors(weights, save_directory / checkpoint.MODEL_FILE)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
@@ -145,10 +154,26 @@ class Saved(ModelHubMixin):
             fetch = partial(hf_hub_download, model_id, **{name: options.get(name) for name in wanted})
             fetch(checkpoint.MODEL_FILE)
             folder = Path(fetch(HUB_CONFIG)).parent
-        flow = cls.from_description(checkpoint.load_document(folder, HUB_CONFIG))
-        checkpoint.load_weights(flow.network, folder, checkpoint.MODEL_FILE)
+        flow = cls.from_description(checkpoint.load_document(folder, HUB_CONFIG), folder / HUB_CONFIG)
+        checkpoint.load_weights(network_of(cast(nn.Module, flow)), folder, checkpoint.MODEL_FILE)
         return cast(Self, cast(nn.Module, flow).eval())
 
 
-def _family(cls: type[Saved]) -> list[type[Saved]]:
-    return [cls, *(each for child in cls.__subclasses__() for each in _family(child))]
+def _upgraded(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A description of version 0.1, in which data spaces and conditions had no kinds of their own, as one of today."""
+    if "flow" not in description:
+        return description
+    old = dict(description)
+    network = dict(old.pop("network"))
+    count, names = network.pop("num_classes"), old.pop("class_names")
+    labels = {"labels": {"kind": "Labels", "num_classes": count, "names": names}}
+    pixels = {"kind": "Pixels", "shape": old.pop("image_shape"), "horizontal_flip": old.pop("horizontal_flip")}
+    if "loss" in old:
+        old["distance"] = old.pop("loss")
+    return {
+        "kind": old.pop("flow"),
+        "network": network | {"conditions": {} if count is None else labels},
+        "space": pixels,
+        "condition_dropout": old.pop("label_dropout"),
+        **old,
+    }

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.interruption import poll
+from rectified_flow.flows.config import Solver
+from rectified_flow.interruption import raise_if_stop_requested
 
 FixedStep = Literal["euler", "midpoint", "heun"]
-Solver = Literal[FixedStep, "stochastic", "adaptive"]
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
 FreshNoise = Callable[[Tensor, float], Tensor]
@@ -23,6 +23,7 @@ CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stoc
 
 CHURN = 1.0
 TOLERANCE = 1e-4
+LAST_STEP = 1e-3
 
 
 def default_noise(x: Tensor, t: float) -> Tensor:
@@ -38,6 +39,7 @@ def integrate(
     *,
     fresh_noise: FreshNoise = default_noise,
     watch: Watch | None = None,
+    evaluate_at_data: bool = True,
 ) -> Tensor:
     """Carry ``x`` ``[b, ...]`` from ``times[0]`` to ``times[-1]``, one step per interval.
 
@@ -52,15 +54,19 @@ def integrate(
             own steps for the batch as a whole; ``times`` only say where it is watched.
         fresh_noise: called with ``x`` and a time, for ``stochastic``.
         watch: called with time and ``x`` at the start and after each interval.
+        evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
+            the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
     """
     if solver == "adaptive":
-        return _adaptive(velocity, x, times, watch)
+        return _adaptive(velocity, x, times, watch, evaluate_at_data)
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
-        poll()
+        raise_if_stop_requested()
         if solver == "stochastic":
             x = _stochastic(velocity, x, t, t_next, fresh_noise)
+        elif solver == "heun" and t_next == 0 and not evaluate_at_data:
+            x = _euler(velocity, x, t, t_next - t)
         else:
             x = _STEPS[solver](velocity, x, t, t_next - t)
         if watch is not None:
@@ -98,17 +104,22 @@ def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, fresh_no
     return (1 - t_next) * clean + t_next * noise
 
 
-def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None) -> Tensor:
+def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None, evaluate_at_data: bool) -> Tensor:
     from torchdiffeq import odeint
 
     def derivative(t: Tensor, x: Tensor) -> Tensor:
-        poll()
+        raise_if_stop_requested()
         return velocity(x, float(t))
 
-    stops = torch.tensor(times if watch is not None else [times[0], times[-1]], device=x.device)
+    ends_at_data = times[-1] == 0 and not evaluate_at_data
+    end = min(LAST_STEP, times[-2] / 2) if ends_at_data else times[-1]
+    ways = [*times[:-1], end] if watch is not None else [times[0], end]
+    stops = torch.tensor(ways, device=x.device)
     # It would step past the end and interpolate back: no network knows what is beyond data and noise.
     options = {"step_t": stops}
     path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
+    if ends_at_data:
+        path[-1] = _euler(velocity, path[-1], end, -end)
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)

@@ -1,7 +1,7 @@
 """Distributions of the training time t in [0, 1], as one family on the logit axis.
 
-A logit-normal and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al. 2024, arXiv:2403.03206, sections
-3.1 and 5.3.2) meet there: the shift adds ``log s`` to the logit.
+The family includes the logit-normal distribution and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al.
+2024, arXiv:2403.03206, sections 3.1 and 5.3.2): the shift adds ``log s`` to the logit.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.registry import register
 
 
 class TimeDistribution(Protocol):
@@ -19,9 +20,10 @@ class TimeDistribution(Protocol):
         """Draw times ``[count]`` in [0, 1]."""
 
 
+@register
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform times, moved towards the noise by ``shift > 1``."""
+    """Uniform times; ``shift > 1`` moves them towards the noise."""
 
     shift: float = 1.0
 
@@ -30,9 +32,10 @@ class Uniform:
         return self.shift * t / (1 + (self.shift - 1) * t)
 
 
+@register
 @dataclass(frozen=True)
 class LogitNormal:
-    """Times whose logit is normal with ``mean + log(shift)`` and ``std``.
+    """Times whose logit is normal with mean ``mean + log(shift)`` and standard deviation ``std``.
 
     The default extrapolates published settings, (-1.2, 1.2) at 32 px and (0.8, 0.8) at 256 px, to 64 px.
     """
@@ -46,12 +49,13 @@ class LogitNormal:
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
 
 
+@register
 @dataclass(frozen=True)
 class UShaped:
     """Times near both ends, with density proportional to ``cosh(steepness (t - 1/2))``.
 
-    For pairs whose path is straight already, where only the ends are hard (Lee et al. 2024, arXiv:2405.20320, section
-    4.1).
+    Suited to pairs whose paths are already straight, where only the two ends are hard (Lee et al. 2024,
+    arXiv:2405.20320, section 4.1).
     """
 
     steepness: float = 4.0

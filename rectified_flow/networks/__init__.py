@@ -1,6 +1,1 @@
-"""Networks: tensors in, tensors out; and how they are put on a device."""
-
-from rectified_flow.networks.placing import place
-from rectified_flow.networks.unet import Unet
-
-__all__ = ["Unet", "place"]
+"""Networks: tensors in, tensors out; the conditions that they take; and how they are put on a device."""

@@ -1,8 +1,8 @@
-"""Layers whose forward-mode derivative (`torch.func.jvp`) is written out, for PyTorch's own does too much.
+"""Layers with their own forward-mode derivative (`torch.func.jvp`), since PyTorch's derivative does too much work.
 
-Its derivative of a convolution convolves the tangent of the weights as well, which is zero here: a third of the work.
-Its derivative of a group norm is a chain of small operations that the compiler cannot take. Batching transforms
-(`torch.vmap`) do not pass through these layers while a derivative is taken.
+PyTorch's derivative of a convolution also convolves the tangent of the weights. That tangent is zero here, so a third
+of the work is wasted. PyTorch's derivative of a group norm is a chain of small operations that `torch.compile` cannot
+handle. These layers do not support batching transforms (`torch.vmap`) while a derivative is taken.
 """
 
 import math
@@ -14,11 +14,11 @@ from torch.autograd import forward_ad
 from torch.func import vjp
 
 LEVEL = 0
-"""PyTorch has one level of forward-mode derivatives, and this is its number."""
+"""The index of PyTorch's only level of forward-mode derivatives."""
 
 
 class Conv2d(nn.Conv2d):
-    """A convolution whose weights have no tangent where its input has one."""
+    """A convolution whose weights have no tangent when its input has one."""
 
     def forward(self, x: Tensor) -> Tensor:
         value, tangent = _unpack(x)
@@ -30,8 +30,8 @@ class Conv2d(nn.Conv2d):
 class GroupNorm(nn.Module):
     """Group normalisation (Wu & He 2018, arXiv:1803.08494) in the precision of its input, also under autocast.
 
-    What it does before scale and shift has a symmetric Jacobian, so a tangent goes through it as a gradient does, in
-    one fused operation.
+    The normalisation before scale and shift has a symmetric Jacobian. A tangent therefore passes through it like a
+    gradient, in one fused operation.
     """
 
     def __init__(self, dim: int, max_groups: int = 32, min_channels: int = 4, eps: float = 1e-5) -> None:
@@ -55,6 +55,6 @@ class GroupNorm(nn.Module):
 
 def _unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """The value of ``x`` and its tangent, if it has one."""
-    # Left to find out the level, the compiler would keep for good that there was none when it first asked.
+    # Without an explicit level, the compiler would look it up once, find none, and treat that as a constant.
     value, tangent = forward_ad.unpack_dual(x, level=LEVEL if torch.compiler.is_compiling() else None)
     return value, tangent

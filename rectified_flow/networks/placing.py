@@ -1,4 +1,4 @@
-"""A flow on its device, its network's weights in the memory format that convolutions there are fastest with."""
+"""Move a flow to a device, with its network in the memory format in which convolutions are fastest on that device."""
 
 from typing import TypeVar
 
@@ -10,16 +10,17 @@ from rectified_flow.networks.unet import Unet
 M = TypeVar("M", bound=nn.Module)
 
 
-def place(module: M, device: torch.device, precision: str) -> M:
-    """Move ``module`` to the device, and give every :class:`Unet` in it, and so its activations, a memory format.
+def to_device(module: M, device: torch.device, precision: str) -> M:
+    """Move ``module`` to ``device``, and set the memory format of every :class:`Unet` in it and so of its activations.
 
-    That is channels last on a GPU, whose matrix units take images so, and on a CPU in float32; in bf16 what lies
-    between a CPU's convolutions loses more than they gain (benchmarks/log.md).
+    The format is channels-last on a GPU, whose matrix units read images in this order, and on a CPU in float32. On a
+    CPU in bf16 it is contiguous: the operations between convolutions would lose more than the convolutions gain
+    (benchmarks/log.md).
 
     Args:
-        module: a flow, or any other.
-        device: where to.
-        precision: ``no``, ``bf16`` or ``fp16``, as Accelerate has it.
+        module: a flow, or any other module.
+        device: the target device.
+        precision: ``no``, ``bf16`` or ``fp16``, as in Accelerate.
     """
     last = device.type == "cuda" or (device.type == "cpu" and precision == "no")
     for each in module.modules():

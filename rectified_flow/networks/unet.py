@@ -15,14 +15,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
+from rectified_flow.networks.conditions import Kinds
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
+from rectified_flow.registry import register
 
 Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
 
 
+@register
 class Unet(nn.Module):
-    """Predict a tensor of the shape of ``x`` from ``x``, the time and, if given, labels.
+    """Predict a tensor of the shape of ``x`` from ``x``, the time and conditions.
 
     Residual blocks with scale-and-shift conditioning and resampling inside blocks follow ADM (Dhariwal & Nichol 2021,
     arXiv:2105.05233, section 3). With the defaults at 64 px: 25 M parameters.
@@ -31,7 +34,7 @@ class Unet(nn.Module):
         dim: channels at full resolution.
         dim_mults: channels of each level as multiples of ``dim``; each level halves the side of the one before.
         channels: channels of the images.
-        num_classes: number of labels, or None for an unconditional network; the label ``num_classes`` means "none".
+        conditions: the conditions it takes, by name; their embeddings are added to that of the time.
         image_size: side in pixels of the images to come; it decides which levels get attention.
         attention_sides: sides in pixels of the levels with attention.
         attention_head_dim: channels of one attention head.
@@ -44,7 +47,7 @@ class Unet(nn.Module):
         dim: int = 64,
         dim_mults: Sequence[int] = (1, 2, 3, 4),
         channels: int = 3,
-        num_classes: int | None = None,
+        conditions: Kinds | None = None,
         *,
         image_size: int = 64,
         attention_sides: Sequence[int] = (16, 8),
@@ -53,28 +56,19 @@ class Unet(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.config = {
-            "dim": dim,
-            "dim_mults": list(dim_mults),
-            "channels": channels,
-            "num_classes": num_classes,
-            "image_size": image_size,
-            "attention_sides": list(attention_sides),
-            "attention_head_dim": attention_head_dim,
-            "blocks_per_level": blocks_per_level,
-            "dropout": dropout,
-        }
-        """What it takes to build this network again."""
+        self.dim, self.dim_mults, self.channels = dim, tuple(dim_mults), channels
+        self.conditions: Kinds = dict(conditions or {})
+        self.image_size, self.attention_sides = image_size, tuple(attention_sides)
+        self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False
-        """Whether blocks are evaluated again in the backward pass instead of keeping what they computed."""
-        self.channels = channels
-        self.num_classes = num_classes
+        """Whether the backward pass computes a block's activations again instead of keeping them."""
         self.downsampling = 2 ** (len(dim_mults) - 1)
         self._check_side(image_size)
 
         condition_dim = 4 * dim
         self.time_embedding = TimeEmbedding(dim, condition_dim)
-        self.label_embedding = None if num_classes is None else nn.Embedding(num_classes + 1, condition_dim)
+        for name, kind in self.conditions.items():
+            self.add_module(_embedding_name(name), kind.embedding(condition_dim))
 
         layers = 0
 
@@ -111,31 +105,30 @@ class Unet(nn.Module):
         self.norm_out = GroupNorm(width)
         self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))
 
-    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Evaluate the network.
 
         Args:
             x: images ``[b, c, h, w]``.
             t: times ``[b]`` in [0, 1].
             r: earlier times ``[b]`` for the average velocity over ``[r, t]``; None means ``r = t``.
-            labels: int64 ``[b]``, ``num_classes`` standing for "no label"; None means no label for any row.
+            conditions: values by name ``[b, ...]``; a condition left out is "none" for every row.
 
         Returns:
             A tensor of the shape of ``x``.
 
         Raises:
-            ValueError: if a side of ``x`` does not divide, or labels meet a network without classes.
+            ValueError: if a side of ``x`` does not divide, or the network does not take a condition.
         """
         self._check_side(x.shape[-2])
         self._check_side(x.shape[-1])
-        condition = self.time_embedding(t, t if r is None else r)
-        if self.label_embedding is not None:
-            if labels is None:
-                labels = torch.full_like(t, self.label_embedding.num_embeddings - 1, dtype=torch.long)
-            condition = condition + self.label_embedding(labels)
-        elif labels is not None:
-            raise ValueError("labels were given to a Unet built without num_classes")
-        condition = F.silu(condition)
+        embedding = self.time_embedding(t, t if r is None else r)
+        for name, kind in self.conditions.items():
+            values = conditions.pop(name) if name in conditions else kind.none(len(x), x.device)
+            embedding = embedding + getattr(self, _embedding_name(name))(values)
+        if conditions:
+            raise ValueError(f"this Unet does not take {', '.join(conditions)}, only {list(self.conditions)}")
+        condition = F.silu(embedding)
 
         x = self.conv_in(x)
         skips = [x]
@@ -240,6 +233,11 @@ class Attention(nn.Module):
         weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
         attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
+
+
+def _embedding_name(condition: str) -> str:
+    """``label_embedding`` for ``labels``: names are part of every checkpoint."""
+    return f"{condition.removesuffix('s')}_embedding"
 
 
 def _heads(dim: int, head_dim: int) -> int:

@@ -1,7 +1,1 @@
-"""Training: flags, the loop, and what a run leaves on disk."""
-
-from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.flow_configs import MeanFlowConfig, RectifiedFlowConfig
-from rectified_flow.training.trainer import Trainer
-
-__all__ = ["MeanFlowConfig", "RectifiedFlowConfig", "Trainer", "TrainingConfig"]
+"""Training: the loop, one step, and the state that a run carries from step to step."""

@@ -7,28 +7,28 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
+from rectified_flow.distributed.joining import join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.processes.joining import join_processes
-from rectified_flow.training.config import TrainingConfig
+from rectified_flow.runs.config import TrainingConfig
 
 
-def choose_precision(config: TrainingConfig, device: torch.device) -> str:
-    """The precision of a run: what the flag says, else Accelerate or its launcher, else the fastest that is safe.
+def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
+    """The precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest that is safe.
 
-    That is bf16 on a GPU made for it, if the objective bears it, and float32 (``no``) elsewhere.
+    That is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    fastest = "bf16" if made_for_bf16 and config.bears_bf16 else "no"
+    fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
     return config.mixed_precision or (inherited or fastest).lower()
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """What a person calls the precision of a run."""
+    """The precision of a run, in words."""
     return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
-def build_accelerator(config: TrainingConfig) -> Accelerator:
+def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> Accelerator:
     """The run's Accelerator.
 
     Raises:
@@ -36,7 +36,7 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
     """
     state = join_processes()
     accelerator = Accelerator(
-        mixed_precision=choose_precision(config, state.device),
+        mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=config.output_dir,
         # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
@@ -46,5 +46,5 @@ def build_accelerator(config: TrainingConfig) -> Accelerator:
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU take bf16 or no")
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
     return accelerator

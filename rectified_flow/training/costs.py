@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 
 Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
-"""Of a weight, a moment, an average."""
+"""Of a gradient, a moment, an average."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ def training_memory(
     with _training_step(flow, item, 2, autocast) as step, _Activations(flow) as activations:
         step()
     trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
-    weights = sum(p.numel() for p in flow.parameters())
-    return Memory(BYTES * (weights + 3 * trained + averages * weights), activations.peak // 2)
+    weights = sum(p.numel() * p.element_size() for p in flow.parameters())
+    return Memory(weights + BYTES * (3 + averages) * trained, activations.peak // 2)
 
 
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -97,7 +97,7 @@ def _training_step(
     flow.train()
     flow.zero_grad()
     try:
-        with rows_of(Rows(0, 0, count, slice(None)), next(flow.parameters()).device):
+        with deterministic(BatchRows(0, 0, count, slice(None)), next(flow.parameters()).device):
             yield step
     finally:
         flow.zero_grad()

@@ -1,5 +1,6 @@
-"""Everything a run must remember between two steps, and how it becomes a checkpoint and comes back."""
+"""The state of a run between two steps, and how it becomes a checkpoint and comes back."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -9,10 +10,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from ema_pytorch import EMA
 from torch import Tensor, nn
 
-from rectified_flow import checkpoint
-from rectified_flow.averages import PowerAverages
-from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.saved import FLOW_FILE
+from rectified_flow.flows.saved import network_of
+from rectified_flow.runs import checkpoint
+from rectified_flow.training.averages import PowerAverages
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
@@ -45,12 +45,13 @@ class TrainingState:
         self.updates = 0
         """Steps that changed the weights; the others were skipped."""
         self.bad_steps = 0
-        """Steps skipped for a loss or gradient that was not finite, and those of them since the last good one."""
+        """Steps skipped for a loss or gradient that was not finite."""
         self.bad_in_a_row = 0
+        """Those of them since the last good step."""
         self.scaler_skips = 0
         """Steps skipped because the loss scale of fp16 was too large."""
         self.sums: dict[str, Tensor] = {}
-        """This rank's loss, and what else its flow logs, summed over good steps since the last logged one."""
+        """This rank's loss, and the flow's other logged values, summed over good steps since the last logged one."""
         self.summands = 0
 
     @property
@@ -69,85 +70,82 @@ class TrainingState:
         self.sums, self.summands = {}, 0
 
     def update_averages(self) -> None:
-        """Take in the weights after a good step."""
+        """Add the weights after a good step to the averages."""
         for average in (self.ema, self.power):
             if average is not None:
                 average.update()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """A checkpoint's tensors by file."""
-        moments = {
-            f"{name}.{key}": value
-            for name, parameter in self.parameters.items()
-            for key, value in self.optimizer.optimizer.state[parameter].items()
+        """A checkpoint's tensors by file; frozen parameters are in the model's file only."""
+        files = {
+            checkpoint.MODEL_FILE: checkpoint.own_weights(network_of(self.flow)),
+            OPTIMIZER_FILE: {name: value for name, value in self._moments().items() if isinstance(value, Tensor)},
         }
-        files = {checkpoint.MODEL_FILE: network_of(self.flow).state_dict(), OPTIMIZER_FILE: moments}
         if self.ema is not None:
-            files[checkpoint.EMA_FILE] = network_of(self.ema.ema_model).state_dict()
+            files[checkpoint.EMA_FILE] = checkpoint.trained_weights(network_of(self.ema.ema_model))
         return files if self.power is None else files | self.power.tensors()
 
-    def documents(
-        self, config: dict[str, Any], run: dict[str, Any], sums: dict[str, list[float]]
-    ) -> dict[str, dict[str, Any]]:
-        """A checkpoint's other files: the run's flags and identity, its numbers, and how its flow is built.
-
-        Args:
-            config: the flags.
-            run: what makes it the same run.
-            sums: this state's, by rank.
-        """
-        description = self.flow.describe() if isinstance(self.flow, Flow) else None
-        files = {checkpoint.CONFIG_FILE: config, checkpoint.STATE_FILE: self._counters(sums) | {"run": run}}
-        return files if description is None else files | {FLOW_FILE: description}
-
-    def _counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
+    def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
+        """Everything else of the state, as JSON can hold it; ``sums`` are this state's, by rank."""
         scaler = self.optimizer.scaler
+        numbers = {name: value for name, value in self._moments().items() if isinstance(value, int | float)}
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "sums": sums,
             "summands": self.summands,
             "ema_step": None if self.ema is None else int(self.ema.step),
             "grad_scaler": None if scaler is None else scaler.state_dict(),
+            **({"optimizer": numbers} if numbers else {}),
+        }
+
+    def _moments(self) -> dict[str, Any]:
+        """The optimizer's state by parameter and name; in common optimizers tensors, numbers and None."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimizer.optimizer.state[parameter].items()
         }
 
     def load(self, path: Path, rank: int = 0, world_size: int = 1) -> None:
-        """Become what the checkpoint at ``path`` holds for one of the ranks.
+        """Restore the state of the checkpoint at ``path`` for one of the ranks.
 
         Raises:
             UsageError: if it was made by another architecture.
         """
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
         counters = checkpoint.load_document(path, checkpoint.STATE_FILE)
-        # Those that version 0.1 did not have yet.
+        # Counters that the first checkpoints of version 0.1 lack.
         counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
         if self.ema is not None:
-            checkpoint.load_weights(network_of(self.ema.ema_model), path, checkpoint.averaged_weights(path))
+            checkpoint.load_averaged(network_of(self.ema.ema_model), path)
             self.ema.initted.fill_(True)
             self.ema.step.fill_(counters["ema_step"] or 0)
         if self.power is not None:
             self.power.load(path, counters["updates"])
-        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE))
+        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | counters.get("optimizer", {}))
         if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
             self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
         for name in COUNTERS:
             setattr(self, name, counters[name])
-        device = next(iter(self.parameters.values())).device
-        # As many ranks as there were: each goes on with its own sums, to the last bit. Else all with the mean.
-        mine = {
-            name: by_rank[rank] if len(by_rank) == world_size else fmean(by_rank)
-            for name, value in counters["sums"].items()
-            for by_rank in [value if isinstance(value, list) else [value]]
-        }
-        self.sums = {name: torch.tensor(value, device=device) for name, value in mine.items()}
+        self._load_sums(counters["sums"], rank, world_size)
         self.summands = counters["summands"]
 
-    def _load_moments(self, moments: dict[str, Tensor]) -> None:
-        """Take them in, each in the memory format of its parameter, which the fused update takes for granted."""
-        numbered: dict[int, dict[str, Tensor]] = {}
+    def _load_sums(self, sums: Mapping[str, Any], rank: int, world_size: int) -> None:
+        """Each rank's own sums, to the last bit, if there are as many ranks as there were; else the mean for all."""
+        device = next(iter(self.parameters.values())).device
+        self.sums = {}
+        for name, value in sums.items():
+            by_rank = value if isinstance(value, list) else [value]
+            mine = by_rank[rank] if len(by_rank) == world_size else fmean(by_rank)
+            self.sums[name] = torch.tensor(mine, device=device)
+
+    def _load_moments(self, moments: Mapping[str, Any]) -> None:
+        """Restore them, each in the memory format of its parameter, which the fused update takes for granted."""
+        numbered: dict[int, dict[str, Any]] = {}
         for index, (name, parameter) in enumerate(self.parameters.items()):
             prefix = f"{name}."
             numbered[index] = {
-                key.removeprefix(prefix): value if key == f"{prefix}step" else torch.empty_like(parameter).copy_(value)
+                key.removeprefix(prefix): _like(parameter, value)
                 for key, value in moments.items()
                 if key.startswith(prefix) and "." not in key.removeprefix(prefix)
             }
@@ -155,9 +153,8 @@ class TrainingState:
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
 
 
-def network_of(flow: nn.Module) -> nn.Module:
-    """The module whose weights are a flow's: its ``network``, if nothing outside of that has any."""
-    network = getattr(flow, "network", None)
-    if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
-        return network
-    return flow
+def _like(parameter: Tensor, value: Any) -> Any:
+    """A tensor of the shape of ``parameter`` in its memory format; anything else as it is."""
+    if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+    return value

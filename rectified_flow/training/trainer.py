@@ -1,6 +1,6 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
@@ -12,55 +12,80 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from tqdm.auto import tqdm
 
-from rectified_flow.averages import PowerAverages, constant_average
-from rectified_flow.data.stream import StreamSampler, collate
-from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.interruption import deferring, leave_signals_to_parent, requested
-from rectified_flow.networks import place
-from rectified_flow.processes.collectives import (
+from rectified_flow.data.fingerprint import fingerprint_of
+from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
+from rectified_flow.distributed.collectives import (
     any_rank,
     check_equal_weights,
     gather_scalars,
-    limit_waiting,
     on_main,
+    set_collective_timeout,
 )
-from rectified_flow.processes.joining import PATIENCE_AT_START
+from rectified_flow.distributed.joining import STARTUP_TIMEOUT
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.saved import FLOW_FILE, network_of
+from rectified_flow.interruption import defer_signals, leave_signals_to_parent, stop_requested
+from rectified_flow.networks.placing import to_device
 from rectified_flow.progress import progress_bar
+from rectified_flow.registry import DescriptionError, describe
+from rectified_flow.report import line
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import step_name
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.document import data_description, run_document
+from rectified_flow.runs.resume import choose_checkpoint, identify_run
+from rectified_flow.runs.run import Run
 from rectified_flow.training.accelerator import build_accelerator, precision_name
-from rectified_flow.training.config import TrainingConfig
+from rectified_flow.training.averages import PowerAverages, constant_average
+from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import forward_flops
-from rectified_flow.training.evaluations import Evaluations
-from rectified_flow.training.plan import describe_run
+from rectified_flow.training.optimizer import BuildOptimizer, LrSchedule, build_optimizer, build_schedule
+from rectified_flow.training.pairing import paired
 from rectified_flow.training.previews import draw_preview
-from rectified_flow.training.record import RunRecord
-from rectified_flow.training.resume import choose_checkpoint, identify_run
-from rectified_flow.training.state import TrainingState, network_of
-from rectified_flow.training.stepper import Batch, Stepper
-from rectified_flow.training.tracking import Throughput
+from rectified_flow.training.state import TrainingState
+from rectified_flow.training.stepper import BadStep, Batch, Stepper, moved
+from rectified_flow.training.summary import summarize
+from rectified_flow.training.throughput import Throughput
 
 
 class Trainer:
     """Train a flow on a dataset, on however many processes were started.
 
     Args:
-        flow: a module whose ``forward(**batch)`` returns the scalar loss. If it has ``sample(count, steps=...)``
-            returning images in [0, 1], grids of samples are drawn. Its ``network``, or else the whole of it, is saved.
-            Scalars it leaves in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set
-            before each step, from 0 to 1.
-        dataset: map-style, with items that are ``image``, ``(image, label)``, or dicts of tensors.
+        flow: a module whose ``forward(**batch)`` returns the scalar loss, such as a :class:`Flow`. If it has
+            ``sample(count, steps=...)``, grids of samples are drawn. Its ``network``, or else the whole of it, is
+            saved. Scalars in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set before
+            each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
+        dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
+            ``batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them for a
+            person, ``recipe`` opens them again.
         config: the run's flags.
-        evaluator: what measures a :class:`Flow` where ``config.evaluate_every`` asks for it.
+        optimizer: builds the optimizer from the trained parameters, for example ``partial(torch.optim.SGD, lr=0.1)``;
+            AdamW with the flags of ``config`` if not given. Its learning rates are the peaks.
+        lr_schedule: the factor of the learning rates after ``updates`` of ``total`` updates; the warm-up and decay of
+            ``config`` if not given.
+        callbacks: called at the events of the run.
+        flags: all flags of the program that built these parts, for ``config.json`` and trackers.
 
     Raises:
-        UsageError: if the batch does not divide, the dataset is smaller than it, or the precision is not to be had.
+        UsageError: if the batch does not divide, the dataset is smaller than it, a parameter would be trained in less
+            than float32, or the precision is unavailable.
     """
 
     def __init__(
-        self, flow: nn.Module, dataset: Dataset[Any], config: TrainingConfig, evaluator: Evaluator | None = None
+        self,
+        flow: nn.Module,
+        dataset: Dataset[Any],
+        config: TrainingConfig,
+        *,
+        optimizer: BuildOptimizer | None = None,
+        lr_schedule: LrSchedule | None = None,
+        callbacks: Sequence[Callback] = (),
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
-        self.flow, self.dataset, self.config = flow, dataset, config
-        self.accelerator = build_accelerator(config)
+        self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
+        self.accelerator = build_accelerator(config, supports_bf16=getattr(flow, "supports_bf16", True))
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
@@ -70,36 +95,31 @@ class Trainer:
                 "pass a smaller --batch_size"
             )
         self.total_steps = config.total_steps(self.batch, self.length)
-        place(flow, self.device, self.accelerator.mixed_precision)
-        # A look at one image: a flow learns its shape, and a mismatch shows before anything else happens.
-        self.flops = forward_flops(flow, {key: value.to(self.device) for key, value in collate([dataset[0]]).items()})
+        parameters = _trained(flow)
+        to_device(flow, self.device, self.accelerator.mixed_precision)
+        # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
+        self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
         power = PowerAverages(network_of(flow)) if config.power_ema else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
-        parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-        optimizer = torch.optim.AdamW(
-            parameters.values(),
-            lr=config.learning_rate,
-            betas=(0.9, 0.99),
-            weight_decay=config.weight_decay,
-            fused=self.accelerator.scaler is None,  # a fused step under a scaler does not tell whether it was skipped
-        )
-        wrapped, prepared = self.accelerator.prepare(flow, optimizer)
+        if optimizer is None:
+            # A fused step under a scaler does not say whether it was skipped.
+            fused = self.accelerator.scaler is None
+            built = build_optimizer(config, parameters.values(), fused=fused)
+        else:
+            built = optimizer(parameters.values())
+        wrapped, prepared = self.accelerator.prepare(flow, built)
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        self.record = RunRecord(self.accelerator, config, lambda: (self.state.step, self.total_steps))
-        tell_bad = self.record.bad_step
-        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, self.batch, self.length, tell_bad)
-        fingerprint = getattr(dataset, "fingerprint", f"{self.length} items")
-        self.run = identify_run(config, fingerprint, self.batch.total, precision_name(self.accelerator))
+        document = run_document(config, flow, dataset, flags)
+        self.run = Run(self.accelerator, config, document, flags, lambda: (self.state.step, self.total_steps))
+        schedule = lr_schedule or build_schedule(config)
+        arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
+        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
         self.throughput = Throughput()
-        self.evaluations: Evaluations | None = None
-        if config.evaluate_every > 0:
-            if evaluator is None:
-                raise ValueError("config.evaluate_every needs an evaluator")
-            self.evaluations = Evaluations(self.accelerator, evaluator, config, self.record)
+        self._is_best = False
 
     @property
     def averaged_flow(self) -> nn.Module:
@@ -107,76 +127,123 @@ class Trainer:
         return self.flow if self.state.ema is None else self.state.ema.ema_model
 
     def train(self) -> bool:
-        """Train to the last step, from the newest checkpoint if there is one and the config says so.
+        """Train to the last step, from the newest checkpoint if there is one and the config asks for it.
 
         Returns:
-            Whether the last step is done; if not, the run was asked to end, and has saved what it had.
+            Whether the last step is done; if not, a stop was requested, and the run is saved.
 
         Raises:
-            UsageError: if the run cannot start in that folder, or go on from what is there.
-            RunError: if it cannot go on: ranks that differ, too many bad steps, no space for the last checkpoint.
+            UsageError: if the run cannot start in that folder, or resume what is there.
+            RunError: if it cannot continue: ranks that differ, too many bad steps, no space for the last checkpoint.
         """
-        say = self.record.say
-        if self.evaluations is not None:
-            self.evaluations.evaluator.prepare()  # it may take long, and there is nothing to save yet
-        with deferring(), self.record.holding_folder():
-            path, self.run = on_main(self.accelerator, lambda: choose_checkpoint(self.config, self.run, say))
+        for callback in self.callbacks:
+            callback.on_setup(self)
+        with defer_signals(), self.run.locked():
+            path, self.identity = on_main(self.accelerator, self._choose_checkpoint)
             if path is not None:
                 self._load(path)
             if self.state.step >= self.total_steps:
-                say(f"already trained {self.state.step} of {self.total_steps} steps, see {path}: ask for more to go on")
-                self.record.tell("finished")
+                self.run.print(
+                    f"already trained {self.state.step} of {self.total_steps} steps ({path}); raise --train_num_steps "
+                    "or --num_epochs to continue"
+                )
+                on_main(self.accelerator, self.run.write_status)
                 return True
-            with self.record.writing():
-                say(describe_run(self.config, self.accelerator, self.flow, self.flops, self.dataset))
-                if path is not None:
-                    say(f"{'resume':<11} step {self.state.step}, from {path}")
-                return self._run()
+            with self.run.writing():
+                self._report_start(path)
+                return self._train()
 
-    def _run(self) -> bool:
+    def _train(self) -> bool:
         self.flow.train()
-        batches = self._even_out(self._batches())
+        batches = self._warm_up_ddp(self._checked(self._batches()))
+        for callback in self.callbacks:
+            callback.on_start(self)
         self.throughput.restart(self.state.images_seen)
         places: dict[str, Path] = {}
-        request = False
-        if self.evaluations is not None and self.state.step > 0 and self._is_due(self.config.evaluate_every):
-            self.evaluations.make_up(self.averaged_flow, self.state.step)
+        stop = False
         with self._progress_bar() as bar:
-            while self.state.step < self.total_steps and not request:
+            while self.state.step < self.total_steps and not stop:
                 if hasattr(self.flow, "progress"):
                     self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
                 self.stepper.take(batches)
                 bar.update()
-                if self._is_due(self.config.log_every):
+                if self.is_due(self.config.log_every):
                     bar.set_postfix_str(self._log_metrics())
                 with self.throughput.paused():
-                    if self._is_due(self.config.sample_every):
+                    if self.is_due(self.config.sample_every):
                         places |= self._draw_samples()
-                    best = self._evaluate()
-                    request = any_rank(self.accelerator, requested() is not None)
-                    if self._is_due(self.config.save_every) or request or best:
-                        self._save(best)
-        limit_waiting(PATIENCE_AT_START.total_seconds())  # for the disk, which is the main process's alone
-        places |= on_main(self.accelerator, self.record.finish)
-        for name, path in places.items():
-            self.record.say(f"{name:<11} {path}")
+                    for callback in self.callbacks:
+                        callback.on_step(self)
+                    stop = any_rank(self.accelerator, stop_requested() is not None)
+                    if self.is_due(self.config.save_every) or stop or self._is_best:
+                        self._save()
+        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
+        places |= on_main(self.accelerator, self.run.finish)
+        for name, place in places.items():
+            self.run.print(line(name, place))
+        for callback in self.callbacks:
+            callback.on_end(self)
         return self.state.step == self.total_steps
+
+    def is_due(self, every: int) -> bool:
+        """Whether this step is the last one, or a multiple of ``every`` (of nothing if that is 0)."""
+        return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
+
+    def save_as_best(self) -> None:
+        """Have this step saved, and the name ``best`` point to it. To be called on every rank."""
+        self._is_best = True
+
+    # Before the first step
+
+    def _choose_checkpoint(self) -> tuple[Path | None, Any]:
+        precision = precision_name(self.accelerator)
+        run = identify_run(self.config, fingerprint_of(self.dataset), self.batch.total, precision)
+        return choose_checkpoint(self.config, run, self.length, self.run.print)
+
+    def _load(self, path: Path) -> None:
+        self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
+        self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
+        self.stepper.total_steps = self.total_steps
+
+    def _report_start(self, path: Path | None) -> None:
+        data = data_description(self.dataset)
+        self.run.print(summarize(self.config, self.accelerator, self.flow, self.flops, data, self.length))
+        if path is not None:
+            self.run.print(line("resume", f"step {self.state.step}, from {path}"))
+        try:
+            self._description = {FLOW_FILE: describe(self.flow)}
+        except DescriptionError as error:
+            self._description = {}
+            self.run.print(f"warning: sample.py cannot build this flow from its checkpoints: {error}")
 
     def _batches(self) -> Iterator[Batch]:
         rank, position = self.accelerator.process_index, self.state.images_seen
         loader = DataLoader(
-            self.dataset,
+            Batches(self.dataset),
             batch_sampler=StreamSampler(self.length, self.config.seed, self.batch, rank, position),
-            collate_fn=collate,
+            collate_fn=as_they_are,
             num_workers=self.config.num_workers,
             multiprocessing_context=self.config.multiprocessing_context,
             persistent_workers=self.config.persistent_workers,
             pin_memory=self.config.pin_memory,
             worker_init_fn=leave_signals_to_parent,
         )
-        return iter(loader)
+        if not (isinstance(self.flow, Flow) and self.flow.pairs):
+            return iter(loader)
+        how = {"seed": self.config.seed, "step": self.state.step, "rank": rank, "device": self.device}
+        return paired(iter(loader), self.flow, self.batch, **how)
 
-    def _even_out(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Warn of data that look wrong in the first batch."""
+        first = next(batches)
+        space = getattr(self.flow, "space", None)
+        if space is not None and space.key in first:
+            problem = space.problem_with(first[space.key])
+            if problem is not None:
+                self.run.print(f"warning: {problem}")
+        return chain([first], batches)
+
+    def _warm_up_ddp(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Bring every process to the same start: equal weights, gradient buckets in their final order.
 
         DistributedDataParallel reorders its buckets after the first backward pass, and a sum of more than two numbers
@@ -184,21 +251,18 @@ class Trainer:
         """
         if self.accelerator.num_processes == 1:
             return batches
-        check_equal_weights(self.accelerator, self.flow)
+        check_equal_weights(self.accelerator, self.flow.parameters())
         first = next(batches)
         self.stepper.backward(first, self.batch.accumulation - 1)
         self.state.optimizer.zero_grad()
-        limit_waiting(self.config.rank_timeout)
+        set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 
     # At intervals
 
-    def _is_due(self, every: int) -> bool:
-        return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
-
     def _log_metrics(self) -> str:
-        """Write down the mean loss since the last time; the only moment at which the device is waited for."""
-        self.stepper.settle()
+        """Write the mean loss since the last time; the only moment at which the device is waited for."""
+        self.stepper.finish_pending()
         state = self.state
         by_rank = gather_scalars(self.accelerator, state.sums)
         means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
@@ -212,32 +276,36 @@ class Trainer:
             "bad_steps": state.bad_steps,
             **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
         }
-        self.record.metrics(state.step, values)
+        self.run.log.metrics(state.step, values)
+        for callback in self.callbacks:
+            callback.on_log(self, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} img/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
-        self.stepper.settle()
-        images = draw_preview(self.accelerator, self.averaged_flow, self.config)
-        return self.record.samples(self.state.step, images)
+        self.stepper.finish_pending()
+        pictures = draw_preview(self.accelerator, self.averaged_flow, self.config)
+        path = None if pictures is None else self.run.log.samples(self.state.step, pictures)
+        return {} if path is None else {"samples": path}
 
-    def _evaluate(self) -> bool:
-        """Measure, if it is time; returns whether there is no better checkpoint."""
-        if self.evaluations is None or not self._is_due(self.config.evaluate_every):
-            return False
-        self.stepper.settle()
-        return self.evaluations.evaluate(self.averaged_flow, self.state.step)
+    def _on_bad_step(self, bad: BadStep) -> None:
+        shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
+        self.run.print(
+            f"warning: step {bad.step} was skipped, number {bad.in_a_row} in a row: loss or gradient is not finite on "
+            f"images {shown} (all in bad_steps.jsonl)"
+        )
+        self.run.log.bad_step(bad.step, bad.images)
 
-    def _save(self, best: bool = False) -> None:
-        self.stepper.settle()
-        check_equal_weights(self.accelerator, self.flow)
-        state, sums = self.state, gather_scalars(self.accelerator, self.state.sums)
-        documents = state.documents(self.config.plain(), asdict(self.run), sums)
-        self.record.checkpoint(state.step, state.tensors(), documents, best=best)
-
-    def _load(self, path: Path) -> None:
-        self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
-        self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
+    def _save(self) -> None:
+        self.stepper.finish_pending()
+        check_equal_weights(self.accelerator, self.state.parameters.values())
+        state, best = self.state, self._is_best
+        self._is_best = False
+        counters = state.counters(gather_scalars(self.accelerator, state.sums)) | {"run": asdict(self.identity)}
+        documents = {checkpoint.CONFIG_FILE: self.run.document, checkpoint.STATE_FILE: counters, **self._description}
+        self.run.save(state.step, state.tensors(), documents, best=best)
+        for callback in self.callbacks:
+            callback.on_checkpoint(self, self.config.checkpoints / step_name(state.step))
 
     def _progress_bar(self) -> "tqdm[Any]":
         return progress_bar(
@@ -246,3 +314,22 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
+
+
+def _trained(flow: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by name.
+
+    Raises:
+        UsageError: if there is none, or one has less than 32 bits.
+    """
+    parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
+    for name, parameter in parameters.items():
+        if parameter.element_size() < torch.float32.itemsize:
+            raise UsageError(
+                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
+                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
+                "or freeze it"
+            )
+    return parameters

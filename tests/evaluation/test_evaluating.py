@@ -10,11 +10,11 @@ import torch
 from PIL import Image
 
 from rectified_flow import UsageError, checkpoint
-from rectified_flow.averages import PowerAverages, keep_snapshots
-from rectified_flow.evaluating import EvaluateConfig, evaluate
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.evaluate import EvaluateConfig, evaluate
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.flows.saved import FLOW_FILE
-from rectified_flow.processes.command_line import parse
+from rectified_flow.training.averages import PowerAverages, keep_snapshots
 from tests.flows.test_saved import FLOWS
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows import RectifiedFlow
 from rectified_flow.flows.couplings import nearest_candidate, optimal_transport
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 
 
 def batch(count: int) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ def test_parts_of_a_global_batch_get_the_noise_of_the_whole(world_size: int, acc
     """However it is cut, the mean loss is that of the joined batch."""
     images, labels = torch.randn(16, 1, 2, 2) * 0.5, torch.arange(16) % 2
     flow = RectifiedFlow(Silent(), coupling="ot", horizontal_flip=True)
-    with rows_of(Rows(0, 3, 16, slice(None))):
+    with deterministic(BatchRows(0, 3, 16, slice(None))):
         chosen = flow.pair(images, labels)
         joined = flow(images, labels, chosen)
         assert flow(images, labels) == joined, "pairs what is there if nobody did before"
@@ -77,6 +77,6 @@ def test_parts_of_a_global_batch_get_the_noise_of_the_whole(world_size: int, acc
     for rank in range(world_size):
         for micro_batch in range(accumulation):
             rows = cut.rows(rank, micro_batch)
-            with rows_of(Rows(0, 3, 16, rows)):
+            with deterministic(BatchRows(0, 3, 16, rows)):
                 parts.append(flow(images[rows], labels[rows], chosen[rows]))
     assert torch.stack(parts).mean() == pytest.approx(joined.item())

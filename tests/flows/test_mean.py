@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from rectified_flow.flows.images import to_unit
 from torch import Tensor, nn
 from torch.func import jvp
 
 from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows import mean as mean_module
-from rectified_flow.flows.images import to_unit
 from rectified_flow.flows.mean import OBJECTIVES, Objective, exponential_step, sigmoid_step
 from rectified_flow.networks import Unet
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 from tests.analytic import Gaussian, image_gaussian
 
 COUNT = 60_000
@@ -163,7 +163,7 @@ def test_without_mean_rows_it_is_rectified_flow() -> None:
     rectified = RectifiedFlow(network, time_distribution=mean.time_distribution)
     losses = []
     for flow in (mean, rectified):
-        with rows_of(Rows(0, 0, 8, slice(None))):
+        with deterministic(BatchRows(0, 0, 8, slice(None))):
             losses.append(flow(images).item())
     assert losses[0] / (3 * 8 * 8) == pytest.approx(losses[1], rel=1e-6)
     assert mean.logged["unweighted_loss"].item() == pytest.approx(losses[1], rel=1e-6)
@@ -187,7 +187,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: Any) -> None
     def gradient(*parts: slice) -> Tensor:
         flow.zero_grad()
         for part in parts:
-            with rows_of(Rows(0, 4, 8, part)):
+            with deterministic(BatchRows(0, 4, 8, part)):
                 (flow(images[part], labels[part]) / len(parts)).backward()
         return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
 
@@ -203,7 +203,7 @@ def test_bf16_gradients_are_near() -> None:
 
     def gradient(enabled: bool) -> Tensor:
         flow.zero_grad()
-        with rows_of(Rows(0, 0, 8, slice(None))), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        with deterministic(BatchRows(0, 0, 8, slice(None))), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             flow(images).backward()
         return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
 

@@ -4,13 +4,13 @@ from typing import get_args
 
 import pytest
 import torch
+from rectified_flow.flows.images import random_horizontal_flip, to_signed, to_unit
 from torch import Tensor, nn
 
 from rectified_flow.flows import RectifiedFlow
-from rectified_flow.flows.images import random_horizontal_flip, to_signed, to_unit
 from rectified_flow.flows.rectified import Prediction
 from rectified_flow.flows.timesteps import Uniform
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 from tests.analytic import Optimal, image_gaussian
 
 COUNT = 60_000
@@ -149,14 +149,14 @@ def test_labels_are_ignored_without_classes_and_drawn_when_missing() -> None:
 def test_a_batch_in_parts_has_the_loss_of_the_whole() -> None:
     flow = RectifiedFlow(Constant(0.0), horizontal_flip=True)
     images = torch.randint(256, (8, 3, 4, 4), dtype=torch.uint8)
-    with rows_of(Rows(seed=3, step=5, total=8, index=slice(None))):
+    with deterministic(BatchRows(seed=3, step=5, total=8, index=slice(None))):
         whole = flow(images)
     parts = []
     for part in (slice(0, None, 2), slice(1, None, 2)):
-        with rows_of(Rows(seed=3, step=5, total=8, index=part)):
+        with deterministic(BatchRows(seed=3, step=5, total=8, index=part)):
             parts.append(flow(images[part]))
     assert whole.item() == pytest.approx(sum(part.item() for part in parts) / 2, rel=1e-6)
-    with rows_of(Rows(seed=3, step=6, total=8, index=slice(None))):
+    with deterministic(BatchRows(seed=3, step=6, total=8, index=slice(None))):
         assert flow(images).item() != pytest.approx(whole.item(), rel=1e-4)
 
 

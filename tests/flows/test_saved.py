@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import Flow, MeanFlow, RectifiedFlow, Unet, UsageError, checkpoint
+from rectified_flow import Flow, MeanFlow, RectifiedFlow, Unet, UsageError
 from rectified_flow.flows.mean import Objective
 from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.runs import checkpoint
 
 
 def unet() -> Unet:

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
-from rectified_flow.processes.launch import run
-from rectified_flow.training.parts import build_dataset, build_network
+from rectified_flow.cli.launch import run
+from rectified_flow.cli.train import build_dataset, build_network
 
 
 class Faulty(RectifiedFlow):

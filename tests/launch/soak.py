@@ -1,10 +1,10 @@
-"""Train on two processes while everything that can go wrong does, and compare the end with an undisturbed run.
+"""Train on two processes under every kind of failure, and compare the result with that of an undisturbed run.
 
     python -m tests.launch.soak --minutes 10
 
-Every disturbance is real: signals to real processes under torchrun, a limit on file sizes set from outside, bytes
-flipped in real checkpoints. The moments are random, the choice goes round so that each kind happens. The run has no
-last step while it is disturbed; afterwards both runs train to the same one.
+Every disturbance is real: signals to real processes under torchrun, a limit on file sizes set from outside, flipped
+bits in real checkpoints. The moments are random; the kinds take turns, so that each kind occurs. While it is disturbed,
+the run has no last step. Afterwards, both runs train to the same last step.
 """
 
 import argparse
@@ -35,15 +35,15 @@ FLAGS = (
 )
 LAUNCHER = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
 PATIENCE = 150.0
-"""Seconds in which a run must take up its work again, or end, before the soak test fails."""
+"""Seconds within which a run must resume or end, before the soak test fails."""
 
 
 class Soak:
-    """A run in a folder of its own, started again whenever it ends before its last step.
+    """A run in its own folder, restarted whenever it ends before its last step.
 
     Args:
-        folder: holds the run, its cache and its temporary files.
-        seed: of the disturbances.
+        folder: folder for the run, its cache and its temporary files.
+        seed: seed of the disturbances.
     """
 
     def __init__(self, folder: Path, seed: int = 0) -> None:
@@ -76,7 +76,7 @@ class Soak:
         self.lines.extend(pipe)
 
     def processes(self) -> list[psutil.Process]:
-        """All that is alive of this run, the launcher first."""
+        """The live processes of this run, the launcher first."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -105,7 +105,7 @@ class Soak:
             raise AssertionError(f"{what}: not within {PATIENCE:.0f} s\n" + "".join(self.lines[-60:]))
 
     def wait_for_progress(self) -> None:
-        """Until the run has written a checkpoint beyond those there are now, or is over."""
+        """Wait until the run has saved another checkpoint, or has ended."""
         newest = [path.name for path in self.checkpoints()][-1:]
         self.wait(
             "a new checkpoint",
@@ -143,7 +143,7 @@ class Soak:
         self._expect_clean_end()
 
     def preempt(self) -> None:
-        """As Slurm does: the signal goes to every process of the job."""
+        """Send the signal to every process of the job, like Slurm."""
         self.kill(self.processes(), signal.SIGTERM)
         self._expect_clean_end()
 
@@ -158,13 +158,13 @@ class Soak:
         self.kill(worker, signal.SIGCONT)
 
     def hang_worker(self) -> None:
-        """Stopped for good: the other rank gives up after --rank_timeout, the launcher kills and starts again."""
+        """Stop a rank for good. The other rank fails after --rank_timeout; the launcher kills and restarts both."""
         worker = self.random.choice(self.workers())
         self.kill([worker], signal.SIGSTOP)
         self.wait("the end of a rank that hangs", lambda: not worker.is_running())
 
     def fill_disk(self) -> None:
-        """No file of the main process grows beyond a size that cuts its writing short."""
+        """Limit the file size of the main process, so that its writes fail partway."""
         main = self.workers()[0]
         failures = self._count("could not")
         largest = int(10 ** self.random.uniform(2, 5.3))
@@ -192,7 +192,7 @@ class Soak:
         os.truncate(images, images.stat().st_size // 2)
 
     def second_run(self) -> None:
-        """The same command beside the run: refused, and the run goes on."""
+        """Start the same command during the run: it is refused, and the run continues."""
         other = subprocess.run(
             [sys.executable, *self.command[self.command.index(str(PROGRAM)) :], "1000000"],
             env=os.environ | {"RECTIFIED_FLOW_CACHE": str(self.cache), "ACCELERATE_USE_CPU": "true"},
@@ -220,7 +220,7 @@ class Soak:
     )
 
     def disturb(self, names: Iterable[str], seconds: float = float("inf")) -> None:
-        """Start the run and disturb it, by all of ``names`` or for some time, and then stop it."""
+        """Start the run, apply the disturbances ``names`` for at most ``seconds``, and stop the run."""
         until = time.monotonic() + seconds
         for name in names:
             if time.monotonic() > until:
@@ -239,7 +239,7 @@ class Soak:
             self.terminate()
 
     def finish(self, steps: int) -> None:
-        """Train to a last step, undisturbed."""
+        """Train to step ``steps`` without disturbances."""
         self.start(steps)
         assert self.launcher is not None
         self.launcher.wait(3600)
@@ -264,7 +264,7 @@ def _within(seconds: float, condition: Callable[[], bool]) -> bool:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """What differs between the ends of two runs; the time a step took may."""
+    """The differences between the final states of two runs, step times excepted."""
     found = []
     newest = [sorted((run / "checkpoints").glob("step_*"))[-1] for run in (one, other)]
     if newest[0].name != newest[1].name:
@@ -285,7 +285,7 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def leaks(soak: Soak) -> list[str]:
-    """Processes and files that should have gone with the run; torch's own log and cache folders do not count."""
+    """Processes and files that should not outlive the run; torch's own log and cache folders do not count."""
     processes = [f"process {process.pid}" for process in soak.processes()]
     half = [*soak.run.rglob(".writing-*"), *soak.run.rglob("*.tmp"), *soak.cache.rglob("*.building")]
     temporary = [path for path in soak.temporary.iterdir() if not path.name.startswith("torch")]
@@ -294,7 +294,7 @@ def leaks(soak: Soak) -> list[str]:
 
 @contextmanager
 def two_runs() -> Iterator[tuple[Soak, Soak]]:
-    """A run to be left alone and one to be disturbed; afterwards nothing of them is left."""
+    """An undisturbed and a disturbed run; both are removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     runs = Soak(folder / "calm"), Soak(folder / "soak")
     try:

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow import checkpoint
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.flows import RectifiedFlow
-from rectified_flow.networks import Unet, place
+from rectified_flow.networks import Unet, to_device
+from rectified_flow.runs import checkpoint
 from rectified_flow.training.state import TrainingState
 from tests.training.runs import build_trainer, tiny_config
 
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("precision", "expected"), [("no", True), ("bf16", False)])
 def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool) -> None:
-    flow = place(RectifiedFlow(Unet(8, (1, 2), image_size=8)), CPU, precision)
+    flow = to_device(RectifiedFlow(Unet(8, (1, 2), image_size=8)), CPU, precision)
     weight = dict(flow.named_parameters())["network.down.0.conv1.weight"]
     assert weight.is_contiguous(memory_format=torch.channels_last) == expected
     assert weight.is_contiguous() != expected
@@ -26,7 +26,7 @@ def test_a_cpu_has_channels_last_in_float32_only(precision: str, expected: bool)
 
 
 def test_networks_of_other_people_stay_as_they_are() -> None:
-    module = place(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(3, 4, 3)), CPU, "no")
+    module = to_device(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv3d(3, 4, 3)), CPU, "no")
     assert all(parameter.is_contiguous() for parameter in module.parameters())
 
 

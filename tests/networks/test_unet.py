@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.networks import Unet
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding
-from rectified_flow.randomness import Rows, rows_of
+from rectified_flow.randomness import BatchRows, deterministic
 
 
 def small(**settings: object) -> Unet:
@@ -120,7 +120,7 @@ def test_forward_mode_derivative_under_bf16_autocast() -> None:
     unet = small(dropout=0.1)
     x, t, r = inputs()
     tangents = torch.randn_like(x), torch.ones_like(t), torch.zeros_like(r)
-    with rows_of(Rows(0, 0, 3, slice(None))):
+    with deterministic(BatchRows(0, 0, 3, slice(None))):
         value, derivative, *_ = jvp(unet, (x, t, r), tangents)
         with torch.autocast("cpu", torch.bfloat16):
             value_16, derivative_16, *_ = jvp(unet, (x, t, r), tangents)
@@ -134,7 +134,7 @@ def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
     program = """
         import torch
         from torch.func import jvp
-        from rectified_flow.randomness import Rows, rows_of
+        from rectified_flow.randomness import BatchRows, deterministic
         from tests.networks.test_unet import inputs, small
 
         unet = small(dropout=0.1, blocks_per_level=1)
@@ -150,7 +150,7 @@ def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
             function(x, t, r).backward()
             return torch.cat([p.grad.flatten() for p in unet.parameters() if p.requires_grad])
 
-        with rows_of(Rows(0, 0, 3, slice(None))):
+        with deterministic(BatchRows(0, 0, 3, slice(None))):
             eager = gradient(loss)
             assert eager.norm() > 0
             for unet.gradient_checkpointing in (False, True):
@@ -184,7 +184,7 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
     def gradient() -> torch.Tensor:
         unet.zero_grad()
         calls.clear()
-        with rows_of(Rows(0, 0, 3, slice(None))):
+        with deterministic(BatchRows(0, 0, 3, slice(None))):
             unet(*inputs()).square().mean().backward()
         return torch.cat([p.grad.flatten() for p in unet.parameters() if p.grad is not None])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
+from rectified_flow.cli.train import build_evaluator
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
@@ -15,7 +16,6 @@ from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks import Unet
 from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig
-from rectified_flow.training.parts import build_evaluator
 
 IMAGE_SIZE = 8
 

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow import checkpoint
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.training.resume import choose_checkpoint, identify_run
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.resume import choose_checkpoint, identify_run
 from tests import programs
 from tests.programs import program
 from tests.ranks import run_on_ranks

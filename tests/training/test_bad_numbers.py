@@ -65,7 +65,7 @@ def train_with_bad_steps(
 
     def take_and_look(batches: Iterator[dict[str, Tensor]]) -> None:
         take(batches)
-        trainer.stepper.settle()
+        trainer.stepper.finish_pending()
         after.append(weights(trainer))
 
     trainer.stepper.take = take_and_look  # type: ignore[method-assign]

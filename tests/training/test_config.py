@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from rectified_flow.errors import UsageError
-from rectified_flow.processes.command_line import parse
 from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.flow_configs import MeanFlowConfig, RectifiedFlowConfig
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.config import MeanFlowConfig, RectifiedFlowConfig
 
 SHARED = """
 dataset dataset_path image_size horizontal_flip skip_broken_images cache_dir num_workers multiprocessing_context

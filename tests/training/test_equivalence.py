@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rectified_flow import checkpoint
-from rectified_flow.averages import LENGTHS, file_of
 from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.runs import checkpoint
 from rectified_flow.training import MeanFlowConfig, TrainingConfig
+from rectified_flow.training.averages import LENGTHS, file_of
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rectified_flow import checkpoint
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
-from rectified_flow.interruption import signals_request_end
+from rectified_flow.interruption import stop_on_signals
+from rectified_flow.runs import checkpoint
 from rectified_flow.training import TrainingConfig
 from tests.ranks import run_on_ranks
 from tests.training.runs import tiny_config, train
@@ -92,5 +92,5 @@ def train_until_asked_to_end(config: TrainingConfig, dataset: ImageDataset) -> N
         return extract(*args)
 
     Evaluator._draw_share = interrupted  # type: ignore[method-assign,assignment]
-    with signals_request_end():
+    with stop_on_signals():
         train_and_evaluate(config, dataset)

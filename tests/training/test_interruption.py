@@ -16,8 +16,8 @@ from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
-from rectified_flow.interruption import Interrupted, signals_request_end
-from rectified_flow.progress import outliving_streams
+from rectified_flow.interruption import Interrupted, stop_on_signals
+from rectified_flow.progress import tolerate_closed_streams
 from rectified_flow.training import run_folder
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
@@ -42,7 +42,7 @@ def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tup
     dataset = Signalling(path)
     dataset.rank, dataset.step = rank, step
     trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
-    with signals_request_end():
+    with stop_on_signals():
         return trainer.train(), trainer.state.step
 
 
@@ -59,7 +59,7 @@ def train_with_signal_in_preview(output_dir: Path, dataset: ImageDataset) -> tup
         return velocity(*args)
 
     flow.velocity = stop_in_the_second_preview  # type: ignore[method-assign,assignment]
-    with signals_request_end():
+    with stop_on_signals():
         return trainer.train(), trainer.state.step
 
 
@@ -96,7 +96,7 @@ def test_building_a_store_is_given_up(tmp_path: Path, flowers: ImageDataset) -> 
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().load(index)
 
-    with signals_request_end(), pytest.raises(Interrupted):
+    with stop_on_signals(), pytest.raises(Interrupted):
         open_store(SignallingFlowers(8, count=100), 4, cache_dir=tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
@@ -109,7 +109,7 @@ def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     try:
-        with outliving_streams():
+        with tolerate_closed_streams():
             done, _ = train_with_signal(output_dir, path, 0, 7)
         sys.stdout.flush()
         return done

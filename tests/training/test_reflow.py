@@ -13,9 +13,9 @@ from accelerate import PartialState
 
 import train_oxford
 from rectified_flow import RectifiedFlow, RectifiedFlowConfig
+from rectified_flow.cli.reflow import inherit, open_pairs
+from rectified_flow.cli.train import build_dataset
 from rectified_flow.data.pair_store import PairDataset, PairWriter
-from rectified_flow.training.parts import build_dataset
-from rectified_flow.training.reflow import inherit, open_pairs
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses

@@ -7,11 +7,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from rectified_flow.training.config import TrainingConfig
 from safetensors.torch import load_file
 
-from rectified_flow import checkpoint
-from rectified_flow.training.config import TrainingConfig
-from rectified_flow.training.saving import Saver
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.saver import Saver
 from tests.ranks import run_on_ranks
 
 

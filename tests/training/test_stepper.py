@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.training.stepper import Batch, _Flag
+from rectified_flow.training.stepper import Batch, _AsyncBool
 from tests.training.runs import build_trainer, tiny_config
 
 READING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}
@@ -40,9 +40,9 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
     monkeypatch.setattr(trainer.state, "update_averages", lambda: None)
     events: list[str] = []
     verdicts: list[Tensor] = []
-    read, backward = _Flag.read, trainer.stepper.backward
+    read, backward = _AsyncBool.read, trainer.stepper.backward
 
-    def read_and_tell(flag: _Flag) -> bool:
+    def read_and_tell(flag: _AsyncBool) -> bool:
         events.append("verdict")
         verdicts.append(flag._value)
         return read(flag)
@@ -51,7 +51,7 @@ def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
         events.append("gradient")
         return backward(batch, micro_batch)
 
-    monkeypatch.setattr(_Flag, "read", read_and_tell)
+    monkeypatch.setattr(_AsyncBool, "read", read_and_tell)
     monkeypatch.setattr(trainer.stepper, "backward", backward_and_tell)
     batches = trainer._batches()
     next(batches)

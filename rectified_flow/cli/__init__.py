@@ -1,0 +1,1 @@
+"""The programs: from a command line to the parts of a run, and their exit codes."""

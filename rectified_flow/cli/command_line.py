@@ -1,0 +1,56 @@
+"""From the command line to a config, one group of ``--help`` for each part of the config."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import command_line, names, plain
+from rectified_flow.runs.document import program_flags, read_document
+
+C = TypeVar("C")
+
+
+def parse(config_class: type[C], description: str, arguments: Sequence[str] | None = None, *, quiet: bool = False) -> C:
+    """Read the command line into ``config_class``, after the flags of the file that ``--config`` names.
+
+    ``--help`` and errors exit, silently if ``quiet``.
+
+    Raises:
+        UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    return tyro.cli(
+        config_class,
+        args=[*_from_file(config_class, arguments), *arguments],
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+        use_underscores=True,
+        console_outputs=not quiet,
+    )
+
+
+def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
+    """The words that stand for the file of ``--config``, if there is one."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    try:
+        path = finder.parse_known_args(arguments)[0].config
+    except SystemExit:  # --config without a file, which the real parser explains
+        return []
+    if path is None:
+        return []
+    flags = program_flags(read_document(path))
+    unknown = [name for name in flags if name not in names(config_class)]
+    if unknown:
+        raise UsageError(f"--config {path} sets {', '.join(unknown)}, which this program has no flag for")
+    return command_line(flags)
+
+
+def recorded(config: Any) -> dict[str, Any]:
+    """The flags that a run's ``config.json`` keeps, to start the run again."""
+    return {name: value for name, value in plain(config).items() if name not in ("config", "dry_run")}

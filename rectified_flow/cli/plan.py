@@ -1,0 +1,104 @@
+"""What a run would do and take, printed without opening any data: ``--dry_run``."""
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.flags import plain
+from rectified_flow.networks.placing import to_device
+from rectified_flow.report import line
+from rectified_flow.training.accelerator import build_accelerator
+from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
+from rectified_flow.training.summary import summarize
+
+LARGEST_SIDE_MEASURED = 64
+"""Side of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
+
+SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
+"""As many images are measured as take that long at best [s], and at most so many."""
+
+Config = TrainRectifiedFlow | TrainMeanFlow
+
+
+def print_plan(config: Config, flow: nn.Module) -> None:
+    """Print every flag with its resolved value, and the size, memory and time of the run."""
+    run = config.run
+    accelerator = build_accelerator(run, supports_bf16=getattr(flow, "supports_bf16", True))
+    batch = run.split_batch(accelerator.num_processes)
+    resolved = plain(config) | {
+        "batch_size": batch.per_process,
+        "global_batch_size": batch.total,
+        "gradient_accumulation_steps": batch.accumulation,
+        "mixed_precision": accelerator.mixed_precision,
+        "checkpoint_dir": str(run.checkpoints),
+        "train_num_steps": None if run.num_epochs else run.total_steps(batch, 0),
+    }
+    for name, value in resolved.items():
+        accelerator.print(f"{name:<28} {value}")
+    to_device(flow, accelerator.device, accelerator.mixed_precision)
+    side = config.data.image_size
+    flops = forward_flops(flow, _black(side, accelerator.device))
+    accelerator.print()
+    data = f"{config.data.dataset_path or config.data.dataset} at {side} px, not opened yet"
+    accelerator.print(summarize(run, accelerator, flow, flops, data, None))
+    accelerator.print(_describe_memory(config, accelerator, flow))
+    accelerator.print(_describe_time(config, accelerator, flow, flops))
+
+
+def _describe_memory(config: Config, accelerator: Accelerator, flow: nn.Module) -> str:
+    """A line on the memory that a step takes."""
+    count, side = config.run.split_batch(accelerator.num_processes).per_process, _side_measured(config)
+    item = _black(side, accelerator.device)
+    averages = config.run.use_ema + 2 * config.run.power_ema
+    memory = training_memory(flow, item, averages, accelerator.autocast)
+    per_image = memory.per_image * (config.data.image_size / side) ** 2
+    return line(
+        "memory",
+        f"about {memory.fixed / 1e9:.2f} GB + {count} images x {per_image / 1e6:,.1f} MB = "
+        f"{(memory.fixed + count * per_image) / 1e9:.2f} GB per process, without the libraries' own",
+    )
+
+
+def _describe_time(config: Config, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
+    """Lines on the time that a step takes, and the least it can take."""
+    batch, item = config.run.split_batch(accelerator.num_processes), _black(_side_measured(config), accelerator.device)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    rate = multiplication_rate(accelerator.device, dtype)
+    flops_measured = forward_flops(flow, item)
+    # Even, as a mean flow takes the derivative of half of the rows.
+    count = 2 * max(1, min(MOST_MEASURED, round(SECONDS_MEASURED * rate / (3 * flops_measured))) // 2)
+    try:
+        per_image = gradient_time(flow, item, count, accelerator.autocast) / count * flops / flops_measured
+    except torch.OutOfMemoryError:
+        return line("time", f"unknown: {count} images do not fit into the memory of the {accelerator.device.type}")
+    images = batch.per_process * batch.accumulation
+    steps = 0 if config.run.num_epochs else config.run.total_steps(batch, 0)
+    whole = f", {_duration(per_image * images * steps)} in all" if steps else ""
+    how = (
+        f"measured just now on {count} images of {item['images'].shape[-1]} px" + ", not compiled" * config.run.compile
+    )
+    least = 3 * flops * images / rate
+    taken = line("time", f"about {_duration(per_image * images)} a step{whole}: {how}")
+    bound = line(
+        "at best",
+        f"{_duration(least)} a step ({least / (per_image * images):.0%} of that): {3 * flops * images / 1e12:.3g} "
+        f"TFLOP per process at the measured matmul rate of {rate / 1e12:.3g} TFLOP/s",
+    )
+    return f"{taken}\n{bound}"
+
+
+def _side_measured(config: Config) -> int:
+    return min(config.data.image_size, max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1)))
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in a fitting unit."""
+    units = {"days": 2 * 86400, "hours": 2 * 3600, "minutes": 120, "s": 1, "ms": 0}
+    unit = next(unit for unit, least in units.items() if seconds >= least)
+    size = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1, "ms": 1e-3}[unit]
+    return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
+
+
+def _black(side: int, device: torch.device) -> dict[str, Tensor]:
+    return {"images": torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)}

@@ -1,0 +1,243 @@
+"""sample.py: numbered pictures of a trained flow, each process drawing its share."""
+
+import difflib
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from PIL import Image
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rectified_flow.cli.flags import SampleConfig
+from rectified_flow.cli.trained import (
+    autocast,
+    class_names,
+    load_average,
+    load_trained,
+    run_folder_of,
+    solver_options,
+    weights_name,
+)
+from rectified_flow.data.image_folder import find_images
+from rectified_flow.data.store_builder import fit
+from rectified_flow.distributed.joining import join_processes
+from rectified_flow.errors import RunError, UsageError, first_line, require
+from rectified_flow.files import prepare_folder
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.flow import Flow
+from rectified_flow.pictures import to_grid, write_picture
+from rectified_flow.progress import progress_bar
+from rectified_flow.report import line, lines
+
+GRID_PICTURES = 100
+NOISE_LEVEL = 0.6
+PATH_PICTURES = 8
+PATH_STOPS = 9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model, and all it takes to draw its pictures."""
+
+    flow: Flow
+    source: Path
+    output_dir: Path
+    classes: Sequence[int]
+    start: Tensor | None
+    options: dict[str, Any]
+
+    def draw(self, numbers: Sequence[int], config: SampleConfig, **more: Any) -> Any:
+        """The pictures with these numbers, as :func:`draw` yields them."""
+        return draw(
+            self.flow,
+            numbers,
+            seed=config.pictures.seed,
+            batch_size=config.model.batch_size,
+            conditions={"labels": torch.tensor(self.classes)} if self.classes else None,
+            start=self.start,
+            **self.options,
+            **more,
+        )
+
+
+def sample(config: SampleConfig) -> None:
+    """Draw this process's share of the pictures, and on the main process a grid of all.
+
+    Raises:
+        UsageError: if the checkpoint, the classes or the pictures to start from do not exist, or do not fit.
+        RunError: if a picture cannot be written.
+    """
+    state = join_processes()
+    set_seed(config.pictures.seed)
+    plan, count = prepare(config, state), config.pictures.num_samples
+    report: Callable[[str], object] = tqdm.write if state.is_main_process else lambda _line: None
+    report(describe(config, plan, state))
+    rows = 0
+
+    def count_rows(_network: object, arguments: tuple[Tensor, ...], _output: object) -> None:
+        nonlocal rows
+        rows += len(arguments[0])
+
+    mine = range(state.process_index, count, state.num_processes)
+    with (
+        plan.flow.network.register_forward_hook(count_rows),
+        autocast(config.model, state.device),
+        progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
+    ):
+        for numbers, pictures in plan.draw(mine, config):
+            for number, picture in zip(numbers, pictures.cpu(), strict=True):
+                write_picture(plan.output_dir / picture_name(number, count), picture.permute(1, 2, 0).numpy())
+            bar.update(len(numbers))
+        state.wait_for_everyone()
+        if not state.is_main_process:
+            return
+        report(line("calls", f"{rows / len(mine):g} of the network for each picture"))
+        if config.pictures.path != "none":
+            report(line("path", _draw_path(config, plan)))
+    grid = _draw_grid(plan.output_dir, count)
+    report(line("grid", grid))
+    first, last = (picture_name(number, count) for number in (0, count - 1))
+    report(line("pictures", f"{plan.output_dir}/{first} to {last}"))
+    if config.pictures.save_pretrained is not None:
+        _save_model(plan.flow, config.pictures.save_pretrained, grid)
+        report(line("model", config.pictures.save_pretrained))
+
+
+def prepare(config: SampleConfig, state: PartialState) -> Plan:
+    """Load the model and check the flags against it.
+
+    Raises:
+        UsageError: if they do not fit.
+    """
+    flags = config.pictures
+    flow, source = load_trained(config.model, state)
+    if flags.ema_length is not None:
+        load_average(flow, source, flags.ema_length)
+    options = solver_options(config.solver, flow, source)
+    options["steps"] = flags.steps or flow.default_steps
+    classes = _find_classes(flags.classes, flow, source)
+    start = None
+    if flags.from_images is not None:
+        start = _load_images(flags.from_images, flags.num_samples, flow)
+        options["noise_level"] = flags.noise_level or NOISE_LEVEL
+    if flags.save_pretrained is not None:
+        flow.describe()  # or say now that it cannot be
+        prepare_folder("save_pretrained", flags.save_pretrained)
+    output_dir = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "generated")
+    new = {picture_name(number, flags.num_samples) for number in range(flags.num_samples)}
+    stale = [file for file in output_dir.glob("*.png") if file.stem.isdecimal() and file.name not in new]
+    require(
+        not stale,
+        f"--output_dir {output_dir} holds {_count(stale)} of an earlier call that would stay among the new ones: "
+        "move them away, or choose another folder",
+    )
+    return Plan(flow, source, output_dir, classes, start, options)
+
+
+def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
+    """Lines on the model, the solver and the pictures."""
+    flow, names = plan.flow, class_names(plan.flow)
+    parameters = sum(p.numel() for p in flow.parameters()) / 1e6
+    steps = plan.options["steps"]
+    solver = "average velocity" if hasattr(flow, "average_velocity") else plan.options.get("solver", "midpoint")
+    intervals = f"{steps} interval{'s' * (steps > 1)}, {solver}, {config.solver.time_grid} grid"
+    weights = weights_name(plan.source, config.pictures.ema_length)
+    texts = {
+        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {weights} of {plan.source}",
+        "processes": f"{state.num_processes} x {state.device.type}",
+        "solver": solver if solver == "adaptive" else intervals,
+        "pictures": f"{config.pictures.num_samples} of {flow.space.noun}, seed {config.pictures.seed}",
+    }
+    if plan.classes:
+        shown = [names[label] for label in plan.classes[:6]]
+        texts["classes"] = ", ".join(shown) + ", ..." * (len(plan.classes) > len(shown))
+    if plan.start is not None:
+        level = plan.options["noise_level"]
+        texts["start"] = f"{_count(plan.start)} of {config.pictures.from_images}, noise level {level:g}"
+    return lines(texts)
+
+
+def _count(pictures: Sized) -> str:
+    return f"{len(pictures)} picture{'s' * (len(pictures) > 1)}"
+
+
+def _find_classes(given: str | None, flow: Flow, source: Path) -> list[int]:
+    names = class_names(flow)
+    require(
+        given is None or len(names) > 0,
+        f"--classes: {source} was trained without labels; train with --use_cfg for them",
+    )
+    if given is None:
+        return []
+    if given.strip() == "all":
+        return list(range(len(names)))
+    return [_find_class(name.strip(), names) for name in given.split(",")]
+
+
+def _find_class(name: str, names: list[str]) -> int:
+    if name in names:
+        return names.index(name)
+    if name.isdecimal() and int(name) < len(names):
+        return int(name)
+    close = difflib.get_close_matches(name, names, 3, cutoff=0.5)
+    hint = f" (perhaps {' or '.join(close)}?)" if close else f", like {', '.join(names[:3])}"
+    raise UsageError(f"--classes: there is no class {name}: pass names{hint}, or numbers up to {len(names) - 1}")
+
+
+def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
+    files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
+    require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
+    side = (flow.space.shape or (0,))[-1]
+    pictures = []
+    for file in files[:count]:
+        try:
+            with Image.open(file) as image:
+                pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
+        except Exception as error:  # every decoder fails in its own way
+            raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
+    return torch.from_numpy(np.stack(pictures))
+
+
+def picture_name(number: int, count: int) -> str:
+    """The file of a picture, with as many digits as ``count`` of them need."""
+    return f"{number:0{max(5, len(str(count - 1)))}d}.png"
+
+
+def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
+    try:
+        (folder / "grid.png").write_bytes(grid.read_bytes())
+        flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png"})
+    except OSError as error:
+        raise RunError(f"could not write the model into --save_pretrained {folder} ({error})") from error
+
+
+def _draw_grid(folder: Path, count: int) -> Path:
+    """The first pictures in one, read back, as other processes drew most of them."""
+    files = [folder / picture_name(number, count) for number in range(min(count, GRID_PICTURES))]
+    pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
+    return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
+
+
+def _draw_path(config: SampleConfig, plan: Plan) -> Path:
+    """The first pictures on their way out of the noise: a row each, or in motion."""
+    frames: list[Tensor] = []
+    space = plan.flow.space
+
+    def watch(_t: float, x: Tensor) -> None:
+        frames.append(space.draw(space.decode(x)).cpu())
+
+    list(plan.draw(range(min(PATH_PICTURES, config.pictures.num_samples)), config, watch=watch))
+    if config.pictures.path == "gif":
+        first, *rest = [Image.fromarray(to_grid(frame)) for frame in frames]
+        pauses = [80] * len(rest) + [1500]
+        motion = {"save_all": True, "append_images": rest, "duration": pauses, "loop": 0}
+        return write_picture(plan.output_dir / "path.gif", np.asarray(first), **motion)
+    stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
+    strip = torch.stack([frames[stop] for stop in stops], dim=1)
+    return write_picture(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))

@@ -1,0 +1,164 @@
+"""The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import set_seed
+
+from rectified_flow.cli.command_line import recorded
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.plan import print_plan
+from rectified_flow.cli.reflow import open_pairs, with_teacher_flags
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.config import DataConfig
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.distributed.joining import join_processes
+from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.config import EvaluationConfig
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
+from rectified_flow.networks.conditions import Condition, Kinds, Labels
+from rectified_flow.networks.config import UnetConfig
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.callbacks import Callback
+from rectified_flow.training.eval_hook import EvaluationHook
+from rectified_flow.training.trainer import Trainer
+
+CONDITION_DROPOUT = 0.1
+PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
+"""Stand in for the labels of a dataset that a dry run does not open."""
+
+
+def train_rectified_flow(config: TrainRectifiedFlow) -> None:
+    """Train a rectified flow, on pictures or on the pairs of another flow."""
+    join_processes()
+    set_seed(config.run.seed)
+    if config.reflow.reflow_from is not None:
+        config = with_teacher_flags(config)
+    if config.program.dry_run:
+        print_plan(config, build_rectified_flow(config, PLANNED_LABELS))
+        return
+    pictures = open_pictures(config.data)
+    flow = build_rectified_flow(config, pictures.conditions)
+    callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
+    if config.reflow.reflow_from is None:
+        Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
+        return
+    if not list_checkpoints(config.run.checkpoints):
+        load_averaged(flow.network, config.reflow.reflow_from)
+    pairs = open_pairs(config, pictures)
+    Trainer(flow, pairs, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def train_mean_flow(config: TrainMeanFlow) -> None:
+    """Train a mean flow."""
+    join_processes()
+    set_seed(config.run.seed)
+    if config.program.dry_run:
+        print_plan(config, build_mean_flow(config, PLANNED_LABELS))
+        return
+    pictures = open_pictures(config.data)
+    flow = build_mean_flow(config, pictures.conditions)
+    if config.mean_flow.init_from is not None:
+        load_averaged(flow.network, config.mean_flow.init_from)
+    callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
+    Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds) -> RectifiedFlow:
+    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given."""
+    flags = config.rectified_flow
+    times: dict[str, TimeDistribution] = {
+        "logit_normal": LogitNormal(flags.time_mean, flags.time_std, flags.time_shift),
+        "uniform": Uniform(flags.time_shift),
+        "u_shaped": UShaped(),
+    }
+    return RectifiedFlow(
+        build_network(config.network, config.data, conditions),
+        prediction=flags.prediction,
+        time_distribution=times[config.times],
+        distance=flags.loss or ("mse" if config.reflow.reflow_from is None else "pseudo_huber"),
+        **_shared_settings(config),
+    )
+
+
+def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> MeanFlow:
+    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given."""
+    flags = config.mean_flow
+    return MeanFlow(
+        build_network(config.network, config.data, conditions),
+        objective=flags.objective,
+        mean_fraction=flags.mean_fraction,
+        weight_power=flags.weight_power,
+        weight_epsilon=flags.weight_epsilon,
+        time_distribution=LogitNormal(flags.time_mean, flags.time_std),
+        earlier_distribution=LogitNormal(flags.earlier_mean, flags.earlier_std),
+        guidance_scale=flags.guidance_scale,
+        guidance_mixing=flags.guidance_mixing,
+        **_shared_settings(config),
+    )
+
+
+def open_pictures(config: DataConfig) -> ImageDataset:
+    """Open the training pictures, decoding them first if they are not in a store yet.
+
+    Raises:
+        UsageError: if they cannot be found, read or stored.
+    """
+    return open_dataset(
+        config.dataset,
+        config.dataset_path,
+        image_size=config.image_size,
+        cache_dir=config.cache_dir,
+        skip_broken_images=config.skip_broken_images,
+    )
+
+
+def build_network(config: UnetConfig, data: DataConfig, conditions: Kinds) -> Unet:
+    """The Unet of the flags.
+
+    Raises:
+        UsageError: if ``--use_cfg`` is given and there are no conditions.
+    """
+    if config.use_cfg and not conditions:
+        raise UsageError(
+            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
+        )
+    network = Unet(
+        config.dim,
+        config.dim_mults,
+        conditions=conditions if config.use_cfg else None,
+        image_size=data.image_size,
+        dropout=config.dropout,
+    )
+    network.gradient_checkpointing = config.gradient_checkpointing
+    return network
+
+
+def build_callbacks(config: EvaluationConfig, pictures: ImageDataset, seed: int) -> list[Callback]:
+    """The evaluations that ``--evaluate_every`` asks for.
+
+    Raises:
+        UsageError: if the feature network is unavailable.
+    """
+    if config.evaluate_every == 0:
+        return []
+    evaluator = Evaluator(
+        pictures, config.feature_network, PartialState(), num_samples=config.evaluation_samples, seed=seed
+    )
+    return [EvaluationHook(evaluator, config.evaluate_every)]
+
+
+def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:
+    """The settings of every flow on pictures."""
+    side = config.data.image_size
+    return {
+        "space": Pixels((3, side, side), horizontal_flip=config.data.horizontal_flip),
+        "condition_dropout": CONDITION_DROPOUT,
+        "coupling": config.coupling.coupling,
+    }

@@ -1,0 +1,31 @@
+"""The flags that say which pictures a run is trained on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from rectified_flow.errors import require_positive
+from rectified_flow.flags import default_is
+
+OXFORD_FLOWERS = "nelorth/oxford-flowers"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Pictures, as :func:`rectified_flow.open_dataset` opens them."""
+
+    dataset: str = OXFORD_FLOWERS
+    """Hub id of a dataset with an image column, or synthetic-flowers, which needs no download."""
+    dataset_path: Path | None = None
+    """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
+    image_size: int = 64
+    """Side of the images [px]; pictures are resized by their short side and cropped to the centre."""
+    horizontal_flip: bool = True
+    """Mirror half of the training images."""
+    skip_broken_images: bool = False
+    """Skip pictures that cannot be decoded, instead of stopping."""
+    cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
+    """Where decoded images are kept."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "image_size")

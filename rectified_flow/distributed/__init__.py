@@ -1,0 +1,1 @@
+"""Process-group setup and collective operations."""

@@ -1,0 +1,125 @@
+"""Collective operations. Every process must call each of these functions, in the same order."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from einops import rearrange
+from torch import Tensor
+
+from rectified_flow.data.batches import GlobalBatch
+from rectified_flow.errors import RunError
+
+T = TypeVar("T")
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Set the timeout of all later collectives. A process that waits longer for the others fails."""
+    if dist.is_initialized():
+        set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+        set_timeout(timedelta(seconds=seconds))
+
+
+def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) -> T:
+    """Run ``action`` on the main process; every process returns its result or raises its exception."""
+    outcome: list[object] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = action()
+        except Exception as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    if isinstance(outcome[1], Exception):
+        raise outcome[1]
+    return outcome[0]  # type: ignore[return-value]
+
+
+def broadcast(value: Tensor) -> Tensor:
+    """The main process's ``value``; rounding may have given other processes another value."""
+    if dist.is_initialized():
+        dist.broadcast(value, 0)
+    return value
+
+
+def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
+    """Whether ``value`` is true on any process. The call does not wait for the devices."""
+    if accelerator.num_processes == 1:
+        return value
+    # A group that was created elsewhere may have no CPU backend.
+    device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
+    vote = torch.tensor(int(value), device=device)
+    dist.all_reduce(vote, dist.ReduceOp.MAX)
+    return bool(vote)
+
+
+def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
+    """The values of each scalar by rank, gathered in one collective."""
+    if not values:
+        return {}
+    by_rank = accelerator.gather(torch.stack(list(values.values())).float()[None])
+    return dict(zip(values, by_rank.T.tolist(), strict=True))
+
+
+def interleaved_share(total: int, rank: int, world_size: int) -> list[int]:
+    """The items of a rank where rank ``k`` takes ``k, k + world_size, ...`` of ``total``.
+
+    Every rank gets equally many: what is past the end starts again at item 0, and :func:`gather_interleaved` drops it.
+    """
+    return [(rank + world_size * i) % total for i in range(-(-total // world_size))]
+
+
+def gather_interleaved(share: Tensor, total: int) -> Tensor:
+    """Join shares ``[s, ...]`` in which rank ``k`` holds items ``k, k + world_size, ...`` into ``[total, ...]``."""
+    if not dist.is_initialized():
+        return share[:total]
+    share = share.contiguous()
+    parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, share)
+    return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
+
+
+def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of the global batch ``[total, ...]``, in order, gathered from all micro-batches of all ranks."""
+    everything = {}
+    for key, value in micro_batches[0].items():
+        if not isinstance(value, Tensor):
+            continue
+        share = torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device)
+        parts = [share]
+        if dist.is_initialized():
+            parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, share)
+        rows = share.new_empty((batch.total, *share.shape[1:]))
+        for rank, part in enumerate(parts):
+            for micro_batch, values in enumerate(part.chunk(batch.accumulation)):
+                rows[batch.rows(rank, micro_batch)] = values
+        everything[key] = rows
+    return everything
+
+
+def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:
+    """The concatenated lists of all processes, in rank order."""
+    return items if accelerator.num_processes == 1 else list(gather_object(items))
+
+
+def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) -> None:
+    """Compare a checksum of each parameter between the processes.
+
+    Raises:
+        RunError: if they differ; the message names the ranks whose weights differ from those of the majority.
+    """
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+    by_rank = [tuple(row) for row in accelerator.gather(torch.stack(sums)[None]).tolist()]
+    (most, count), *_ = Counter(by_rank).most_common()
+    if count < len(by_rank):
+        strangers = ", ".join(str(rank) for rank, row in enumerate(by_rank) if row != most)
+        raise RunError(
+            f"the weights on rank {strangers} differ from those on the others, so nothing is saved: check that "
+            "machine's memory and GPU, then run the same command to resume from the last checkpoint"
+        )

@@ -1,0 +1,28 @@
+"""The flags of evaluations during training."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rectified_flow.errors import require, require_natural
+
+FeatureNetwork = Literal["inception", "efficientnet_lite0"]
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluations on the way, see evaluate.py."""
+
+    evaluate_every: int = 0
+    """Steps between evaluations (see evaluate.py) at --sample_steps, whose best checkpoint is kept; 0 makes none."""
+    evaluation_samples: int = 2000
+    """Pictures drawn for each evaluation."""
+    feature_network: FeatureNetwork = "inception"
+    """Features that pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no
+    download."""
+
+    def __post_init__(self) -> None:
+        require_natural(self, "evaluate_every")
+        require(
+            self.evaluation_samples >= 2,
+            f"--evaluation_samples is {self.evaluation_samples}; a distance needs at least 2",
+        )

@@ -1,0 +1,112 @@
+"""The flags of each flow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from rectified_flow.errors import require, require_positive
+from rectified_flow.flags import default_is
+
+Coupling = Literal["independent", "ot", "immiscible"]
+Prediction = Literal["velocity", "clean", "noise"]
+Distance = Literal["mse", "pseudo_huber"]
+Objective = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow", "shortcut"]
+Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
+TimeGrid = Literal["uniform", "shifted", "edm"]
+
+
+@dataclass(frozen=True)
+class CouplingConfig:
+    """The pairing of data with noise."""
+
+    coupling: Coupling = "independent"
+    """Which noise an image is trained with: any, the best match over the global batch (ot), or the nearest of some."""
+
+
+@dataclass(frozen=True)
+class RectifiedFlowConfig:
+    """A rectified flow's objective."""
+
+    prediction: Prediction = "velocity"
+    """The meaning of the network's output; the loss is that of the velocity in each case."""
+    loss: Annotated[Distance | None, default_is("mse, and pseudo_huber with --reflow_from")] = None
+    """Distance between predicted and true velocity."""
+    time_distribution: Annotated[
+        Literal["logit_normal", "uniform", "u_shaped"] | None,
+        default_is("logit_normal, and u_shaped with --reflow_from"),
+    ] = None
+    """Distribution of the training times, 0 being data."""
+    time_mean: float = -0.5
+    """Mean of the time's logit, for logit_normal."""
+    time_std: float = 1.2
+    """Standard deviation of the time's logit, for logit_normal."""
+    time_shift: float = 1.0
+    """Move times towards the noise (above 1) or the data (below 1); not for u_shaped."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "time_std", "time_shift")
+
+    def check_times(self, times: str) -> None:
+        """Raise a UsageError if a flag is given that the distribution of ``times`` does not use."""
+        unused = {"uniform": ["time_mean", "time_std"], "u_shaped": ["time_mean", "time_std", "time_shift"]}
+        for name in unused.get(times, ()):
+            require(
+                getattr(self, name) == getattr(RectifiedFlowConfig, name),
+                f"--{name} has no effect, as the time distribution is {times}: leave it out, or pass "
+                "--time_distribution logit_normal",
+            )
+
+
+@dataclass(frozen=True)
+class ReflowConfig:
+    """Reflow: training on pairs that a trained flow draws."""
+
+    reflow_from: Path | None = None
+    """Straighten the rectified flow of this run or checkpoint, whose data and network flags it inherits."""
+    reflow_pairs: Annotated[int | None, default_is("50000")] = None
+    """Pictures that it draws to train on, each with its noise."""
+    reflow_steps: Annotated[int | None, default_is("16")] = None
+    """Intervals that each picture is drawn in."""
+    pairs_dir: Annotated[Path | None, default_is("OUTPUT_DIR/pairs")] = None
+    """Folder of the pairs; a second run may name that of the first."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "reflow_pairs", "reflow_steps")
+        for name in ("reflow_pairs", "reflow_steps", "pairs_dir"):
+            require(
+                getattr(self, name) is None or self.reflow_from is not None,
+                f"--{name} needs --reflow_from: pass the run to start from",
+            )
+
+
+@dataclass(frozen=True)
+class MeanFlowConfig:
+    """A mean flow's objective."""
+
+    objective: Objective = "improved_mean_flow"
+    """Which of the papers' objectives to learn by; alpha_flow and so_flow need float32."""
+    mean_fraction: float = 0.5
+    """Share of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
+    weight_power: float = 0.75
+    """Rows are weighted by their squared error to minus this power; 0 weights all alike."""
+    weight_epsilon: float = 1e-3
+    """Added to the squared error before the power."""
+    time_mean: float = -0.6
+    """Mean of the logit of the time t."""
+    time_std: float = 1.6
+    """Standard deviation of the logit of the time t."""
+    earlier_mean: float = -4.0
+    """Mean of the logit of the earlier time r."""
+    earlier_std: float = 1.6
+    """Standard deviation of the logit of the earlier time r."""
+    guidance_scale: float = 1.0
+    """Guidance inside the training target, so that sampling needs none; with --use_cfg."""
+    guidance_mixing: float = 0.0
+    """Share of the network's own velocity in it; the effective scale is guidance_scale / (1 - guidance_mixing)."""
+    init_from: Path | None = None
+    """Start from the weights of this checkpoint or run, of a rectified flow for example."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "time_std", "earlier_std")
+        require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
+        require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")

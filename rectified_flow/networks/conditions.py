@@ -1,0 +1,129 @@
+"""Conditions: named inputs of a network beside ``x`` and the time, each with a value that stands for "none".
+
+A network says which conditions it takes by an attribute ``conditions``, a mapping of names to kinds. A dataset offers
+them in the same way. Training drops them, sampling guides by them, and neither knows what they mean.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import randomness
+from rectified_flow.registry import register
+
+
+class Condition(Protocol):
+    """A kind of condition. Register it and keep its arguments as attributes, and checkpoints can name it."""
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """``count`` rows that stand for "no condition"."""
+
+    def is_none(self, values: Tensor) -> Tensor:
+        """Which rows of ``values`` stand for "no condition", bool ``[b]``."""
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Values to sample with where a caller gives none; ``name`` is the condition's own."""
+
+    def embedding(self, dim: int) -> nn.Module:
+        """A module that maps values ``[b, ...]``, also "none", to ``[b, dim]``."""
+
+
+Kinds = Mapping[str, Condition]
+Values = dict[str, Tensor]
+
+
+@register
+@dataclass(frozen=True)
+class Labels:
+    """Class labels, int64 ``[b]``; the label ``num_classes`` stands for "none".
+
+    Args:
+        num_classes: number of classes.
+        names: names by label, or empty.
+    """
+
+    num_classes: int
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), self.num_classes, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return values == self.num_classes
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Labels drawn uniformly."""
+        if generator is not None:
+            return torch.randint(self.num_classes, (count,), device=device, generator=generator)
+        return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return nn.Embedding(self.num_classes + 1, dim)
+
+
+@register
+@dataclass(frozen=True)
+class Vector:
+    """Vectors of numbers, float32 ``[b, size]``; a row of NaN stands for "none".
+
+    Args:
+        size: numbers in a vector.
+    """
+
+    size: int
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count, self.size), torch.nan, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return values.isnan().any(dim=1)
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """No vector."""
+        return self.none(count, device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return _VectorEmbedding(self.size, dim)
+
+
+class _VectorEmbedding(nn.Module):
+    """A linear map of the vector, and a learned embedding of "none"."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, dim)
+        self.none = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        missing = values.isnan().any(dim=1, keepdim=True)
+        return torch.where(missing, self.none, self.linear(values.masked_fill(missing, 0)))
+
+
+def drop(kinds: Kinds, values: Values, probability: float) -> Values:
+    """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598)."""
+    if not values or probability == 0:
+        return values
+    first = next(iter(values.values()))
+    # The stream has its name from the time when labels were the only condition; another name would be another run.
+    dropped = randomness.rand("label dropout", (len(first),), first.device) < probability
+    return {name: _where(dropped, none, values[name]) for name, none in none_of(kinds, values).items()}
+
+
+def none_of(kinds: Kinds, values: Values) -> Values:
+    """The rows that stand for "none", as many as there are ``values`` of each condition."""
+    return {name: kinds[name].none(len(each), each.device) for name, each in values.items()}
+
+
+def all_none(kinds: Kinds, values: Values) -> Tensor:
+    """Which rows have no condition at all, bool ``[b]``; ``values`` must not be empty."""
+    return torch.stack([kinds[name].is_none(each) for name, each in values.items()]).all(dim=0)
+
+
+def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a.to(b), b)

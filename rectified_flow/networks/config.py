@@ -1,0 +1,38 @@
+"""The flags of the Unet."""
+
+from dataclasses import dataclass
+
+from rectified_flow.errors import require, require_fraction, require_positive
+
+
+@dataclass(frozen=True)
+class UnetConfig:
+    """A Unet for pictures."""
+
+    dim: int = 64
+    """Channels of the Unet at full resolution."""
+    dim_mults: tuple[int, ...] = (1, 2, 3, 4)
+    """Channels of each level as multiples of dim; each level halves the side."""
+    dropout: float = 0.1
+    """Dropout probability inside residual blocks."""
+    use_cfg: bool = False
+    """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "dim")
+        require_fraction(self, "dropout")
+        require(
+            len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
+            f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
+        )
+
+    def check_side(self, image_size: int) -> None:
+        """Raise a UsageError if the levels cannot halve a side of ``image_size`` px."""
+        divisor = 2 ** (len(self.dim_mults) - 1)
+        require(
+            image_size % divisor == 0,
+            f"--image_size {image_size} is not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
+            f"--dim_mults need; take {max(1, round(image_size / divisor)) * divisor}",
+        )

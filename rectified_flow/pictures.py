@@ -1,0 +1,41 @@
+"""Pictures as files: side by side in a grid, and written whole or not at all."""
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from rectified_flow.errors import RunError
+from rectified_flow.files import replace_file
+
+
+def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 ``[n, c, h, w]`` side by side in one picture ``[H, W, c]``, as near to a square as can be."""
+    from torchvision.utils import make_grid  # takes seconds to load
+
+    columns = columns or max(1, round(len(images) ** 0.5))
+    grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255)
+    return grid.permute(1, 2, 0).cpu().numpy()
+
+
+def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
+    """The bytes of a file with ``pixels`` ``[h, w, 3]``, in the format of its suffix."""
+    content = BytesIO()
+    Image.fromarray(pixels).save(content, format=suffix[1:], **options)
+    return content.getvalue()
+
+
+def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
+    """Write ``pixels`` ``[h, w, 3]``, whole or not at all, in the format of the suffix; return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
+    try:
+        replace_file(path, encode_picture(pixels, path.suffix, **options), durable=False)
+    except OSError as error:
+        raise RunError(f"could not write {path} ({error}): make room, and run the same command again") from error
+    return path

@@ -1,1 +1,0 @@
-"""How a program starts and ends on one process or several, and what these do together."""

@@ -1,0 +1,158 @@
+"""The log of a run: metrics, loss plot, sample grids, evaluations, and Accelerate's trackers. Main process only."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+from torch import Tensor
+
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.files import flush, replace_file
+from rectified_flow.pictures import encode_picture, to_grid
+from rectified_flow.plots import Line, draw_lines
+from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.line_file import LineFile
+
+PROJECT = "rectified-flow"
+_IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
+
+
+class RunLog:
+    """The files in a run's output folder that are not checkpoints.
+
+    A file that cannot be written once the run has started, on a full disk for example, is reported by ``warn``, and the
+    run continues.
+
+    Args:
+        accelerator: whose trackers are used.
+        config: the run's flags.
+        document: the contents of the run's ``config.json``.
+        step: where the run starts.
+        warn: called with a line on each failure.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: TrainingConfig,
+        document: Mapping[str, Any],
+        step: int,
+        warn: Callable[[str], object] = print,
+    ) -> None:
+        self.accelerator, self.config, self.warn = accelerator, config, warn
+        self.folder, self.step = config.output_dir, step
+        replace_file(self.folder / CONFIG_FILE, json.dumps(document, indent=1))
+        self._metrics = LineFile(self.folder / "metrics.jsonl", step)
+        self._bad_steps = LineFile(self.folder / "bad_steps.jsonl", step)
+        self.evaluations = LineFile(self.folder / "evaluations.jsonl", step)
+
+    def start_trackers(self, run_id: str, flags: Mapping[str, Any]) -> None:
+        """Start the trackers that ``--log_with`` names, resuming the run that they know by ``run_id``.
+
+        Raises:
+            UsageError: if one does not start, without an account or a network.
+        """
+        if self.config.log_with == "none":
+            return
+        simple = {name: value if _is_simple(value) else str(value) for name, value in flags.items()}
+        settings = {
+            "wandb": {"id": run_id, "resume": "allow"},
+            "tensorboard": {"purge_step": self.step + 1},
+        }
+        try:
+            # TensorBoard makes a run of its own of each set of flags.
+            config = simple if self.step == 0 else None
+            self.accelerator.init_trackers(PROJECT, config=config, init_kwargs=settings)
+        except Exception as error:  # each service has errors of its own
+            raise UsageError(
+                f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
+                "WANDB_MODE=offline needs no account"
+            ) from error
+
+    def write_lines(self) -> None:
+        """Put every line on the disk.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        for file in (self._metrics, self._bad_steps, self.evaluations):
+            file.write()
+            if file.path.exists():
+                flush(file.path)
+
+    def close(self) -> None:
+        """Let the trackers write their rest."""
+        for tracker in self.accelerator.trackers:
+            with self._tolerant("the trackers"):
+                tracker.finish()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a line to metrics.jsonl and to the trackers."""
+        with self._tolerant("metrics"):
+            self._metrics.add({"step": step, **values})
+        with self._tolerant("the trackers"):
+            self.accelerator.log(dict(values), step=step)
+
+    def bad_step(self, step: int, images: list[int]) -> None:
+        """Add a line to bad_steps.jsonl."""
+        with self._tolerant("bad steps"):
+            self._bad_steps.add({"step": step, "images": images})
+
+    def evaluation(self, step: int, headline: str, distances: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+        """Add a line to evaluations.jsonl and to the trackers, and plot ``headline`` over the steps."""
+        with self._tolerant("evaluations"):
+            self.evaluations.add({"step": step, **distances, **settings})
+            rows = [(row["step"], row[headline]) for row in self.evaluations.rows() if headline in row]
+            steps, values = np.array(rows).T
+            title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
+            line: dict[str, Line] = {headline: (steps, values)}
+            draw_lines(self.folder / "evaluations.png", line, title, "step", headline, log_y=len(rows) > 1)
+        with self._tolerant("the trackers"):
+            self.accelerator.log(dict(distances), step=step)
+
+    def samples(self, step: int, pictures: Tensor) -> Path:
+        """Write uint8 ``pictures`` ``[n, 3, h, w]`` as one grid and return its path."""
+        grid = to_grid(pictures)
+        path = self.folder / "samples" / f"{step_name(step)}.png"
+        with self._tolerant("samples"):
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, encode_picture(grid))
+        for tracker in self.accelerator.trackers:
+            with self._tolerant("the trackers"):
+                tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
+        return path
+
+    @property
+    def loss_plot(self) -> Path:
+        """Where :meth:`draw_loss` draws."""
+        return self.folder / "loss.png"
+
+    def draw_loss(self) -> None:
+        """Plot the loss over the steps."""
+        with self._tolerant("loss plot"):
+            rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
+            steps, losses = np.array(rows).reshape(-1, 2).T
+            lines: dict[str, Line] = {"mean since the line before": (steps, losses)}
+            window = max(1, len(losses) // 20)
+            if len(losses) > window:
+                lines[f"mean of {window}"] = (
+                    steps[window - 1 :],
+                    np.convolve(losses, np.ones(window) / window, "valid"),
+                )
+            draw_lines(self.loss_plot, lines, "training loss", "step", "loss", log_y=len(lines) > 1)
+
+    @contextmanager
+    def _tolerant(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each tracker has errors of its own
+            self.warn(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+
+
+def _is_simple(value: object) -> bool:
+    return isinstance(value, bool | int | float | str)

@@ -1,0 +1,64 @@
+"""Pixels: pictures as a dataset stores them, uint8, and as a flow works on them, in [-1, 1]."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rectified_flow import randomness
+from rectified_flow.registry import register
+from rectified_flow.spaces.space import Space
+
+
+@register
+class Pixels(Space):
+    """Pictures ``[b, c, h, w]``.
+
+    Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1].
+
+    Args:
+        shape: ``(c, h, w)``; taken from the first training batch if not given.
+        horizontal_flip: mirror half of the training pictures.
+    """
+
+    def __init__(self, shape: Sequence[int] | None = None, *, horizontal_flip: bool = False) -> None:
+        self.shape = None if shape is None else tuple(shape)
+        self.horizontal_flip = horizontal_flip
+
+    def encode(self, data: Tensor) -> Tensor:
+        if data.dtype == torch.uint8:
+            return data.float() / 127.5 - 1
+        return data.float()
+
+    def augment(self, x: Tensor) -> Tensor:
+        """Each row mirrored left to right with probability 1/2, if that is asked for."""
+        if not self.horizontal_flip:
+            return x
+        mirrored = randomness.rand("horizontal flip", (len(x), 1, 1, 1), x.device) < 0.5
+        return torch.where(mirrored, x.flip(-1), x)
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Float32 in [0, 1], values outside clipped."""
+        return x.float().add(1).div(2).clamp(0, 1)
+
+    def draw(self, data: Tensor) -> Tensor:
+        """uint8; a single channel becomes grey, and channels after the third are left out."""
+        pictures = data.mul(255).round().to(torch.uint8)
+        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :3]
+
+    def problem_with(self, data: Tensor) -> str | None:
+        """Floating-point pictures outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
+        if not data.is_floating_point():
+            return None
+        least, most = (float(value) for value in data.aminmax())
+        if not (least >= -1 and most <= 1):
+            return (
+                f"images reach from {least:.3g} to {most:.3g}; scale floating-point images to [-1, 1], or store uint8"
+            )
+        if least >= 0:
+            return "the images of the first batch lie in [0, 1]; scale them to [-1, 1] (2 * x - 1), or store uint8"
+        return None
+
+    @property
+    def noun(self) -> str:
+        return f"{self.shape[-1]} px" if self.shape else "images"
