@@ -29,7 +29,7 @@ class ProgramConfig:
 
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows or data spaces of your own."""
 
 

@@ -68,7 +68,7 @@ class RectifiedFlow(Flow):
         c = 0.00054 * x_0[0].numel() ** 0.5
         return ((mean_square + c**2).sqrt() - c).mean()
 
-    def velocity(self, x: Tensor, t: Tensor, *, least_divisor: float = LEAST_DIVISOR, **conditions: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, *, least_divisor: float = LEAST_DIVISOR, **conditions: Any) -> Tensor:
         """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32.
 
         A clean prediction is divided by ``t``, but never by less than ``least_divisor``.

@@ -217,13 +217,18 @@ def has_averages(path: Path) -> bool:
 def own_weights(network: nn.Module) -> dict[str, Tensor]:
     """The tensors that a checkpoint keeps: all, or without frozen parameters where the network has a
     ``frozen_source``, by which its constructor loads them."""
-    return network.state_dict() if getattr(network, "frozen_source", None) is None else trained_weights(network)
+    keeps_all = getattr(network, "frozen_source", None) is None
+    return network.state_dict() if keeps_all else without(network.state_dict(), frozen_names(network))
 
 
-def trained_weights(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors that training changes: trained parameters and buffers, without frozen parameters."""
-    frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
-    return {name: value for name, value in network.state_dict().items() if name not in frozen}
+def frozen_names(module: nn.Module) -> set[str]:
+    """The names of the parameters that are not trained."""
+    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+
+def without(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
+    """The tensors that have none of these names."""
+    return {name: value for name, value in tensors.items() if name not in names}
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
         update_after_step=0,
         include_online_model=False,
         use_foreach=True,
-        ignore_names=_frozen(flow),
+        ignore_names=checkpoint.frozen_names(flow),
     )
     ema.ema_model.eval()
     return ema
@@ -42,9 +42,10 @@ class PowerAverages:
     """
 
     def __init__(self, network: nn.Module) -> None:
+        self._frozen = checkpoint.frozen_names(network)
         self._averages = {
             file_of(length): KarrasEMA(
-                network, length, ema_model=_copy(network), update_every=1, ignore_names=_frozen(network)
+                network, length, ema_model=_copy(network), update_every=1, ignore_names=self._frozen
             )
             for length in LENGTHS
         }
@@ -56,7 +57,10 @@ class PowerAverages:
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """A checkpoint's tensors by file."""
-        return {file: checkpoint.trained_weights(average.ema_model) for file, average in self._averages.items()}
+        return {
+            file: checkpoint.without(average.ema_model.state_dict(), self._frozen)
+            for file, average in self._averages.items()
+        }
 
     def load(self, path: Path, updates: int) -> None:
         """Restore the averages of a checkpoint after that many updates.
@@ -75,7 +79,3 @@ class PowerAverages:
 def _copy(module: M) -> M:
     """A copy of ``module`` that shares its frozen parameters."""
     return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
-
-
-def _frozen(module: nn.Module) -> set[str]:
-    return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}

@@ -1,4 +1,4 @@
-"""The default optimizer and learning-rate schedule; the trainer takes others in their place."""
+"""The trained parameters, and the default optimizer and learning-rate schedule; the trainer takes others, too."""
 
 from collections.abc import Callable, Iterable
 from math import cos, pi
@@ -6,6 +6,7 @@ from math import cos, pi
 import torch
 from torch import nn
 
+from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import TrainingConfig
 
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -13,6 +14,25 @@ BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 LrSchedule = Callable[[int, int], float]
 """The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
+
+
+def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
+    """The trained parameters by name.
+
+    Raises:
+        UsageError: if there is none, or one has less than 32 bits.
+    """
+    parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
+    for name, parameter in parameters.items():
+        if parameter.element_size() < torch.float32.itemsize:
+            raise UsageError(
+                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
+                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
+                "or freeze it"
+            )
+    return parameters
 
 
 def build_optimizer(

@@ -82,7 +82,8 @@ class TrainingState:
             OPTIMIZER_FILE: {name: value for name, value in self._moments().items() if isinstance(value, Tensor)},
         }
         if self.ema is not None:
-            files[checkpoint.EMA_FILE] = checkpoint.trained_weights(network_of(self.ema.ema_model))
+            frozen = checkpoint.frozen_names(network_of(self.flow))  # the average itself requires no gradient
+            files[checkpoint.EMA_FILE] = checkpoint.without(network_of(self.ema.ema_model).state_dict(), frozen)
         return files if self.power is None else files | self.power.tensors()
 
     def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:

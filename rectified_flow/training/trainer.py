@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.fingerprint import fingerprint_of
-from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.collectives import (
     any_rank,
     check_equal_weights,
@@ -25,7 +25,7 @@ from rectified_flow.distributed.joining import STARTUP_TIMEOUT
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.saved import FLOW_FILE, network_of
-from rectified_flow.interruption import defer_signals, leave_signals_to_parent, stop_requested
+from rectified_flow.interruption import defer_signals, stop_requested
 from rectified_flow.networks.placing import to_device
 from rectified_flow.progress import progress_bar
 from rectified_flow.registry import DescriptionError, describe
@@ -38,10 +38,16 @@ from rectified_flow.runs.resume import choose_checkpoint, identify_run
 from rectified_flow.runs.run import Run
 from rectified_flow.training.accelerator import build_accelerator, precision_name
 from rectified_flow.training.averages import PowerAverages, constant_average
+from rectified_flow.training.batches import checked, load, paired
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import forward_flops
-from rectified_flow.training.optimizer import BuildOptimizer, LrSchedule, build_optimizer, build_schedule
-from rectified_flow.training.pairing import paired
+from rectified_flow.training.optimizer import (
+    BuildOptimizer,
+    LrSchedule,
+    build_optimizer,
+    build_schedule,
+    trained_parameters,
+)
 from rectified_flow.training.previews import draw_preview
 from rectified_flow.training.state import TrainingState
 from rectified_flow.training.stepper import BadStep, Batch, Stepper, moved
@@ -95,7 +101,7 @@ class Trainer:
                 "pass a smaller --batch_size"
             )
         self.total_steps = config.total_steps(self.batch, self.length)
-        parameters = _trained(flow)
+        parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
         self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
@@ -155,7 +161,7 @@ class Trainer:
 
     def _train(self) -> bool:
         self.flow.train()
-        batches = self._warm_up_ddp(self._checked(self._batches()))
+        batches = self._warm_up_ddp(checked(self._batches(), self.flow, self.run.print))
         for callback in self.callbacks:
             callback.on_start(self)
         self.throughput.restart(self.state.images_seen)
@@ -218,30 +224,11 @@ class Trainer:
 
     def _batches(self) -> Iterator[Batch]:
         rank, position = self.accelerator.process_index, self.state.images_seen
-        loader = DataLoader(
-            Batches(self.dataset),
-            batch_sampler=StreamSampler(self.length, self.config.seed, self.batch, rank, position),
-            collate_fn=as_they_are,
-            num_workers=self.config.num_workers,
-            multiprocessing_context=self.config.multiprocessing_context,
-            persistent_workers=self.config.persistent_workers,
-            pin_memory=self.config.pin_memory,
-            worker_init_fn=leave_signals_to_parent,
-        )
+        batches = load(self.dataset, self.length, self.config, self.batch, rank, position)
         if not (isinstance(self.flow, Flow) and self.flow.pairs):
-            return iter(loader)
+            return batches
         how = {"seed": self.config.seed, "step": self.state.step, "rank": rank, "device": self.device}
-        return paired(iter(loader), self.flow, self.batch, **how)
-
-    def _checked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Warn of data that look wrong in the first batch."""
-        first = next(batches)
-        space = getattr(self.flow, "space", None)
-        if space is not None and space.key in first:
-            problem = space.problem_with(first[space.key])
-            if problem is not None:
-                self.run.print(f"warning: {problem}")
-        return chain([first], batches)
+        return paired(batches, self.flow, self.batch, **how)
 
     def _warm_up_ddp(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Bring every process to the same start: equal weights, gradient buckets in their final order.
@@ -314,22 +301,3 @@ class Trainer:
             unit="step",
             disable=not self.accelerator.is_main_process,
         )
-
-
-def _trained(flow: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters by name.
-
-    Raises:
-        UsageError: if there is none, or one has less than 32 bits.
-    """
-    parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
-    for name, parameter in parameters.items():
-        if parameter.element_size() < torch.float32.itemsize:
-            raise UsageError(
-                f"{name} would be trained in {str(parameter.dtype).removeprefix('torch.')}, in which small updates are "
-                "lost: convert trained parameters with .float() (--mixed_precision bf16 still computes in bfloat16), "
-                "or freeze it"
-            )
-    return parameters

@@ -1,0 +1,50 @@
+"""A dataset and a condition of one's own: grey ramps, conditioned on how bright they are."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from rectified_flow import Pixels, RectifiedFlow, Unet, register
+
+
+@register
+@dataclass(frozen=True)
+class Level:
+    """A number in [0, 1], float32 ``[b]``; -1 stands for "none"."""
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), -1.0, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return values < 0
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        return torch.linspace(0, 1, count, device=device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, dim))
+
+
+class Ramps(Dataset[dict[str, Tensor]]):
+    """Items are dicts of tensors; everything after ``__getitem__`` is optional."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        picture = torch.linspace(-1, 1, 192).reshape(3, 8, 8) * index / 20
+        return {"images": picture, "level": torch.tensor(index / 20)}
+
+    description = "20 grey ramps"
+    fingerprint = "ramps, version 1"
+    conditions: dict[str, Any] = {"level": Level()}  # noqa: RUF012
+
+
+def build() -> tuple[nn.Module, Dataset[dict[str, Tensor]]]:
+    """The flow, and the ramps."""
+    dataset = Ramps()
+    network = Unet(8, (1, 2), conditions=dataset.conditions, image_size=8)
+    return RectifiedFlow(network, space=Pixels((3, 8, 8)), condition_dropout=0.1), dataset

@@ -1,0 +1,51 @@
+"""A data space of one's own: clouds of points in the plane, drawn as white dots on black."""
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import RectifiedFlow, Space, register
+
+SIDE = 16
+
+
+@register
+class Clouds(Space):
+    """Points ``[b, n, 2]`` in metres; the flow works in units of ``scale`` metres."""
+
+    key = "points"
+
+    def __init__(self, shape: tuple[int, int], scale: float) -> None:
+        self.shape, self.scale = tuple(shape), scale
+
+    def encode(self, data: Tensor) -> Tensor:
+        return data.float() / self.scale
+
+    def decode(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def draw(self, data: Tensor) -> Tensor:
+        places = ((data / self.scale + 2) / 4 * SIDE).long().clamp(0, SIDE - 1)
+        pictures = torch.zeros(len(data), SIDE * SIDE, dtype=torch.uint8, device=data.device)
+        pictures.scatter_(1, places[..., 1] * SIDE + places[..., 0], 255)
+        return pictures.reshape(-1, 1, SIDE, SIDE).expand(-1, 3, -1, -1)
+
+
+@register
+class PointNetwork(nn.Module):
+    """Each point by itself, with the mean of all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.Sequential(nn.Linear(5, width), nn.SiLU(), nn.Linear(width, 2))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        context = torch.cat((x.mean(dim=1), t[:, None]), dim=1)[:, None].expand(-1, x.shape[1], -1)
+        return self.layers(torch.cat((x, context), dim=2))
+
+
+def build() -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """The flow, and rings of five points."""
+    angles = torch.arange(5) * 2 * torch.pi / 5 + torch.arange(20)[:, None]
+    rings = 300 * torch.stack((angles.cos(), angles.sin()), dim=2)
+    return RectifiedFlow(PointNetwork(16), space=Clouds((5, 2), 300.0)), [{"points": ring} for ring in rings]
