@@ -16,14 +16,14 @@ class Interrupted(KeyboardInterrupt):
     """A stop was requested, and the current work can be abandoned."""
 
 
-class _Ambient:
+class _Requests:
     deferring = False
     request: str | None = None
     requested_at = 0.0
     launcher: int | None = None
 
 
-_ambient = _Ambient()
+_requests = _Requests()
 
 
 @contextmanager
@@ -33,8 +33,8 @@ def stop_on_signals() -> Iterator[None]:
     A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. If the launcher
     is killed and leaves its processes behind, this counts as a stop request, too.
     """
-    _ambient.request = None
-    _ambient.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    _requests.request = None
+    _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number in SIGNALS if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP; keep that
     for number in heeded:
@@ -44,24 +44,24 @@ def stop_on_signals() -> Iterator[None]:
     finally:
         for number in heeded:
             signal.signal(number, before[number])
-        _ambient.request = _ambient.launcher = None
+        _requests.request = _requests.launcher = None
 
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
     """Inside the block, a signal only sets a flag. The code inside polls the flag and saves before it stops."""
-    _ambient.deferring = True
+    _requests.deferring = True
     try:
         yield
     finally:
-        _ambient.deferring = False
+        _requests.deferring = False
 
 
 def stop_requested() -> str | None:
     """The source of the stop request, such as a signal's name, or None if there is no request."""
-    if _ambient.launcher is not None and os.getppid() != _ambient.launcher:
-        return _ambient.request or "launcher exited"
-    return _ambient.request
+    if _requests.launcher is not None and os.getppid() != _requests.launcher:
+        return _requests.request or "launcher exited"
+    return _requests.request
 
 
 def raise_if_stop_requested() -> None:
@@ -83,18 +83,18 @@ def leave_signals_to_parent(_worker: int) -> None:
 
 def _request_end(number: int, _frame: FrameType | None) -> None:
     now = time.monotonic()
-    if _ambient.request is not None:
-        impatient = number == signal.SIGINT or (number, _ambient.request) == (signal.SIGTERM, "SIGINT")
-        if impatient and now - _ambient.requested_at > ECHO:
+    if _requests.request is not None:
+        impatient = number == signal.SIGINT or (number, _requests.request) == (signal.SIGTERM, "SIGINT")
+        if impatient and now - _requests.requested_at > ECHO:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         return
-    _ambient.request, _ambient.requested_at = signal.Signals(number).name, now
-    if not _ambient.deferring:
-        raise Interrupted(_ambient.request)
+    _requests.request, _requests.requested_at = signal.Signals(number).name, now
+    if not _requests.deferring:
+        raise Interrupted(_requests.request)
     if os.environ.get("RANK", "0") == "0":
         notice = (
-            f"\n{_ambient.request} received: finishing this step and saving a checkpoint. "
+            f"\n{_requests.request} received: finishing this step and saving a checkpoint. "
             "Press Ctrl-C again to quit immediately.\n"
         )
         with suppress(OSError):  # not print: the signal may have interrupted one

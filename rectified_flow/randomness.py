@@ -57,12 +57,12 @@ class Samples:
         return len(self.index)
 
 
-class _Ambient:
+class _Draws:
     rows: BatchRows | Samples | None = None
     dropout_keys: Tensor | None = None
 
 
-_ambient = _Ambient()
+_draws = _Draws()
 
 
 @contextmanager
@@ -72,9 +72,9 @@ def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu")
     torch's default generators are seeded inside the block, and restored after it. With gradient checkpointing, the
     backward pass must be inside the block, too, since it recomputes activations.
     """
-    previous = _ambient.rows, _ambient.dropout_keys
-    _ambient.rows = rows
-    _ambient.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)
+    previous = _draws.rows, _draws.dropout_keys
+    _draws.rows = rows
+    _draws.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)
     device = torch.device(device)
     devices = [device] if device.type == "cuda" else []
     try:
@@ -82,7 +82,7 @@ def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu")
             torch.manual_seed(mix(rows.seed, "torch", *_place(rows)))
             yield
     finally:
-        _ambient.rows, _ambient.dropout_keys = previous
+        _draws.rows, _draws.dropout_keys = previous
 
 
 def _place(rows: BatchRows | Samples) -> tuple[int | str, ...]:
@@ -125,7 +125,7 @@ def _draw(
     device: torch.device | str,
     global_rows: Tensor | None = None,
 ) -> Tensor:
-    rows = _ambient.rows
+    rows = _draws.rows
     if rows is None:
         drawn = source(tuple(shape), device=device)
         return drawn if global_rows is None else drawn[global_rows]
@@ -143,7 +143,7 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     A hash needs no generator. The mask is the same in a second pass over the same rows or over the first few of them
     (mean flow has such passes), inside a compiled graph, and on any number of processes.
     """
-    keys = _ambient.dropout_keys
+    keys = _draws.dropout_keys
     if keys is None:
         return F.dropout(x, probability)
     row = x[:1]

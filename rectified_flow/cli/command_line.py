@@ -1,8 +1,10 @@
 """From the command line to a config, one group of ``--help`` for each part of the config."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,14 +26,25 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    return tyro.cli(
-        config_class,
-        args=[*_from_file(config_class, arguments), *arguments],
-        description=description,
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
-        use_underscores=True,
-        console_outputs=not quiet,
-    )
+    arguments = [*_from_file(config_class, arguments), *arguments]
+    explanation = io.StringIO()
+    try:
+        with redirect_stderr(explanation):
+            return tyro.cli(
+                config_class,
+                args=arguments,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+                use_underscores=True,
+                console_outputs=not quiet,
+            )
+    except SystemExit as end:
+        refusal = _usage_error(end)
+        if refusal is not None:
+            raise refusal from None
+        if not quiet:
+            sys.stderr.write(explanation.getvalue())
+        raise
 
 
 def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
@@ -49,6 +62,13 @@ def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
     if unknown:
         raise UsageError(f"--config {path} sets {', '.join(unknown)}, which this program has no flag for")
     return command_line(flags)
+
+
+def _usage_error(error: BaseException | None) -> UsageError | None:
+    """The UsageError that led to ``error``: tyro turns those of a config into its own, with a box around them."""
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__context__
+    return error
 
 
 def recorded(config: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Rectified flow: learn the velocity of straight paths from data to noise, then integrate it back."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,12 +68,13 @@ class RectifiedFlow(Flow):
         c = 0.00054 * x_0[0].numel() ** 0.5
         return ((mean_square + c**2).sqrt() - c).mean()
 
-    def velocity(self, x: Tensor, t: Tensor, *, least_divisor: float = LEAST_DIVISOR, **conditions: Any) -> Tensor:
-        """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32.
+    def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32, as the loss has it."""
+        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, LEAST_DIVISOR)
 
-        A clean prediction is divided by ``t``, but never by less than ``least_divisor``.
-        """
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, least_divisor)
+    def _exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        """As :meth:`velocity`, with the exact divisor of a clean prediction: for any time but 0."""
+        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, 0.0)
 
     @torch.no_grad()
     def sample(
@@ -121,8 +122,7 @@ class RectifiedFlow(Flow):
             return torch.randn(x.shape, device=x.device, generator=generator)
 
         with self.evaluating():
-            # The divisor of a clean prediction is exact here, so its velocity exists everywhere but at t = 0.
-            field, at_data = self._field(values, guidance, least_divisor=0.0), self.prediction != "clean"
+            field, at_data = self._field(self._exact_velocity, values, guidance), self.prediction != "clean"
             x = integrate(field, x, times, solver, fresh_noise=fresh_noise, watch=watch, evaluate_at_data=at_data)
         return self.space.decode(x)
 
@@ -157,12 +157,12 @@ class RectifiedFlow(Flow):
         x = self.space.encode(data).to(self.device)
         values = {name: value.to(x.device) for name, value in conditions.items()}
         with self.evaluating():
-            return integrate(self._field(values, guidance, LEAST_DIVISOR), x, time_grid(steps, grid)[::-1], solver)
+            return integrate(self._field(self.velocity, values, guidance), x, time_grid(steps, grid)[::-1], solver)
 
-    def _field(self, conditions: Values, guidance: Guidance, least_divisor: float) -> Velocity:
+    def _field(self, predict: Callable[..., Tensor], conditions: Values, guidance: Guidance) -> Velocity:
         if guidance.scale != 1 and not self.conditions:
             raise ValueError("guidance needs a network that takes conditions")
-        return guided(partial(self.velocity, least_divisor=least_divisor), self.conditions, conditions, guidance)
+        return guided(predict, self.conditions, conditions, guidance)
 
     def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least_divisor: float) -> Tensor:
         times = expand(t, x)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -16,6 +17,8 @@ from rectified_flow.runs import checkpoint
 FLOW_FILE = "flow.json"
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
+OWN_KINDS = ("flows.rectified", "flows.mean", "networks.unet", "spaces.pixels")
+"""Modules that register the project's own kinds, which import this one."""
 
 MODEL_CARD = """---
 {{ card_data }}
@@ -63,6 +66,8 @@ def build_flow(description: Mapping[str, Any], source: Path) -> nn.Module:
     Raises:
         UsageError: if it describes no flow, or a kind that is not registered.
     """
+    for module in OWN_KINDS:
+        import_module(f"rectified_flow.{module}")
     try:
         flow = build(_upgraded(description))
     except (DescriptionError, LookupError, TypeError) as error:

@@ -40,6 +40,9 @@ class Unet(nn.Module):
         attention_head_dim: channels of one attention head.
         blocks_per_level: residual blocks in each level on the way down; one more on the way up.
         dropout: probability inside residual blocks.
+
+    Raises:
+        ValueError: if ``image_size`` does not divide, or a condition has the name of another input.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Unet(nn.Module):
         condition_dim = 4 * dim
         self.time_embedding = TimeEmbedding(dim, condition_dim)
         for name, kind in self.conditions.items():
+            if name in ("x", "t", "r") or hasattr(self, _embedding_name(name)):
+                raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
             self.add_module(_embedding_name(name), kind.embedding(condition_dim))
 
         layers = 0

@@ -86,7 +86,8 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
 
     Args:
-        newest: the one written last. Later checkpoints, if any, are damaged leftovers and do not count towards ``keep``.
+        newest: the one written last. Later checkpoints, if any, are damaged leftovers and do not count towards
+            ``keep``.
         keep: how many to keep.
         keep_every: those at multiples of this step are milestones; 0 makes none.
     """

@@ -101,8 +101,13 @@ class TrainingConfig:
     """Hand batches over in page-locked memory."""
 
     def __post_init__(self) -> None:
+        for name in ("output_dir", "checkpoint_dir"):  # a library user may give a string
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, Path(getattr(self, name)))
         require_positive(self, "batch_size", "global_batch_size", "gradient_accumulation_steps", "train_num_steps")
-        require_positive(self, "num_epochs", "learning_rate", "sample_steps", "log_every", "max_bad_steps", "rank_timeout")
+        require_positive(
+            self, "num_epochs", "learning_rate", "sample_steps", "log_every", "max_bad_steps", "rank_timeout"
+        )
         require_natural(self, "num_workers", "lr_warmup_steps", "weight_decay", "max_grad_norm", "save_every", "seed")
         require_natural(self, "keep_checkpoints", "sample_every", "num_samples", "keep_every")
         require_fraction(self, "ema_decay")

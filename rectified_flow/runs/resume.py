@@ -49,7 +49,7 @@ def choose_checkpoint(
     if config.resume == "never":
         if checkpoint.list_checkpoints(folder):
             raise UsageError(
-                f"{folder} already holds checkpoints: pass --resume auto to resume, or another --output_dir to start anew"
+                f"{folder} already holds checkpoints: pass --resume auto to resume, or another --output_dir"
             )
         return None, run
     own = checkpoint.newest_checkpoint(folder, warn=report)

@@ -60,7 +60,8 @@ def find_shares(path: Path, length: float) -> list[tuple[Path, str, float]]:
 
     Args:
         path: the checkpoint.
-        length: standard deviation of the average's profile, as a share of the run; from ``SHORTEST_EMA`` to ``LONGEST_EMA``.
+        length: standard deviation of the average's profile, as a share of the run, from ``SHORTEST_EMA`` to
+            ``LONGEST_EMA``.
 
     Raises:
         UsageError: if there are no snapshots, or too few for that length.

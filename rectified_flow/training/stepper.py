@@ -78,8 +78,8 @@ class Stepper:
         self.batch, self.length, self.schedule, self.total_steps = batch, length, schedule, total_steps
         self.on_bad = on_bad
         self.peak_rates = [group["lr"] for group in state.optimizer.param_groups]
-        fused = all(group.get("fused") for group in state.optimizer.param_groups)
-        self._device_skips = fused or state.optimizer.scaler is not None
+        # A fused update asks whether the gradient is finite before it changes anything; a loss scaler asks for others.
+        self._fused = state.optimizer.scaler is None and all(g.get("fused") for g in state.optimizer.param_groups)
         self._pending: _PendingStep | None = None
 
     def take(self, batches: Iterator[Batch]) -> None:
@@ -100,9 +100,9 @@ class Stepper:
             group["lr"] = peak * factor
         norm = self.accelerator.clip_grad_norm_(state.parameters.values(), self.config.max_grad_norm or torch.inf)
         good = torch.isfinite(norm)
-        if optimizer.scaler is None:
-            optimizer.optimizer.found_inf = (~good).float()  # what a fused update asks before it changes anything
-        if self._device_skips or good:
+        if self._fused:
+            optimizer.optimizer.found_inf = (~good).float()
+        if self._fused or optimizer.scaler is not None or good:
             optimizer.step()
         optimizer.zero_grad()
         values["grad_norm"] = norm
