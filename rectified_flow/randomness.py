@@ -79,10 +79,17 @@ def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu")
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
-            torch.manual_seed(mix(rows.seed, "torch", *_place(rows)))
+            _seed(device, mix(rows.seed, "torch", *_place(rows)))
             yield
     finally:
         _draws.rows, _draws.dropout_keys = previous
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed torch's generators of the CPU and of ``device``; for all devices, torch.manual_seed takes much longer."""
+    torch.default_generator.manual_seed(seed)
+    if device.type != "cpu":
+        torch.get_device_module(device).manual_seed(seed)
 
 
 def _place(rows: BatchRows | Samples) -> tuple[int | str, ...]:

@@ -4,21 +4,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from typing import Any
 
-import train_mean_flow
-import train_oxford
-from rectified_flow.cli.evaluate import EvaluateConfig, evaluate
-from rectified_flow.cli.launch import run
-from rectified_flow.cli.sample import SampleConfig, sample
-from rectified_flow.flows.config import MeanFlowConfig, RectifiedFlowConfig
+from rectified_flow.cli import programs
 from tests.ranks import run_on_ranks
 
-PROGRAMS: dict[str, tuple[Callable[[Any], None], type[Any]]] = {
-    "train_oxford.py": (train_oxford.main, RectifiedFlowConfig),
-    "train_mean_flow.py": (train_mean_flow.main, MeanFlowConfig),
-    "sample.py": (sample, SampleConfig),
-    "evaluate.py": (evaluate, EvaluateConfig),
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "train_oxford.py": programs.train_oxford,
+    "train_mean_flow.py": programs.train_mean_flow,
+    "sample.py": programs.sample,
+    "evaluate.py": programs.evaluate,
 }
 
 
@@ -26,12 +20,11 @@ def program(name: str, argv: list[str], variables: dict[str, str] | None = None)
     """Run a script; returns its exit code and what it wrote to stderr. It must not end well on several ranks."""
     os.environ.update(variables or {})
     sys.argv = [name, *argv]
-    main, config_class = PROGRAMS[name]
     with tempfile.TemporaryFile() as output:
         os.dup2(output.fileno(), 2)
         code = 0
         try:
-            run(main, config_class, "What it does.")
+            PROGRAMS[name]()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else 1
         sys.stderr.flush()

@@ -7,19 +7,22 @@ import torch
 from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 
-from rectified_flow import UsageError, checkpoint
-from rectified_flow.training.averages import LENGTHS, PowerAverages, drop_snapshots, file_of, keep_snapshots, synthesize
+from rectified_flow.errors import UsageError
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.snapshots import LENGTHS, drop_snapshots, file_of, keep_snapshots, synthesize
+from rectified_flow.training.averages import PowerAverages, constant_average
 
 UPDATES, EVERY = 400, 40
 
 
 class Weights(nn.Module):
-    """Weights that go somewhere, as in training, and one that does not."""
+    """Weights that go somewhere, as in training, one that does not, and one that is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.moving = nn.Parameter(torch.zeros(3))
-        self.constant = nn.Parameter(torch.tensor([7.0]), requires_grad=False)
+        self.constant = nn.Parameter(torch.tensor([7.0]))
+        self.frozen = nn.Parameter(torch.tensor([5.0]), requires_grad=False)
 
     def go(self, update: int) -> None:
         time = update / UPDATES
@@ -60,6 +63,21 @@ def test_other_lengths_come_out_nearly(
     assert made["constant"].item() == pytest.approx(7, abs=1e-6), "what never changes must stay"
     nearest_kept = min(LENGTHS, key=lambda kept: (true[kept] - true[length]).norm())
     assert (made["moving"] - true[length]).norm() < 0.5 * (true[nearest_kept] - true[length]).norm()
+
+
+def test_frozen_weights_are_shared_and_in_no_file(trained: tuple[Path, dict[float, Tensor]]) -> None:
+    path, _ = trained
+    assert synthesize(path, 0.1).keys() == {"moving", "constant"}
+    for length in LENGTHS:
+        assert "frozen" not in checkpoint.load_tensors(path, file_of(length))
+    weights = Weights()
+    average = constant_average(weights, decay=0.9)
+    weights.go(UPDATES)
+    for _ in range(20):
+        average.update()
+    assert average.ema_model.frozen is weights.frozen
+    assert average.ema_model.moving is not weights.moving
+    assert 0 < average.ema_model.moving[0] <= 1
 
 
 def test_snapshots_stay_when_checkpoints_go(trained: tuple[Path, dict[float, Tensor]]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
@@ -82,6 +83,63 @@ def test_tied_weights(tmp_path: Path) -> None:
     loaded = checkpoint.load_tensors(path, "model.safetensors")
     assert torch.equal(loaded["a"], loaded["b"])
     assert torch.equal(loaded["c"], weight.T)
+
+
+class Halves(nn.Module):
+    """A frozen half and a trained one."""
+
+    def __init__(self, value: float, frozen_source: str | None = None) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((2,), value), requires_grad=False)
+        self.trained = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("count", torch.tensor(value))
+        self.frozen_source = frozen_source
+
+    @property
+    def values(self) -> list[float]:
+        return [float(each.mean()) for each in (self.frozen, self.trained, self.count)]  # type: ignore[operator,arg-type]
+
+
+def test_averages_are_loaded_over_the_model(tmp_path: Path) -> None:
+    """They have no frozen weights."""
+    averages = {"trained": torch.full((3,), 5.0), "count": torch.tensor(5.0)}
+    model = {checkpoint.MODEL_FILE: checkpoint.own_weights(Halves(1.0))}
+    bare = checkpoint.save(tmp_path, 1, model, {})
+    path = checkpoint.save(tmp_path, 2, {**model, checkpoint.EMA_FILE: averages}, {})
+    assert [checkpoint.has_averages(each) for each in (bare, path)] == [False, True]
+    network = Halves(0.0)
+    for source, expected in ((path, [1.0, 5.0, 5.0]), (bare, [1.0, 1.0, 1.0])):
+        checkpoint.load_averaged(network, source)
+        assert network.values == expected
+
+
+def test_frozen_weights_that_come_from_elsewhere_are_not_saved(tmp_path: Path) -> None:
+    network = Halves(1.0, frozen_source="hub/backbone")
+    assert checkpoint.own_weights(network).keys() == {"trained", "count"}
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: checkpoint.own_weights(network)}, {})
+    other = Halves(7.0, frozen_source="hub/backbone")
+    checkpoint.load_averaged(other, path)
+    assert other.values == [7.0, 1.0, 1.0]
+    with pytest.raises(UsageError, match=r"of another architecture \(frozen is missing there and \(2,\) here\)"):
+        checkpoint.load_averaged(Halves(7.0), path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ({"trained": torch.zeros(4)}, r"trained is \(4,\) there and \(3,\) here"),
+        ({"more": torch.zeros(1)}, r"more is \(1,\) there and missing here"),
+    ],
+)
+def test_weights_of_another_architecture_are_refused_and_change_nothing(
+    tmp_path: Path, weights: dict[str, torch.Tensor], sentence: str
+) -> None:
+    saved = {**checkpoint.own_weights(Halves(1.0)), **weights}
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: saved}, {})
+    network = Halves(3.0)
+    with pytest.raises(UsageError, match=sentence):
+        checkpoint.load_averaged(network, path)
+    assert network.values == [3.0, 3.0, 3.0]
 
 
 def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from rectified_flow.flows.solvers import integrate
-from rectified_flow.interruption import ECHO, Interrupted, defer_signals, stop_on_signals
+from rectified_flow.interruption import (
+    ECHO,
+    Interrupted,
+    defer_signals,
+    raise_if_stop_requested,
+    stop_on_signals,
+    stop_requested,
+)
 
 FORK = multiprocessing.get_context("fork")
 

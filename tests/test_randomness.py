@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rectified_flow import randomness
-from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.randomness import BatchRows, Samples, deterministic
 
 CPU = torch.device("cpu")
 
@@ -43,6 +43,50 @@ def test_outside_training_the_default_generator_draws() -> None:
     one = randomness.randn("noise", (4, 2), CPU)
     torch.manual_seed(0)
     assert torch.equal(one, torch.randn(4, 2))
+
+
+def test_plain_torch_draws_inside_differ_by_part_and_step_and_come_again() -> None:
+    """As of a network that has ``nn.Dropout``; the run resumes with the same numbers all the same."""
+
+    def drawn(rows: BatchRows | Samples) -> tuple[float, ...]:
+        with deterministic(rows):
+            return tuple(torch.rand(3).tolist())
+
+    places: list[BatchRows | Samples] = [
+        *(BatchRows(1, step, 12, slice(rank, None, 2)) for step in (0, 1) for rank in (0, 1)),
+        BatchRows(2, 0, 12, slice(0, None, 2)),
+        *(Samples(1, range(first, first + 4)) for first in (0, 4)),
+    ]
+    torch.manual_seed(0)
+    first = [drawn(rows) for rows in places]
+    assert len(set(first)) == len(places)
+    torch.manual_seed(1)
+    assert [drawn(rows) for rows in places] == first
+
+
+def test_generators_are_restored_after_an_error_and_blocks_nest() -> None:
+    state = torch.get_rng_state()
+    outer, inner = BatchRows(1, 2, 4, slice(None)), Samples(5, [3])
+    with pytest.raises(OSError, match="broken"), deterministic(outer):
+        before = randomness.randn("noise", (4, 2), CPU)
+        with deterministic(inner):
+            randomness.randn("noise", (1, 2), CPU)
+        assert torch.equal(randomness.randn("noise", (4, 2), CPU), before)
+        raise OSError("broken")
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(0)
+    one = randomness.randn("noise", (4, 2), CPU)
+    assert not torch.equal(one, before)
+
+
+def test_a_sample_is_drawn_by_its_number() -> None:
+    def samples(numbers: list[int]) -> torch.Tensor:
+        with deterministic(Samples(1, numbers)):
+            return randomness.randint("labels", 1000, (len(numbers), 5), CPU)
+
+    whole = samples([0, 1, 2, 3])
+    assert torch.equal(samples([2, 0]), whole[[2, 0]])
+    assert len(whole.unique(dim=0)) == 4
 
 
 def test_mix_is_the_same_everywhere() -> None:

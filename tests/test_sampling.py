@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from rectified_flow.flows.images import write_picture
 
-from rectified_flow import Flow, MeanFlow, checkpoint
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.sample import SampleConfig, sample
+from rectified_flow.cli.flags import SampleConfig
+from rectified_flow.cli.sample import sample
 from rectified_flow.errors import RunError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.saved import FLOW_FILE
+from rectified_flow.pictures import write_picture
+from rectified_flow.runs import checkpoint
 from tests.flows.test_saved import FLOWS, write
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
@@ -103,12 +106,12 @@ def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
 
 REFUSED = [
     ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-    ("--classes cat,dgo", "there is no class dgo: take names (perhaps dog?), or numbers up to 1\n"),
-    ("--classes 2", "there is no class 2: take names, like cat, dog, or numbers up to 1\n"),
+    ("--classes cat,dgo", "there is no class dgo: pass names (perhaps dog?), or numbers up to 1\n"),
+    ("--classes 2", "there is no class 2: pass names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--noise_level 2", "--noise_level is 2.0"),
-    ("--noise_level 0.5", "--noise_level is that of --from_images"),
+    ("--noise_level 0.5", "--noise_level needs --from_images: pass some"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),
@@ -128,16 +131,15 @@ def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None
 
 def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
-    assert_refused("sample.py", 2, flags, "there is no class tulip: take names, like cat, dog, or numbers up to 1\n")
+    assert_refused("sample.py", 2, flags, "there is no class tulip: pass names, like cat, dog, or numbers up to 1\n")
 
 
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
     assert_refused("sample.py", 1, f"--checkpoint {mean_run} --guidance_scale 2", "is guided in training")
-    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver is for a rectified flow")
-    unlabelled = MeanFlow.from_checkpoint(mean_run).describe()
-    assert unlabelled is not None
-    network = {**unlabelled["network"], "num_classes": None}
-    plain = Flow.from_description({**unlabelled, "network": network, "guidance_scale": 1.0, "class_names": []})
+    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver has no effect")
+    labelled = MeanFlow.from_checkpoint(mean_run).describe()
+    network = {**labelled["network"], "conditions": {}}
+    plain = Flow.from_description({**labelled, "network": network, "guidance_scale": 1.0})
     files = {checkpoint.MODEL_FILE: plain.network.state_dict()}
     checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: plain.describe()})
     assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without labels")

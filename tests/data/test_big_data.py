@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.data.image_store import ImageDataset, find_damage
-from rectified_flow.data.stream import GlobalBatch, StreamSampler
+from rectified_flow.data.stream import StreamSampler
 
 FORK = multiprocessing.get_context("fork")
 LENGTH, SIDE, PROCESSES = 15_000_000, 2, 8
@@ -47,7 +48,7 @@ def open_and_read(path: Path, rank: int) -> tuple[ImageDataset, float]:
     assert len(dataset[0]) == 2
     opened = time.perf_counter() - began
     for indices in islice(StreamSampler(len(dataset), 0, GlobalBatch(4, PROCESSES), rank), 200):
-        assert dataset.__getitems__(indices)["images"].shape[0] == 4
+        assert dataset.batch(indices)["images"].shape[0] == 4
     return dataset, opened
 
 

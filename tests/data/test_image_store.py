@@ -20,6 +20,7 @@ from rectified_flow.data.image_store import ImageDataset, find_damage
 from rectified_flow.data.store_builder import fit, open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
+from rectified_flow.networks.conditions import Labels
 
 FORK = multiprocessing.get_context("fork")
 
@@ -43,11 +44,17 @@ def open_slow(cache_dir: Path, decoded: Path) -> ImageDataset:
 
 
 def test_items_and_batches(flowers: ImageDataset) -> None:
-    batch = flowers.__getitems__([5, 0, 5])
+    batch = flowers.batch([5, 0, 5])
     assert batch["images"].shape == (3, 3, 8, 8)
     assert batch["images"].dtype == torch.uint8
     assert batch["labels"].tolist() == [5, 0, 5]
     assert torch.equal(flowers[5]["images"], batch["images"][0])
+    items = flowers.__getitems__([5, 0, 5])
+    for row, item in enumerate(items):
+        assert {name: value.tolist() for name, value in item.items()} == {
+            name: values[row].tolist() for name, values in batch.items()
+        }
+    assert len(items) == 3
     assert flowers[-1]["labels"] == (len(flowers) - 1) % len(SPECIES)
     assert flowers.class_names[1] == "sunflower"
     with pytest.raises(IndexError, match="46 images"):
@@ -56,18 +63,27 @@ def test_items_and_batches(flowers: ImageDataset) -> None:
 
 def test_writing_into_a_batch_leaves_the_store_alone(flowers: ImageDataset) -> None:
     before = flowers[0]["images"].clone()
-    flowers.__getitems__([0])["images"].zero_()
+    flowers.batch([0])["images"].zero_()
     assert torch.equal(flowers[0]["images"], before)
 
 
 @pytest.mark.parametrize("used", [False, True])
 def test_it_pickles_as_a_recipe(flowers: ImageDataset, used: bool) -> None:
-    dataset = ImageDataset(flowers.path)
+    dataset = ImageDataset(flowers.path, {"dataset": "synthetic-flowers", "image_size": 8})
     if used:
         dataset[0]
     content = pickle.dumps(dataset)
     assert len(content) < 500
-    assert torch.equal(pickle.loads(content)[3]["images"], flowers[3]["images"])
+    back = pickle.loads(content)
+    assert torch.equal(back[3]["images"], flowers[3]["images"])
+    assert (len(back), back.recipe) == (len(dataset), dataset.recipe)
+
+
+def test_conditions_and_description(flowers: ImageDataset) -> None:
+    names = tuple(species.name for species in SPECIES)
+    assert flowers.conditions == {"labels": Labels(len(SPECIES), names)}
+    assert flowers.condition_values([13, 0])["labels"].tolist() == [1, 0]
+    assert flowers.description == f"synthetic-flowers: 46 images of 8 px, {len(SPECIES)} classes"
 
 
 def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
@@ -80,10 +96,10 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
         json.dumps({"length": pixels // (3 * 64 * 64), "image_size": 64, "class_names": []})
     )
     dataset = ImageDataset(path)
-    dataset.__getitems__([0])
+    dataset.batch([0])
     shared, private = mapped_memory()
     for start in range(0, len(dataset), 64):
-        dataset.__getitems__(range(start, min(start + 64, len(dataset))))
+        dataset.batch(range(start, min(start + 64, len(dataset))))
     shared_after, private_after = mapped_memory()
     assert shared_after - shared > 0.9 * pixels, "the store was not read: a test that cannot fail"
     assert private_after - private < 0.2 * pixels
@@ -177,7 +193,7 @@ def test_all_images_broken(tmp_path: Path) -> None:
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="name a folder with --cache_dir"):
+    with pytest.raises(UsageError, match="pass a writable folder with --cache_dir"):
         open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path / "file" / "cache")
 
 

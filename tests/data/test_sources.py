@@ -1,16 +1,19 @@
 """Where pictures come from: folders, the hub's layouts, and our own drawing."""
 
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader
 
-from rectified_flow.data import OxfordFlowersDataset, open_dataset
+from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.flower_names import FLOWER_NAMES
 from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
 
@@ -41,9 +44,11 @@ def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
     assert sorted(file.name for file in folder.files) == sorted(names)
     dataset = open_dataset("", tmp_path, image_size=4)
     assert len(dataset) == len(names)
-    assert dataset.num_classes is None
+    assert dataset.conditions == {}
+    assert dataset.condition_values([0, 1]) == {}
+    assert dataset.description == f"{tmp_path.name}: {len(names)} images of 4 px"
     assert list(dataset[0]) == ["images"]
-    assert torch.all((dataset.__getitems__(range(8))["images"][:, 2].int() - 200).abs() < 8)
+    assert torch.all((dataset.batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
 
 
 def test_subfolders_are_classes(tmp_path: Path) -> None:
@@ -52,6 +57,8 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     dataset = open_dataset("", tmp_path, image_size=4)
     assert dataset.class_names == ["daisy", "rose"]
     assert dataset.labels.tolist() == [0, 1, 1]
+    again = open_dataset(**{**dataset.recipe, "dataset_path": Path(dataset.recipe["dataset_path"])})
+    assert again.path == dataset.path, "the recipe opens other pictures"
 
 
 def test_a_picture_beside_the_subfolders_means_no_classes(tmp_path: Path) -> None:
@@ -86,7 +93,7 @@ def test_rows_without_a_label_mean_no_classes(tmp_path: Path) -> None:
         rows.cast_column("label", datasets.ClassLabel(names=["cat", "dog"])).save_to_disk(str(tmp_path / name))
         dataset = open_dataset("", tmp_path / name, image_size=4)
         assert len(dataset) == 3
-        assert dataset.num_classes is None
+        assert dataset.conditions == {}
 
 
 def test_a_link_to_nowhere_is_a_broken_image(tmp_path: Path) -> None:
@@ -122,6 +129,18 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
 
 
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "multiprocessing_context": "spawn"}])
+def test_oxford_flowers_in_torchs_own_loader(tmp_path: Path, settings: dict[str, Any]) -> None:
+    labels = [5, 1, 3, 0, 7, 2]
+    dataset = OxfordFlowersDataset(
+        4, source=hub_layout(tmp_path, list("abcdefgh"), labels), cache_dir=tmp_path / "cache"
+    )
+    batches = list(DataLoader(dataset, batch_size=4, **settings))
+    assert [batch["images"].shape for batch in batches] == [(4, 3, 4, 4), (2, 3, 4, 4)]
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == labels
+    assert torch.cat([batch["images"] for batch in batches])[:, 0, 0, 0].tolist() == [10 * label for label in labels]
+
+
 def test_synthetic_flowers_are_distinct_and_repeatable() -> None:
     flowers = SyntheticFlowers(32, count=600)
     pictures = [np.asarray(flowers.load(index)[0]) for index in range(600)]
@@ -141,5 +160,5 @@ def test_synthetic_flowers_show_their_class() -> None:
 
 
 def test_a_folder_given_as_a_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="name it with --dataset_path"):
+    with pytest.raises(UsageError, match=f"is a folder: pass it as --dataset_path {tmp_path}"):
         open_dataset(str(tmp_path), image_size=4)

@@ -2,14 +2,17 @@
 
 import itertools
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.data.stream import GlobalBatch, StreamSampler, collate, image_indices, permuted
+from rectified_flow.data.stream import Batches, StreamSampler, as_they_are, collate, image_indices, permuted
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 46, 1000, 4097])
@@ -62,10 +65,11 @@ def test_loader_processes_deliver_the_same_batches(flowers: ImageDataset, contex
     sampler = StreamSampler(len(flowers), 0, GlobalBatch(8), position=8)
 
     def batches(**settings: object) -> list[dict[str, torch.Tensor]]:
-        loader = DataLoader(flowers, batch_sampler=sampler, collate_fn=collate, **settings)  # type: ignore[arg-type]
-        return list(itertools.islice(loader, 8))
+        how: Any = {"batch_sampler": sampler, "collate_fn": as_they_are, **settings}
+        return list(itertools.islice(DataLoader(Batches(flowers), **how), 8))
 
     here = batches()
+    assert all(batch["images"].shape == (8, 3, 8, 8) for batch in here)
     there = batches(num_workers=2, multiprocessing_context=context)
     for a, b in zip(here, there, strict=True):
         assert torch.equal(a["images"], b["images"])
@@ -79,3 +83,56 @@ def test_datasets_of_other_people() -> None:
     assert torch.equal(pairs["labels"], labels)
     assert torch.equal(collate(list(images))["images"], images)
     assert list(collate([{"images": images[0], "depth": labels[0]}])) == ["images", "depth"]
+
+
+WORKERS = [(0, None), *((2, context) for context in ("fork", "spawn", "forkserver"))]
+
+
+@pytest.mark.parametrize(("num_workers", "context"), WORKERS)
+def test_torchs_own_loader_makes_the_same_batches(flowers: ImageDataset, num_workers: int, context: str | None) -> None:
+    """With its default collate function, as anybody would use the dataset."""
+    loader: DataLoader[Any] = DataLoader(
+        flowers, batch_size=4, num_workers=num_workers, multiprocessing_context=context
+    )
+    batches = list(loader)
+    assert [len(batch["images"]) for batch in batches] == [4] * 11 + [2]
+    for first, batch in zip(range(0, 46, 4), batches, strict=True):
+        expected = flowers.batch(range(first, min(first + 4, 46)))
+        assert batch.keys() == expected.keys()
+        assert all(torch.equal(batch[name], expected[name]) for name in batch)
+
+
+class Items(Dataset[Any]):
+    """Somebody's dataset, which counts how it is read."""
+
+    def __init__(self) -> None:
+        self.reads: list[object] = []
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.reads.append(index)
+        return {"images": torch.full((3, 2, 2), index), "captions": f"number {index}"}
+
+
+class ListsOfItems(Items):
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        self.reads.append(list(indices))
+        return [{"images": torch.full((3, 2, 2), index), "captions": f"number {index}"} for index in indices]
+
+
+class WholeBatches(ListsOfItems):
+    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
+        self.reads.append(tuple(indices))
+        images = torch.tensor(indices)[:, None, None, None].expand(-1, 3, 2, 2)
+        return {"images": images, "captions": [f"number {index}" for index in indices]}
+
+
+@pytest.mark.parametrize(("kind", "reads"), [(Items, [4, 1]), (ListsOfItems, [[4, 1]]), (WholeBatches, [(4, 1)])])
+def test_a_batch_is_read_in_as_few_calls_as_the_dataset_allows(kind: type[Items], reads: list[object]) -> None:
+    dataset = kind()
+    batch = Batches(dataset).__getitems__([4, 1])
+    assert dataset.reads == reads
+    assert batch["images"].flatten(1).float().mean(1).tolist() == [4, 1]
+    assert batch["captions"] == ["number 4", "number 1"]

@@ -9,12 +9,15 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow import UsageError, checkpoint
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.evaluate import EvaluateConfig, evaluate
+from rectified_flow.cli.evaluate import evaluate
+from rectified_flow.cli.flags import EvaluateConfig
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.flows.saved import FLOW_FILE
-from rectified_flow.training.averages import PowerAverages, keep_snapshots
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.snapshots import keep_snapshots
+from rectified_flow.training.averages import PowerAverages
 from tests.flows.test_saved import FLOWS
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
@@ -75,7 +78,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
     network = FLOWS["rectified"]().network
     kept, state = PowerAverages(network), {"run": {"dataset": "the fingerprint of others"}}
     for updates in (10, 20):
-        for parameter in network.parameters():
+        for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
         for _ in range(10):
             kept.update()
@@ -122,9 +125,9 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --num_samples 1", "a distance needs at least 2"),
         ("--checkpoint {run} --steps 4 0", "all must be above 0"),
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
-        ("--checkpoint {run} --dataset_path {other}", "was trained on other classes than those of other"),
+        ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
-        ("--checkpoint {run} --steps 4 4", "each once will do"),
+        ("--checkpoint {run} --steps 4 4", "contains duplicates"),
         ("--checkpoint {run} --ema_lengths 0.3", "must be from 0.02 to 0.28"),
         ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),

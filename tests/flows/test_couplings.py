@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.data.stream import GlobalBatch
-from rectified_flow.flows import RectifiedFlow
+from rectified_flow.data.batches import GlobalBatch
+from rectified_flow.flows.config import Coupling
 from rectified_flow.flows.couplings import nearest_candidate, optimal_transport
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.conditions import Kinds, Labels
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.pixels import Pixels
 
 
 def batch(count: int) -> tuple[Tensor, Tensor]:
@@ -44,17 +47,17 @@ def test_the_nearest_candidate() -> None:
 
 
 class Silent(nn.Module):
-    num_classes = 2
+    conditions: Kinds = {"labels": Labels(2)}  # noqa: RUF012
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         return torch.zeros_like(x)
 
 
-def straightness(coupling: str) -> float:
+def straightness(coupling: Coupling) -> float:
     """The loss of a network that says nothing: the mean squared length of the paths."""
     torch.manual_seed(0)
     flow = RectifiedFlow(Silent(), coupling=coupling)
-    return flow(torch.randn(128, 1, 2, 2) * 0.5, torch.arange(128) % 2).item()
+    return flow(images=torch.randn(128, 1, 2, 2) * 0.5, labels=torch.arange(128) % 2).item()
 
 
 def test_paths_are_shorter() -> None:
@@ -67,16 +70,16 @@ def test_paths_are_shorter() -> None:
 def test_parts_of_a_global_batch_get_the_noise_of_the_whole(world_size: int, accumulation: int) -> None:
     """However it is cut, the mean loss is that of the joined batch."""
     images, labels = torch.randn(16, 1, 2, 2) * 0.5, torch.arange(16) % 2
-    flow = RectifiedFlow(Silent(), coupling="ot", horizontal_flip=True)
+    flow = RectifiedFlow(Silent(), space=Pixels(horizontal_flip=True), coupling="ot")
     with deterministic(BatchRows(0, 3, 16, slice(None))):
-        chosen = flow.pair(images, labels)
-        joined = flow(images, labels, chosen)
-        assert flow(images, labels) == joined, "pairs what is there if nobody did before"
+        chosen = flow.pair(images=images, labels=labels)
+        joined = flow(images=images, labels=labels, noise_rows=chosen)
+        assert flow(images=images, labels=labels) == joined, "pairs what is there if nobody did before"
     cut = GlobalBatch(16 // (world_size * accumulation), world_size, accumulation)
     parts = []
     for rank in range(world_size):
         for micro_batch in range(accumulation):
             rows = cut.rows(rank, micro_batch)
             with deterministic(BatchRows(0, 3, 16, rows)):
-                parts.append(flow(images[rows], labels[rows], chosen[rows]))
+                parts.append(flow(images=images[rows], labels=labels[rows], noise_rows=chosen[rows]))
     assert torch.stack(parts).mean() == pytest.approx(joined.item())

@@ -6,13 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow import MeanFlow, RectifiedFlow, Unet
 from rectified_flow.flows.drawing import draw
-from tests.flows.test_saved import SETTINGS, unet
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.pixels import Pixels
+from tests.flows.test_saved import settings, unet
 
 
 def flow() -> RectifiedFlow:
-    return RectifiedFlow(unet(), **SETTINGS).eval()
+    return RectifiedFlow(unet(), **settings()).eval()
 
 
 def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dict[int, Tensor]:
@@ -32,9 +35,9 @@ def test_a_picture_is_the_same_in_any_company(solver: str) -> None:
 
 
 def test_classes_take_turns() -> None:
-    both = pictures(range(4), classes=[1, 0])
+    both = pictures(range(4), conditions={"labels": torch.tensor([1, 0])})
     for turn, label in enumerate((1, 0)):
-        alone = pictures(range(4), classes=[label])
+        alone = pictures(range(4), conditions={"labels": torch.tensor([label])})
         for i in range(4):
             assert torch.equal(both[i], alone[i]) == (i % 2 == turn)
 
@@ -42,12 +45,12 @@ def test_classes_take_turns() -> None:
 @pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
 def test_from_pictures(kind: type[RectifiedFlow | MeanFlow]) -> None:
     """A network that predicts no velocity leaves the noisy picture as it is."""
-    silent = kind(Unet(8, (1,), image_size=8), image_shape=(3, 8, 8))
+    silent = kind(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8)))
     given = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     drawn = {
         i: picture
         for level in (0.001, 0.5)
-        for some, batch in draw(silent, range(3), images=given, noise_level=level)
+        for some, batch in draw(silent, range(3), start=given, noise_level=level)
         for i, picture in zip((f"{j} {level}" for j in some), batch, strict=True)
     }
     for i in range(3):

@@ -5,18 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from rectified_flow.flows.images import to_unit
 from torch import Tensor, nn
 from torch.func import jvp
 
-from rectified_flow.flows import MeanFlow, RectifiedFlow
 from rectified_flow.flows import mean as mean_module
-from rectified_flow.flows.mean import OBJECTIVES, Objective, exponential_step, sigmoid_step
-from rectified_flow.networks import Unet
+from rectified_flow.flows.config import Objective
+from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step, sigmoid_step
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.conditions import Labels
+from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, image_gaussian
 
 COUNT = 60_000
+LABELS = {"labels": Labels(3)}
 
 
 class Optimal(nn.Module):
@@ -41,12 +44,12 @@ def draws(data: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x_0, torch.randn(COUNT, 3, 4, 4), t, t * torch.rand(COUNT)
 
 
-def evaluate(objective: Objective | str, step: float = 0.0) -> tuple[float, float]:
+def evaluate(objective: Objective | Variant, step: float = 0.0) -> tuple[float, float]:
     """Mean squared error at the optimum, and the norm of its gradient there."""
     data = image_gaussian().float()
-    flow = MeanFlow(Optimal(data), objective=objective, weight_power=0)  # type: ignore[arg-type]
+    flow = MeanFlow(Optimal(data), objective=objective, weight_power=0)
     x_0, noise, t, r = draws(data)
-    loss, mean_square = flow.objective(x_0, noise, t, r, finite=step > 0, step=torch.tensor(step))
+    loss, mean_square = flow.loss(x_0, noise, t, r, {}, finite=step > 0, step=torch.tensor(step))
     (loss / x_0[0].numel()).backward()
     gradient = flow.network.errors.grad
     assert isinstance(gradient, Tensor)
@@ -62,9 +65,7 @@ def floor(blend: float) -> float:
     return (data.variance / at_t * factor**2).mean().item()
 
 
-@pytest.mark.parametrize(
-    ("objective", "blend"), [("mean_flow", 0.0), ("improved_mean_flow", 1.0), (Objective(0.4), 0.4)]
-)
+@pytest.mark.parametrize(("objective", "blend"), [("mean_flow", 0.0), ("improved_mean_flow", 1.0), (Variant(0.4), 0.4)])
 def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(objective: Any, blend: float) -> None:
     mean_square, gradient = evaluate(objective)
     assert mean_square == pytest.approx(floor(blend), rel=5e-3)
@@ -110,7 +111,7 @@ def slipped(name: str) -> Callable[..., Any]:
     ["tangent of r not zero", "tangent of t zero", "direction negated", "sign of t - r", "factor missing"],
 )
 @pytest.mark.parametrize("objective", ["mean_flow", "improved_mean_flow"])
-def test_slips_show(slip: str, objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slips_show(slip: str, objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very numbers the tests above compare move far out of their tolerance."""
     monkeypatch.setattr(mean_module, "jvp", slipped(slip))
     mean_square, gradient = evaluate(objective)
@@ -132,7 +133,7 @@ def test_sampling_with_the_exact_average_lands_on_the_flow_map(steps: int) -> No
     torch.manual_seed(0)
     noise = torch.randn(8, 3, 4, 4)
     images = MeanFlow(Optimal(data)).sample(noise=noise, steps=steps)
-    exact = to_unit(data.flow_map(noise, 1.0, 0.0))
+    exact = Pixels().decode(data.flow_map(noise, 1.0, 0.0))
     torch.testing.assert_close(images, exact, atol=1e-5, rtol=0)
     assert ((exact > 0) & (exact < 1)).float().mean() > 0.5, "clipping hides what is compared"
 
@@ -141,7 +142,7 @@ def test_one_step_is_one_network_call() -> None:
     network = Unet(8, (1, 2), image_size=8)
     calls: list[float] = []
     network.register_forward_hook(lambda _module, args, _out: calls.append(args[1][0].item()))
-    flow = MeanFlow(network, image_shape=(3, 8, 8))
+    flow = MeanFlow(network, space=Pixels((3, 8, 8)))
     flow.sample(3)
     assert calls == [1.0]
     flow.sample(3, steps=2)
@@ -164,7 +165,7 @@ def test_without_mean_rows_it_is_rectified_flow() -> None:
     losses = []
     for flow in (mean, rectified):
         with deterministic(BatchRows(0, 0, 8, slice(None))):
-            losses.append(flow(images).item())
+            losses.append(flow(images=images).item())
     assert losses[0] / (3 * 8 * 8) == pytest.approx(losses[1], rel=1e-6)
     assert mean.logged["unweighted_loss"].item() == pytest.approx(losses[1], rel=1e-6)
 
@@ -173,14 +174,14 @@ def test_a_weight_of_power_one_is_blind_and_the_unweighted_loss_is_not() -> None
     network = unet()
     flow = MeanFlow(network, weight_power=1)
     images = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
-    assert flow(images).item() == pytest.approx(1, abs=0.01)
+    assert flow(images=images).item() == pytest.approx(1, abs=0.01)
     assert flow.logged["unweighted_loss"].item() > 0.1
 
 
-@pytest.mark.parametrize("objective", [*OBJECTIVES, Objective(0.5)])
+@pytest.mark.parametrize("objective", [*VARIANTS, Variant(0.5)])
 def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: Any) -> None:
     """The same rows get r < t however the batch is cut, and dropout agrees in every pass."""
-    flow = MeanFlow(unet(num_classes=3, dropout=0.2), objective=objective, label_dropout=0.3)
+    flow = MeanFlow(unet(conditions=LABELS, dropout=0.2), objective=objective, condition_dropout=0.3)
     flow.progress = 0.5
     images, labels = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8), torch.arange(8) % 3
 
@@ -188,7 +189,7 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: Any) -> None
         flow.zero_grad()
         for part in parts:
             with deterministic(BatchRows(0, 4, 8, part)):
-                (flow(images[part], labels[part]) / len(parts)).backward()
+                (flow(images=images[part], labels=labels[part]) / len(parts)).backward()
         return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
 
     whole = gradient(slice(None))
@@ -204,7 +205,7 @@ def test_bf16_gradients_are_near() -> None:
     def gradient(enabled: bool) -> Tensor:
         flow.zero_grad()
         with deterministic(BatchRows(0, 0, 8, slice(None))), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            flow(images).backward()
+            flow(images=images).backward()
         return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
 
     exact, rounded = gradient(False), gradient(True)
@@ -213,18 +214,18 @@ def test_bf16_gradients_are_near() -> None:
 
 def test_guidance_moves_the_target_of_labelled_rows_only() -> None:
     """With scale w and mixing k the target is w v + k u(c) + (1 - w - k) u(none)."""
-    network = unet(num_classes=3)
+    network = unet(conditions=LABELS)
     flow = MeanFlow(network, guidance_scale=2.0, guidance_mixing=0.5)
     torch.manual_seed(0)
     x, v, t = torch.randn(3, 3, 8, 8), torch.randn(3, 3, 8, 8), torch.rand(3)
     labels = torch.tensor([0, 3, 2])
     with torch.no_grad():
-        guided = flow._guide(v, x, t, labels)
+        guided = flow._guide(v, x, t, {"labels": labels})
         own, nobody = network(x, t, labels=labels), network(x, t)
     expected = 2.0 * v + 0.5 * own - 1.5 * nobody
     torch.testing.assert_close(guided[[0, 2]], expected[[0, 2]])
     assert torch.equal(guided[1], v[1])
-    with pytest.raises(ValueError, match="num_classes"):
+    with pytest.raises(ValueError, match="guidance needs a network that takes conditions"):
         MeanFlow(unet(), guidance_scale=2.0)
 
 

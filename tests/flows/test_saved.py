@@ -8,28 +8,46 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import Flow, MeanFlow, RectifiedFlow, Unet, UsageError
-from rectified_flow.flows.mean import Objective
-from rectified_flow.flows.saved import FLOW_FILE
+from rectified_flow import registry
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow, Variant
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.saved import FLOW_FILE, load_flow, network_of
 from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.networks.conditions import Labels, Vector
+from rectified_flow.networks.unet import Unet
+from rectified_flow.registry import DescriptionError, register
 from rectified_flow.runs import checkpoint
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
+
+OLD_RUNS = Path(__file__).parent.parent / "old_runs"
+"""Runs of version 0.1."""
+LABELS = Labels(2, ("cat", "dog"))
 
 
 def unet() -> Unet:
     torch.manual_seed(0)
-    network = Unet(8, (1, 2), num_classes=2, image_size=8, attention_sides=(4,), blocks_per_level=1, dropout=0.1)
+    conditions = {"labels": LABELS}
+    network = Unet(
+        8, (1, 2), conditions=conditions, image_size=8, attention_sides=(4,), blocks_per_level=1, dropout=0.1
+    )
     for parameter in network.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return network
 
 
-SETTINGS: dict[str, Any] = {"label_dropout": 0.2, "image_shape": (3, 8, 8), "class_names": ["cat", "dog"]}
+def settings() -> dict[str, Any]:
+    return {"condition_dropout": 0.2, "space": Pixels((3, 8, 8))}
+
+
 FLOWS = {
     "rectified": lambda: RectifiedFlow(
-        unet(), prediction="clean", time_distribution=Uniform(2.0), loss="pseudo_huber", **SETTINGS
+        unet(), prediction="clean", time_distribution=Uniform(2.0), distance="pseudo_huber", **settings()
     ),
     "mean": lambda: MeanFlow(
-        unet(), objective="mean_flow", time_distribution=LogitNormal(0.1, 0.9), guidance_scale=1.5, **SETTINGS
+        unet(), objective="mean_flow", time_distribution=LogitNormal(0.1, 0.9), guidance_scale=1.5, **settings()
     ),
 }
 
@@ -47,23 +65,26 @@ def flow(request: pytest.FixtureRequest) -> Flow:
 
 
 def write(flow: Flow, folder: Path, ema: Flow | None = None) -> Path:
-    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
+    files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
     if ema is not None:
-        files[checkpoint.EMA_FILE] = ema.network.state_dict()
+        frozen = {name for name, parameter in ema.network.named_parameters() if not parameter.requires_grad}
+        trained = {name: value for name, value in ema.network.state_dict().items() if name not in frozen}
+        files[checkpoint.EMA_FILE] = trained
     return checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe()})
 
 
 def test_a_description_holds_all_settings(flow: Flow) -> None:
     description = json.loads(json.dumps(flow.describe()))
     built = Flow.from_description(description)
-    for name in (*type(flow).settings, "num_classes"):
+    assert registry.arguments_of(type(flow))[-3:] == ["space", "condition_dropout", "coupling"]
+    for part in ("network", "space"):
+        one, other = getattr(built, part), getattr(flow, part)
+        assert type(one) is type(other)
+        for name in registry.arguments_of(type(other)):
+            assert getattr(one, name) == getattr(other, name), name
+    for name in set(registry.arguments_of(type(flow))) - {"network", "space"}:
         assert getattr(built, name) == getattr(flow, name), name
-    assert cast_unet(built).config == cast_unet(flow).config
-
-
-def cast_unet(flow: Flow) -> Unet:
-    assert isinstance(flow.network, Unet)
-    return flow.network
+    assert built.conditions == {"labels": LABELS}
 
 
 def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:
@@ -74,10 +95,17 @@ def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:
     same(type(flow).from_checkpoint(path), flow)
 
 
-def test_averaged_weights_are_preferred(tmp_path: Path) -> None:
+def test_averaged_weights_are_preferred_and_frozen_ones_come_from_the_model(tmp_path: Path) -> None:
     last, averaged = FLOWS["rectified"](), FLOWS["rectified"]()
-    next(averaged.network.parameters()).data += 1
-    same(Flow.from_checkpoint(write(last, tmp_path, averaged)), averaged)
+    for parameter in averaged.network.parameters():
+        if parameter.requires_grad:
+            parameter.data += 1
+    path = write(last, tmp_path, averaged)
+    frozen = {"time_embedding.frequencies"}
+    saved = (checkpoint.load_tensors(path, name) for name in (checkpoint.MODEL_FILE, checkpoint.EMA_FILE))
+    model, ema = (weights.keys() for weights in saved)
+    assert model - ema == frozen
+    same(Flow.from_checkpoint(path), averaged)
 
 
 def test_a_checkpoint_of_another_flow_or_none_is_refused(tmp_path: Path) -> None:
@@ -91,6 +119,25 @@ def test_a_checkpoint_of_another_flow_or_none_is_refused(tmp_path: Path) -> None
         Flow.from_checkpoint(bare)
 
 
+@pytest.mark.parametrize(
+    ("description", "sentence"),
+    [
+        ({"kind": "Pixels"}, "describes a Pixels, not a flow"),
+        ({"kind": "Nowhere"}, r"the kind 'Nowhere' is not registered: pass --import MODULE"),
+        ({"flow": "RectifiedFlow", "network": {"kind": "Unet"}}, "num_classes"),
+        ({"kind": "RectifiedFlow"}, "RectifiedFlow cannot be built from its description"),
+        ({}, "the kind None is not registered"),
+    ],
+)
+def test_a_damaged_description_is_told_with_its_file(
+    tmp_path: Path, description: dict[str, Any], sentence: str
+) -> None:
+    path = checkpoint.save(tmp_path / "checkpoints", 1, {}, {FLOW_FILE: description})
+    with pytest.raises(UsageError, match=sentence) as told:
+        load_flow(tmp_path)
+    assert str(path) in str(told.value)
+
+
 def test_as_the_hub_has_it(flow: Flow, tmp_path: Path) -> None:
     flow.save_pretrained(tmp_path, model_card_kwargs={"grid": "grid.png", "repo_id": "me/flowers"})
     same(type(flow).from_pretrained(tmp_path), flow)
@@ -99,6 +146,7 @@ def test_as_the_hub_has_it(flow: Flow, tmp_path: Path) -> None:
     assert "![samples](grid.png)" in card
     assert f'{type(flow).__name__}.from_pretrained("me/flowers")' in card
     assert "in 2 classes" in card
+    assert "of 8 px" in card
     assert json.dumps(flow.describe(), indent=1) in card
 
 
@@ -107,8 +155,112 @@ class Own(nn.Module):
         return x
 
 
-def test_parts_of_your_own_are_not_described(tmp_path: Path) -> None:
-    assert RectifiedFlow(Own()).describe() is None
-    assert MeanFlow(unet(), objective=Objective(blend=0.5)).describe() is None
-    with pytest.raises(UsageError, match="Own cannot be described"):
+def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError, match=r"RectifiedFlow\.network is a Own, which is neither registered"):
+        RectifiedFlow(Own()).describe()
+    with pytest.raises(DescriptionError, match=r"MeanFlow\.objective is a Variant"):
+        MeanFlow(unet(), objective=Variant(blend=0.5)).describe()
+    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own"):
         RectifiedFlow(Own()).save_pretrained(tmp_path)
+
+
+@pytest.fixture
+def own_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
+    """A network and a space of a user, registered for one test."""
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+
+    @register
+    class Gain(nn.Module):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.gain, self.conditions = gain, {"place": Vector(2)}
+            self.bias = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor, t: Tensor, place: Tensor) -> Tensor:
+            return x * self.gain + self.bias
+
+    @register
+    class Heights(Space):
+        key = "heights"
+
+        def __init__(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
+            self.scale, self.shape = scale, None if shape is None else tuple(shape)
+
+        def encode(self, data: Tensor) -> Tensor:
+            return data / self.scale
+
+        def decode(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+        def draw(self, data: Tensor) -> Tensor:
+            return data.to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
+
+    return {"network": Gain, "space": Heights}
+
+
+def test_registered_parts_of_your_own_come_back(own_kinds: dict[str, type], tmp_path: Path) -> None:
+    """A network with a condition that is no label, on data that are no pictures and have no channels."""
+    flow = RectifiedFlow(own_kinds["network"](0.5), space=own_kinds["space"](40.0), coupling="ot")
+    heights = 40 * torch.randn(4, 6, 5)
+    flow(heights=heights, place=torch.rand(4, 2)).backward()
+    assert flow.space.shape == (6, 5)
+    back = Flow.from_checkpoint(write(flow, tmp_path))
+    assert vars(back.space) == {"scale": 40.0, "shape": (6, 5)}
+    assert back.network.gain == 0.5
+    same(back, flow)
+
+
+def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:
+    class Tilted(RectifiedFlow):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__(network)
+            self.tilt = nn.Parameter(torch.zeros(()))
+
+    plain, tilted = RectifiedFlow(Own()), Tilted(unet())
+    assert network_of(plain) is plain.network
+    assert network_of(tilted) is tilted
+
+
+def read_old(name: str) -> dict[str, Any]:
+    [path] = (OLD_RUNS / name).glob(f"checkpoints/*/{FLOW_FILE}")
+    return dict(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("rectified", RectifiedFlow), ("mean", MeanFlow)])
+def test_a_description_of_version_0_1(name: str, kind: type[RectifiedFlow | MeanFlow]) -> None:
+    old = read_old(name)
+    flow = kind.from_description(old)
+    assert isinstance(flow.network, Unet)
+    assert flow.conditions == {"labels": Labels(2, ("a", "b"))}
+    assert isinstance(flow.space, Pixels)
+    assert (flow.space.shape, flow.space.horizontal_flip) == ((3, 8, 8), True)
+    assert (flow.condition_dropout, flow.coupling) == (0.1, "independent")
+    network = old["network"]
+    assert (flow.network.dim, flow.network.dropout, flow.network.image_size) == (4, 0.1, 8)
+    for setting in ("dim_mults", "attention_sides"):
+        assert list(getattr(flow.network, setting)) == network[setting]
+    if isinstance(flow, RectifiedFlow):
+        assert (flow.prediction, flow.distance) == ("velocity", "mse")
+        assert flow.time_distribution == LogitNormal(-0.5, 1.2)
+    else:
+        assert (flow.objective, flow.mean_fraction, flow.weight_power) == ("improved_mean_flow", 0.5, 0.75)
+        assert flow.time_distribution == LogitNormal(-0.6, 1.6)
+        assert flow.earlier_distribution == LogitNormal(-4.0, 1.6)
+    assert kind.from_description(json.loads(json.dumps(flow.describe()))).describe() == flow.describe()
+
+
+def test_a_description_of_version_0_1_without_classes() -> None:
+    old = read_old("rectified")
+    old["network"]["num_classes"], old["class_names"], old["loss"] = None, [], "pseudo_huber"
+    flow = RectifiedFlow.from_description(old)
+    assert flow.conditions == {}
+    assert flow.distance == "pseudo_huber"
+
+
+@pytest.mark.parametrize("name", ["rectified", "mean"])
+def test_a_checkpoint_of_version_0_1_draws_pictures(name: str) -> None:
+    flow = Flow.from_checkpoint(OLD_RUNS / name)
+    assert flow.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
+    weights = checkpoint.load_tensors(checkpoint.resolve(OLD_RUNS / name), checkpoint.EMA_FILE)
+    assert flow.network.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[key]) for key, value in flow.network.state_dict().items())

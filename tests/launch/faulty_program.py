@@ -5,23 +5,25 @@ from typing import Any
 
 from torch import Tensor
 
-from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer
+from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.launch import run
-from rectified_flow.cli.train import build_dataset, build_network
+from rectified_flow.cli.train import build_network, open_pictures
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.training.trainer import Trainer
 
 
 class Faulty(RectifiedFlow):
     progress = 0.0
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, *args: Any, **more: Any) -> Tensor:
+    def forward(self, **batch: Any) -> Tensor:
         if self.progress > 0.5 and os.environ["RANK"] == "1":
             raise ValueError("this picture is too sad")
-        return super().forward(images, labels)
+        return super().forward(**batch)
 
 
-def main(config: RectifiedFlowConfig) -> None:
-    Trainer(Faulty(build_network(config, ())), build_dataset(config), config).train()
+def main(config: TrainRectifiedFlow) -> None:
+    Trainer(Faulty(build_network(config.network, config.data, {})), open_pictures(config.data), config.run).train()
 
 
 if __name__ == "__main__":
-    run(main, RectifiedFlowConfig, __doc__ or "")
+    run("tests.launch.faulty_program:main", TrainRectifiedFlow, __doc__ or "")

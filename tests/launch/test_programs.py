@@ -81,7 +81,7 @@ def test_mean_flow_from_a_rectified_flow(tmp_path: Path) -> None:
     assert "2 x cpu" in output
     assert list(losses(tmp_path / "mean")) == [5]
     assert (tmp_path / "mean/samples/step_00000005.png").exists()
-    assert json.loads((tmp_path / "mean/config.json").read_text())["init_from"] == "rectified"
+    assert json.loads((tmp_path / "mean/config.json").read_text())["flags"]["init_from"] == "rectified"
 
 
 def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
     assert "2 x cpu, bf16" in output
     run = tmp_path / "runs/rectified-flow"
     assert 0.5 < losses(run)[5] < 2
-    assert json.loads((run / "config.json").read_text())["mixed_precision"] is None
+    assert json.loads((run / "config.json").read_text())["flags"]["mixed_precision"] is None
     given = [sys.executable, TRAIN, *TINY, "--mixed_precision", "no", "--dry_run"]
     code, output = launch(given, tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
     assert code == 0, output

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.flows import RectifiedFlow
-from rectified_flow.networks import Unet, to_device
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.placing import to_device
+from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
 from rectified_flow.training.state import TrainingState
 from tests.training.runs import build_trainer, tiny_config

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
-from rectified_flow.networks import Unet
-from rectified_flow.networks.unet import Attention, Block, TimeEmbedding
+from rectified_flow.networks.conditions import Labels, Vector
+from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
 
 
@@ -88,18 +88,18 @@ def test_the_interval_is_untouched_by_training_without_r() -> None:
 
 
 def test_labels() -> None:
-    unet = small(num_classes=5)
+    unet = small(conditions={"labels": Labels(5)})
     x, t, _ = inputs()
     none = unet(x, t)
     assert torch.equal(none, unet(x, t, labels=torch.full((3,), 5)))
     assert not torch.allclose(none, unet(x, t, labels=torch.tensor([0, 1, 2])))
-    with pytest.raises(ValueError, match="without num_classes"):
+    with pytest.raises(ValueError, match=r"this Unet does not take labels, only \[\]"):
         small()(x, t, labels=torch.tensor([0, 1, 2]))
 
 
 def test_every_parameter_gets_a_gradient() -> None:
     """DistributedDataParallel refuses parameters without one."""
-    unet = small(num_classes=5)
+    unet = small(conditions={"labels": Labels(5), "place": Vector(2)})
     x, t, _ = inputs()
     unet(x, t).square().mean().backward()
     assert [name for name, p in unet.named_parameters() if p.requires_grad and p.grad is None] == []

@@ -2,22 +2,58 @@
 
 import json
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.train import build_evaluator
+from rectified_flow.cli.train import build_callbacks
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.flows import MeanFlow, RectifiedFlow
-from rectified_flow.flows.flow import Flow
-from rectified_flow.networks import Unet
-from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig
+from rectified_flow.evaluation.config import EvaluationConfig
+from rectified_flow.flows.config import Coupling, Objective
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.trainer import Trainer
 
 IMAGE_SIZE = 8
+Kind = Literal["rectified", "mean"]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """What a tiny run trains; how it trains is in its config."""
+
+    kind: Kind = "rectified"
+    use_cfg: bool = True
+    dropout: float = 0.1
+    coupling: Coupling = "independent"
+    objective: Objective = "improved_mean_flow"
+    evaluate_every: int = 0
+
+    def build(self, dataset: ImageDataset) -> RectifiedFlow | MeanFlow:
+        """The flow, on a Unet of two levels."""
+        network = Unet(
+            8,
+            (1, 2),
+            conditions=dataset.conditions if self.use_cfg else None,
+            image_size=IMAGE_SIZE,
+            attention_sides=(4,),
+            dropout=self.dropout,
+        )
+        settings: dict[str, Any] = {"condition_dropout": 0.1, "coupling": self.coupling}
+        settings["space"] = Pixels(horizontal_flip=True)
+        if self.kind == "mean":
+            return MeanFlow(network, objective=self.objective, **settings)
+        return RectifiedFlow(network, **settings)
+
+
+RECTIFIED = Tiny()
 
 
 def tiny_dataset(cache_dir: Path, count: int = 46) -> ImageDataset:
@@ -25,12 +61,9 @@ def tiny_dataset(cache_dir: Path, count: int = 46) -> ImageDataset:
     return ImageDataset(open_store(SyntheticFlowers(16, count=count), IMAGE_SIZE, cache_dir=cache_dir))
 
 
-def tiny_config(output_dir: Path, kind: type[TrainingConfig] = TrainingConfig, **flags: Any) -> TrainingConfig:
-    """A config of 40 quick steps; ``kind`` decides which flow :func:`train` trains."""
-    defaults = kind(
-        image_size=IMAGE_SIZE,
-        dim=8,
-        dim_mults=(1, 2),
+def tiny_config(output_dir: Path, **flags: Any) -> TrainingConfig:
+    """A config of 40 quick steps."""
+    defaults = TrainingConfig(
         global_batch_size=16,
         train_num_steps=40,
         learning_rate=1e-3,
@@ -40,35 +73,25 @@ def tiny_config(output_dir: Path, kind: type[TrainingConfig] = TrainingConfig, *
         num_samples=5,
         sample_steps=2,
         log_every=4,
-        use_cfg=True,
         power_ema=True,
-        feature_network="efficientnet_lite0",
-        evaluation_samples=20,
         output_dir=output_dir,
     )
     return replace(defaults, **flags)
 
 
-def build_trainer(config: TrainingConfig, dataset: ImageDataset) -> Trainer:
+def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RECTIFIED, **parts: Any) -> Trainer:
+    """A trainer; ``parts`` are further arguments of its constructor."""
     set_seed(config.seed)
-    network = Unet(
-        config.dim,
-        config.dim_mults,
-        num_classes=dataset.num_classes if config.use_cfg else None,
-        image_size=config.image_size,
-        attention_sides=(4,),
-        dropout=config.dropout,
+    evaluation = EvaluationConfig(
+        evaluate_every=tiny.evaluate_every, evaluation_samples=20, feature_network="efficientnet_lite0"
     )
-    settings: dict[str, Any] = {"label_dropout": 0.1, "horizontal_flip": True, "coupling": config.coupling}
-    flow: Flow = RectifiedFlow(network, **settings)
-    if isinstance(config, MeanFlowConfig):
-        flow = MeanFlow(network, objective=config.objective, **settings)
-    return Trainer(flow, dataset, config, build_evaluator(config, dataset))
+    callbacks = [*build_callbacks(evaluation, dataset, config.seed), *parts.pop("callbacks", [])]
+    return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 
 
-def train(config: TrainingConfig, dataset: ImageDataset) -> dict[str, Any]:
+def train(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RECTIFIED, **parts: Any) -> dict[str, Any]:
     """Train and return what the caller compares; called on every rank."""
-    trainer = build_trainer(config, dataset)
+    trainer = build_trainer(config, dataset, tiny, **parts)
     trainer.train()
     return {"world_size": trainer.accelerator.num_processes, "step": trainer.state.step}
 

@@ -148,7 +148,7 @@ def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -
         1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
     )
     flags = f"{TINY} --dataset_path {pictures} --output_dir {tmp_path}"
-    assert_refused(1, flags, "was trained on other pictures")
+    assert_refused(1, flags, "was trained on other data or at another size")
 
 
 def test_resuming_from_nowhere_is_refused(tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rectified_flow import RectifiedFlow
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.stream import image_indices
 from rectified_flow.errors import RunError
-from rectified_flow.networks import Unet
-from rectified_flow.training import Trainer, TrainingConfig
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import metrics, tiny_config
 
@@ -32,8 +33,8 @@ class Faulty(RectifiedFlow):
         super().__init__(Unet(8, (1, 2), image_size=8))
         self.kind, self.bad = kind, bad
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, *args: Any, **more: Any) -> Tensor:
-        loss = super().forward(images, labels)
+    def forward(self, **batch: Any) -> Tensor:
+        loss = super().forward(**batch)
         last = not dist.is_initialized() or dist.get_rank() == dist.get_world_size() - 1
         if not last or round(self.progress * STEPS) + 1 not in self.bad or not self.training:
             return loss
@@ -146,8 +147,8 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
 
     real = module.build_accelerator  # type: ignore[attr-defined]
 
-    def with_scaler(config: TrainingConfig) -> Any:
-        accelerator = real(config)
+    def with_scaler(config: TrainingConfig, **settings: Any) -> Any:
+        accelerator = real(config, **settings)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
         accelerator.native_amp = True
         accelerator.state._mixed_precision = "fp16"

@@ -1,68 +1,75 @@
 """Flags: the set is frozen, what they say is checked, and the batch arithmetic adds up."""
 
-import sys
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rectified_flow.training.config import TrainingConfig
 
 from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.config import MeanFlowConfig, RectifiedFlowConfig
+from rectified_flow.flags import names, plain
+from rectified_flow.runs.config import TrainingConfig
 
 SHARED = """
 dataset dataset_path image_size horizontal_flip skip_broken_images cache_dir num_workers multiprocessing_context
 persistent_workers pin_memory dim dim_mults dropout use_cfg coupling batch_size global_batch_size
-gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps weight_decay max_grad_norm
-max_bad_steps mixed_precision use_ema ema_decay power_ema seed gradient_checkpointing compile output_dir
+gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps lr_decay adam_betas weight_decay
+max_grad_norm max_bad_steps mixed_precision use_ema ema_decay power_ema seed gradient_checkpointing compile output_dir
 checkpoint_dir resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with
-rank_timeout dry_run evaluate_every evaluation_samples feature_network
+rank_timeout dry_run evaluate_every evaluation_samples feature_network config import
 """
 RECTIFIED = (
     SHARED
     + "prediction loss time_distribution time_mean time_std time_shift "
-    + ("reflow_from reflow_pairs reflow_steps pairs_dir")
+    + "reflow_from reflow_pairs reflow_steps pairs_dir"
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
     "guidance_mixing init_from"
 )
+GROUPS = ["data options", "network options", "coupling options", "run options", "evaluation options", "program options"]
 
 
-def parse_words(
-    monkeypatch: pytest.MonkeyPatch, words: str, config_class: type[TrainingConfig] = RectifiedFlowConfig
-) -> TrainingConfig:
-    monkeypatch.setattr(sys, "argv", ["train_oxford.py", *words.split()])
-    return parse(config_class, "Train a flow.")
+def parse_rectified(words: str) -> TrainRectifiedFlow:
+    return parse(TrainRectifiedFlow, "Train a flow.", words.split())
 
 
-@pytest.mark.parametrize(("config_class", "flags"), [(RectifiedFlowConfig, RECTIFIED), (MeanFlowConfig, MEAN)])
-def test_the_flags_are_these(config_class: type[TrainingConfig], flags: str) -> None:
+def parse_mean(words: str) -> TrainMeanFlow:
+    return parse(TrainMeanFlow, "Train a flow.", words.split())
+
+
+@pytest.mark.parametrize(("config_class", "flags"), [(TrainRectifiedFlow, RECTIFIED), (TrainMeanFlow, MEAN)])
+def test_the_flags_are_these(config_class: type[Any], flags: str) -> None:
     """A flag that goes, or changes its name, breaks somebody's scripts."""
-    assert [field.name for field in fields(config_class)] == flags.split()
+    assert sorted(names(config_class)) == sorted(flags.split())
+    assert list(plain(config_class())) == names(config_class)
 
 
 @pytest.mark.parametrize(
-    ("config_class", "flags", "title"),
-    [(RectifiedFlowConfig, RECTIFIED, "rectified_flow options"), (MeanFlowConfig, MEAN, "mean_flow options")],
+    ("config_class", "flags", "titles"),
+    [
+        (TrainRectifiedFlow, RECTIFIED, ["rectified_flow options", "reflow options"]),
+        (TrainMeanFlow, MEAN, ["mean_flow options"]),
+    ],
 )
 def test_help_is_grouped_and_names_every_flag(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    config_class: type[TrainingConfig],
+    config_class: type[Any],
     flags: str,
-    title: str,
+    titles: list[str],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit) as end:
-        parse_words(monkeypatch, "--help", config_class)
+        parse(config_class, "Train a flow.", ["--help"])
     assert end.value.code == 0
     text = capsys.readouterr().out
-    titles = ["data options", "network options", "optimization options", "output options", title]
-    places = [text.index(title) for title in titles]
+    places = [text.index(title) for title in GROUPS]
     assert places == sorted(places)
+    for title in titles:
+        assert text.index("network options") < text.index(title) < text.index("run options")
     for flag in flags.split():
         assert f"--{flag}" in text
     for unit in ("[px]", "Optimizer steps", "per process", "(default: 100000)", "excludes --num_epochs"):
@@ -70,18 +77,16 @@ def test_help_is_grouped_and_names_every_flag(
     assert "Train a flow." in text
 
 
-def test_underscores_and_hyphens(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_words(monkeypatch, "--batch-size 3 --dim_mults 1 2 --no_use_ema --no-horizontal-flip --num_epochs 2")
-    assert (config.batch_size, config.dim_mults, config.num_epochs) == (3, (1, 2), 2)
-    assert not config.use_ema
-    assert not config.horizontal_flip
+def test_underscores_and_hyphens() -> None:
+    config = parse_rectified("--batch-size 3 --dim_mults 1 2 --no_use_ema --no-horizontal-flip --num_epochs 2")
+    assert (config.run.batch_size, config.network.dim_mults, config.run.num_epochs) == (3, (1, 2), 2)
+    assert not config.run.use_ema
+    assert not config.data.horizontal_flip
 
 
-def test_a_typo_is_an_error_with_a_suggestion(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_typo_is_an_error_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parse_words(monkeypatch, "--learning_rat 1")
+        parse_rectified("--learning_rat 1")
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert "Perhaps you meant" in error
@@ -94,47 +99,44 @@ def test_it_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
+    ("words", "sentence"),
     [
-        ({"image_size": 20}, "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults need; take 16"),
-        ({"image_size": 0}, "--image_size is 0; it must be above 0"),
-        ({"train_num_steps": 5, "num_epochs": 1}, "--train_num_steps and --num_epochs exclude each other"),
-        ({"learning_rate": -1}, "--learning_rate is -1; it must be above 0"),
-        ({"log_every": 0}, "--log_every is 0; it must be above 0"),
-        ({"save_every": -1}, "--save_every is -1; it must not be below 0"),
-        ({"dropout": 1.0}, "--dropout is 1.0; it must be at least 0 and below 1"),
-        ({"ema_decay": 1.0}, "--ema_decay is 1.0"),
-        ({"dim_mults": ()}, "--dim_mults is ()"),
-        ({"persistent_workers": True}, "need --num_workers above 0"),
-        ({"mean_fraction": 1.5}, "--mean_fraction is 1.5; it must be in [0, 1]"),
-        ({"earlier_std": 0}, "--earlier_std is 0; it must be above 0"),
-        ({"guidance_scale": 2}, "need labels: pass --use_cfg"),
-        ({"guidance_mixing": 1.0, "use_cfg": True}, "--guidance_mixing is 1.0; it must be in [0, 1)"),
+        ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults need; take 16"),
+        ("--image_size 0", "--image_size is 0; it must be above 0"),
+        ("--train_num_steps 5 --num_epochs 1", "--train_num_steps and --num_epochs exclude each other"),
+        ("--learning_rate -1", "--learning_rate is -1.0; it must be above 0"),
+        ("--log_every 0", "--log_every is 0; it must be above 0"),
+        ("--save_every -1", "--save_every is -1; it must not be below 0"),
+        ("--dropout 1", "--dropout is 1.0; it must be at least 0 and below 1"),
+        ("--ema_decay 1", "--ema_decay is 1.0"),
+        ("--dim_mults", "--dim_mults is ()"),
+        ("--persistent_workers", "need --num_workers above 0"),
+        ("--adam_betas 0.9 1", "--adam_betas are 0.9 1; both must be at least 0 and below 1"),
+        ("--lr_decay rsqrt --lr_warmup_steps 0", "--lr_decay rsqrt needs --lr_warmup_steps above 0"),
+        ("--evaluation_samples 1", "--evaluation_samples is 1; a distance needs at least 2"),
+        ("--mean_fraction 1.5", "--mean_fraction is 1.5; it must be in [0, 1]"),
+        ("--earlier_std 0", "--earlier_std is 0.0; it must be above 0"),
+        ("--guidance_scale 2", "need labels: pass --use_cfg"),
+        ("--guidance_mixing 1 --use_cfg", "--guidance_mixing is 1.0; it must be in [0, 1)"),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: dict[str, Any], sentence: str) -> None:
+def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        MeanFlowConfig(**flags)
+        parse_mean(words)
     assert sentence in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("flags", "unused"),
+    ("words", "unused"),
     [
-        (
-            {"time_distribution": "uniform", "time_std": 2},
-            "--time_std has no use here, as the .* is uniform",
-        ),
-        (
-            {"reflow_from": Path("a"), "time_mean": 0},
-            "--time_mean has no use here, as the .* is u_shaped",
-        ),
-        ({"time_distribution": "u_shaped", "time_shift": 2}, "--time_shift has no use here"),
+        ("--time_distribution uniform --time_std 2", "--time_std has no effect, as the .* is uniform"),
+        ("--reflow_from a --time_mean 0", "--time_mean has no effect, as the .* is u_shaped"),
+        ("--time_distribution u_shaped --time_shift 2", "--time_shift has no effect"),
     ],
 )
-def test_a_flag_of_other_times_is_refused(flags: dict[str, Any], unused: str) -> None:
+def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
     with pytest.raises(UsageError, match=unused):
-        RectifiedFlowConfig(**flags)
+        parse_rectified(words)
 
 
 @pytest.mark.parametrize(

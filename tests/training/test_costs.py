@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flows import MeanFlow, RectifiedFlow
-from rectified_flow.networks import Unet
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
 from rectified_flow.training import costs
 from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
 
@@ -30,7 +31,7 @@ def test_operations_and_memory_by_hand() -> None:
     assert forward_flops(flow, item) == 2 * 100
     memory = training_memory(flow, item, averages=2)
     assert memory.per_image == 2 * 400 + 4, "and half of the loss and of its gradient"
-    assert memory.fixed == 4 * (150 + 3 * 100 + 2 * 150)
+    assert memory.fixed == 4 * (150 + 3 * 100 + 2 * 100), "averages share what is frozen"
     assert flow.training
 
 

@@ -10,15 +10,15 @@ from safetensors.torch import load_file
 
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.runs import checkpoint
-from rectified_flow.training import MeanFlowConfig, TrainingConfig
-from rectified_flow.training.averages import LENGTHS, file_of
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.snapshots import LENGTHS, file_of
 from tests.ranks import run_on_ranks
-from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
+from tests.training.runs import Kind, Tiny, build_trainer, losses, metrics, tiny_config, train
 
 STEPS = 40
 pytestmark = pytest.mark.xdist_group("equivalence")  # whose tests share runs
-Kind = type[TrainingConfig]
-either_flow = pytest.mark.parametrize("kind", [TrainingConfig, MeanFlowConfig])
+RECTIFIED = Tiny()
+either_flow = pytest.mark.parametrize("kind", ["rectified", "mean"])
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +32,23 @@ class Runs:
     def __init__(self, folder: Path, dataset: ImageDataset) -> None:
         self.folder, self.dataset = folder, dataset
 
-    def get(self, name: str, world_size: int, **flags: Any) -> Path:
-        """The folder of a run; ``kind`` is rectified flow's config unless given."""
+    def get(self, name: str, world_size: int, tiny: Tiny = RECTIFIED, **flags: Any) -> Path:
+        """The folder of a run."""
         output_dir = self.folder / name
         if not output_dir.exists():
-            self.go(output_dir, world_size, **flags)
+            self.go(output_dir, world_size, tiny, **flags)
         return output_dir
 
-    def go(self, output_dir: Path, world_size: int, **flags: Any) -> None:
-        results = run_on_ranks(world_size, train, tiny_config(output_dir, **flags), self.dataset)
+    def go(self, output_dir: Path, world_size: int, tiny: Tiny = RECTIFIED, **flags: Any) -> None:
+        results = run_on_ranks(world_size, train, tiny_config(output_dir, **flags), self.dataset, tiny)
         steps = flags.get("train_num_steps", STEPS)
         assert results == [{"world_size": world_size, "step": steps}] * world_size
 
-    def straight(self, world_size: int, kind: Kind = TrainingConfig) -> Path:
-        return self.get(f"straight-{world_size}-{kind.__name__}", world_size, kind=kind)
+    def straight(self, world_size: int, kind: Kind = "rectified") -> Path:
+        return self.get(f"straight-{world_size}-{kind}", world_size, Tiny(kind))
 
-    def stopped_at_20(self, world_size: int, kind: Kind = TrainingConfig) -> Path:
-        return self.get(f"stopped-{world_size}-{kind.__name__}", world_size, kind=kind, train_num_steps=20)
+    def stopped_at_20(self, world_size: int, kind: Kind = "rectified") -> Path:
+        return self.get(f"stopped-{world_size}-{kind}", world_size, Tiny(kind), train_num_steps=20)
 
 
 def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
@@ -76,7 +76,7 @@ def test_loss_falls(runs: Runs) -> None:
 
 @either_flow
 def test_accumulation_trains_alike(runs: Runs, kind: Kind) -> None:
-    accumulated = runs.get(f"accumulated-{kind.__name__}", 1, kind=kind, gradient_accumulation_steps=2)
+    accumulated = runs.get(f"accumulated-{kind}", 1, Tiny(kind), gradient_accumulation_steps=2)
     assert_close(runs.straight(1, kind), accumulated)
 
 
@@ -91,10 +91,10 @@ def test_two_processes_with_accumulation_train_alike(runs: Runs) -> None:
 
 def test_noise_is_paired_over_the_global_batch(runs: Runs) -> None:
     """Each process, and each micro-batch, pairing only its own would train on other pairs."""
-    flags = {"use_cfg": False, "train_num_steps": 12}
-    paired = losses(runs.get("ot", 1, coupling="ot", **flags))
-    assert losses(runs.get("ot-2x2", 2, batch_size=4, coupling="ot", **flags)) == pytest.approx(paired, rel=1e-4)
-    assert paired[12] < losses(runs.get("independent", 1, **flags))[12]
+    unpaired, ot = Tiny(use_cfg=False), Tiny(use_cfg=False, coupling="ot")
+    paired = losses(runs.get("ot", 1, ot, train_num_steps=12))
+    assert losses(runs.get("ot-2x2", 2, ot, batch_size=4, train_num_steps=12)) == pytest.approx(paired, rel=1e-4)
+    assert paired[12] < losses(runs.get("independent", 1, unpaired, train_num_steps=12))[12]
 
 
 def test_another_seed_trains_differently(runs: Runs) -> None:
@@ -108,9 +108,9 @@ def test_another_seed_trains_differently(runs: Runs) -> None:
 def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None:
     straight = runs.straight(world_size, kind)
     stopped = runs.stopped_at_20(world_size, kind)
-    resumed = runs.folder / f"resumed-{world_size}-{kind.__name__}"
+    resumed = runs.folder / f"resumed-{world_size}-{kind}"
     copy_tree(stopped, resumed)
-    runs.go(resumed, world_size, kind=kind)
+    runs.go(resumed, world_size, Tiny(kind))
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
     assert weights(resumed, 20) != weights(straight)
@@ -144,7 +144,7 @@ def test_metrics_hold_what_they_promise(runs: Runs) -> None:
 
 
 def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
-    rows = metrics(runs.straight(2, MeanFlowConfig))
+    rows = metrics(runs.straight(2, "mean"))
     assert rows[-1]["unweighted_loss"] < 0.9 * rows[0]["unweighted_loss"]
     assert 0.5 < rows[0]["unweighted_loss"] < 2
 
@@ -171,9 +171,9 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path)
 
 
-def gradient(config: TrainingConfig, dataset: ImageDataset) -> torch.Tensor:
+def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch.Tensor:
     """This rank's gradients of the first step, as the optimizer would see them."""
-    trainer = build_trainer(config, dataset)
+    trainer = build_trainer(config, dataset, tiny)
     trainer.state.load(checkpoint.resolve(Path(config.resume)))
     batches = trainer._batches()
     for micro_batch in range(trainer.batch.accumulation):
@@ -187,12 +187,12 @@ def test_gradients_are_those_of_the_joined_batch(
     tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
 ) -> None:
     """Of weights that are not at their start, where most gradients are zero."""
-    trained = tiny_config(tmp_path / "start", kind, train_num_steps=8, num_samples=0)
-    run_on_ranks(1, train, trained, flowers)
+    trained = tiny_config(tmp_path / "start", train_num_steps=8, num_samples=0)
+    run_on_ranks(1, train, trained, flowers, Tiny(kind))
     settings = {"resume": str(tmp_path / "start"), "mixed_precision": precision}
-    [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", kind, **settings), flowers)
+    [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind))
     assert expected.norm() > 0.1
     for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):
-        config = tiny_config(tmp_path / "b", kind, gradient_accumulation_steps=accumulation, **settings)
-        for got in run_on_ranks(world_size, gradient, config, flowers):
+        config = tiny_config(tmp_path / "b", gradient_accumulation_steps=accumulation, **settings)
+        for got in run_on_ranks(world_size, gradient, config, flowers, Tiny(kind)):
             assert (got - expected).norm() < tolerance * expected.norm()

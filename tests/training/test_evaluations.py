@@ -14,18 +14,19 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.interruption import stop_on_signals
 from rectified_flow.runs import checkpoint
-from rectified_flow.training import TrainingConfig
+from rectified_flow.runs.config import TrainingConfig
 from tests.ranks import run_on_ranks
-from tests.training.runs import tiny_config, train
+from tests.training.runs import Tiny, tiny_config, train
 
-FLAGS: dict[str, Any] = {"evaluate_every": 3, "num_samples": 0, "save_every": 0, "keep_checkpoints": 1, "log_every": 3}
+EVALUATED = Tiny(evaluate_every=3)
+FLAGS: dict[str, Any] = {"num_samples": 0, "save_every": 0, "keep_checkpoints": 1, "log_every": 3}
 HEADLINE = "colours_8x8_frechet_distance"
 
 
 def train_and_evaluate(config: TrainingConfig, dataset: ImageDataset) -> None:
     """By colours alone, which is quick."""
     evaluator.load_features = lambda _name, _device: average_colours()  # type: ignore[attr-defined,assignment]
-    train(config, dataset)
+    train(config, dataset, EVALUATED)
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ def test_one_process_stopped_between_finds_the_same(run: Path, tmp_path: Path, f
 
 
 def test_an_evaluation_that_was_given_up_is_made_up_for(run: Path, tmp_path: Path, flowers: ImageDataset) -> None:
-    """A signal in the middle of it: the run saves and ends, and evaluates when it goes on."""
+    """A signal in the middle of it: the run saves and ends, and evaluates when it resumes."""
     run_on_ranks(1, train_until_asked_to_end, tiny_config(tmp_path, train_num_steps=12, **FLAGS), flowers)
     assert not (tmp_path / "evaluations.jsonl").exists()
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [3]

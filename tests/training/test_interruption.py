@@ -1,4 +1,4 @@
-"""Asked to end, on any rank and at any time, all ranks save the same step; the run goes on as if never stopped."""
+"""Asked to end, on any rank and at any time, all ranks save the same step; the run resumes as if never stopped."""
 
 import json
 import os
@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow import RectifiedFlow
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.interruption import Interrupted, stop_on_signals
 from rectified_flow.progress import tolerate_closed_streams
-from rectified_flow.training import run_folder
+from rectified_flow.runs import folder
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train
@@ -31,11 +31,11 @@ class Signalling(ImageDataset):
 
     rank, step, batches = 0, 0, 0
 
-    def __getitems__(self, indices: Any) -> dict[str, Tensor]:
+    def batch(self, indices: Any) -> dict[str, Tensor]:
         self.batches += len(indices) > 1
         if self.batches == self.step and int(os.environ.get("RANK", "0")) == self.rank:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return super().__getitems__(indices)
+        return super().batch(indices)
 
 
 def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tuple[bool, int]:
@@ -52,11 +52,11 @@ def train_with_signal_in_preview(output_dir: Path, dataset: ImageDataset) -> tup
     assert isinstance(flow, RectifiedFlow)
     velocity, calls = flow.velocity, []
 
-    def stop_in_the_second_preview(*args: Any) -> Tensor:
+    def stop_in_the_second_preview(*args: Any, **settings: Any) -> Tensor:
         calls.append(1)
         if len(calls) == 12 and os.environ["RANK"] == "1":  # midpoint: 8 calls a preview
             os.kill(os.getpid(), signal.SIGTERM)
-        return velocity(*args)
+        return velocity(*args, **settings)
 
     flow.velocity = stop_in_the_second_preview  # type: ignore[method-assign,assignment]
     with stop_on_signals():
@@ -126,13 +126,13 @@ def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDatas
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
     """Train while a second run tries the same folder."""
-    run_folder.LOCK_PATIENCE = 0.2
+    folder.LOCK_TIMEOUT = 0.2
     first: Trainer = build_trainer(tiny_config(output_dir), dataset)
     second: Trainer = build_trainer(
         tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
     )
-    with first.record.holding_folder():
-        first.record.tell("running")
+    with first.run.locked():
+        first.run.write_status(running=True)
         with pytest.raises(UsageError) as problem:
             second.train()
         assert not (output_dir / "metrics.jsonl").exists()

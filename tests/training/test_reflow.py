@@ -11,11 +11,13 @@ import pytest
 import torch
 from accelerate import PartialState
 
-import train_oxford
-from rectified_flow import RectifiedFlow, RectifiedFlowConfig
-from rectified_flow.cli.reflow import inherit, open_pairs
-from rectified_flow.cli.train import build_dataset
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.reflow import open_pairs, with_teacher_flags
+from rectified_flow.cli.train import open_pictures, train_rectified_flow
 from rectified_flow.data.pair_store import PairDataset, PairWriter
+from rectified_flow.flags import command_line
+from rectified_flow.flows.rectified import RectifiedFlow
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -28,19 +30,23 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of a conditional rectified flow on tiny flowers."""
     folder = tmp_path_factory.mktemp("teacher")
     small = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults": (1, 2), "use_cfg": True}
-    config = RectifiedFlowConfig(**small, prediction="clean", train_num_steps=5, num_samples=0, output_dir=folder)  # type: ignore[arg-type]
-    run_on_ranks(1, train_oxford.main, config)
+    config = parsed(**small, prediction="clean", train_num_steps=5, num_samples=0, output_dir=folder)
+    run_on_ranks(1, train_rectified_flow, config)
     return folder
 
 
-def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> RectifiedFlowConfig:
+def parsed(**flags: Any) -> TrainRectifiedFlow:
+    return parse(TrainRectifiedFlow, "", command_line(flags))
+
+
+def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainRectifiedFlow:
     more = {"reflow_pairs": COUNT, "reflow_steps": STEPS, "num_samples": 0, "log_every": 3} | flags
-    return RectifiedFlowConfig(reflow_from=teacher, output_dir=output_dir, **more)
+    return parsed(reflow_from=teacher, output_dir=output_dir, **more)
 
 
 def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
-    config = inherit(reflow_config(teacher, output_dir, **flags))
-    return open_pairs(config, build_dataset(config)).path
+    config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
+    return open_pairs(config, open_pictures(config.data)).path
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +59,21 @@ def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDatase
 
 def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
     PartialState()
-    config = inherit(reflow_config(teacher, tmp_path, dim=512, use_cfg=False, prediction="velocity"))
-    assert (config.image_size, config.dim, config.dim_mults, config.use_cfg) == (8, 8, (1, 2), True)
-    assert (config.dataset, config.prediction) == ("synthetic-flowers", "clean")
-    assert str(config.reflow_from).endswith("checkpoints/step_00000005")
+    config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=512, use_cfg=False, prediction="velocity"))
+    network = config.network
+    assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
+    assert (config.data.dataset, config.rectified_flow.prediction) == ("synthetic-flowers", "clean")
+    assert str(config.reflow.reflow_from).endswith("checkpoints/step_00000005")
 
 
 def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: PairDataset) -> None:
     assert len(pairs) == COUNT
-    batch = pairs.__getitems__([3, 149, 70])
+    batch = pairs.batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
     flow = RectifiedFlow.from_checkpoint(teacher)
     images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
     assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
-    everything = pairs.__getitems__(range(COUNT))
+    everything = pairs.batch(range(COUNT))
     assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
     assert len(everything["noise"].flatten(1).unique(dim=0)) == COUNT
     assert 5 < len(everything["labels"].unique()) <= 12
@@ -96,7 +103,7 @@ def test_one_process_that_was_killed_draws_the_same(
 
     monkeypatch.setattr(PairWriter, "write", count)
     again = PairDataset(draw_pairs(teacher, tmp_path))
-    assert written == [64, 128], "it did not go on where it was"
+    assert written == [64, 128], "it did not resume where it was"
     assert np.array_equal(again.noise, pairs.noise)
     assert np.abs(again.images.astype(int) - pairs.images).max() <= 1  # rounding, in batches of another size
     assert np.array_equal(again.labels, pairs.labels)
@@ -117,14 +124,14 @@ def test_altered_pairs_are_drawn_again(teacher: Path, tmp_path: Path) -> None:
 
 def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) -> None:
     flags = {"pairs_dir": pairs_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
-    train_oxford.main(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
+    train_rectified_flow(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
 
 
 def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp_path: Path) -> None:
     for world_size in (1, 2):
         run_on_ranks(world_size, reflow, teacher, tmp_path / str(world_size), pairs.path, 6)
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
-    assert (description["loss"], description["prediction"]) == ("pseudo_huber", "clean")
+    assert (description["distance"], description["prediction"]) == ("pseudo_huber", "clean")
     assert description["time_distribution"] == {"kind": "UShaped", "steepness": 4.0}
     before, after = (RectifiedFlow.from_checkpoint(run) for run in (teacher, tmp_path / "1"))
     for one, two in zip(before.parameters(), after.parameters(), strict=True):
@@ -132,7 +139,7 @@ def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp
     assert list(losses(tmp_path / "1")) == [3, 6]
 
 
-def test_a_run_goes_on_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
     """The same command, though another training has gone on in the teacher's folder meanwhile, or it was removed."""
     mine = tmp_path / "teacher"
     shutil.copytree(teacher, mine)
@@ -151,10 +158,10 @@ def test_a_run_goes_on_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--reflow_from {run} --reflow_pairs 0", "--reflow_pairs is 0; it must be above 0"),
         ("--reflow_from {run} --coupling ot", "--coupling and --reflow_from exclude each other"),
         ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1", "fewer than one global batch"),
-        ("--reflow_from {run} --pairs_dir /proc/nothing", "choose a --pairs_dir"),
+        ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
         ("--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7", "were drawn with other pairs (150 there, 7 now)"),
         ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
-        ("--reflow_steps 7", "--reflow_steps is for --reflow_from"),
+        ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
     ],
 )
 def test_bad_input(teacher: Path, pairs: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from rectified_flow.training.config import TrainingConfig
 from safetensors.torch import load_file
 
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.saver import Saver
 from tests.ranks import run_on_ranks
 

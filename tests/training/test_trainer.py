@@ -13,14 +13,18 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.flows import Flow, RectifiedFlow
 from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.images import to_grid
-from rectified_flow.networks import Unet
-from rectified_flow.training import MeanFlowConfig, Trainer, TrainingConfig, accelerator
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.conditions import Labels
+from rectified_flow.networks.unet import Unet
+from rectified_flow.pictures import to_grid
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training import accelerator
 from rectified_flow.training.accelerator import choose_precision
+from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.runs import build_trainer, losses, metrics, tiny_config, train
+from tests.training.runs import Tiny, build_trainer, losses, metrics, tiny_config, train
 
 
 class Autoencoder(nn.Module):
@@ -51,7 +55,7 @@ def train_autoencoder(output_dir: Path) -> int:
 def train_on_tensors(output_dir: Path, with_labels: bool) -> None:
     images, labels = torch.rand(20, 3, 8, 8) * 2 - 1, torch.arange(20) % 4
     dataset = TensorDataset(images, labels) if with_labels else TensorDataset(images)
-    network = Unet(8, (1, 2), num_classes=4 if with_labels else None, image_size=8)
+    network = Unet(8, (1, 2), conditions={"labels": Labels(4)} if with_labels else None, image_size=8)
     Trainer(RectifiedFlow(network), dataset, tiny_config(output_dir, train_num_steps=4)).train()
 
 
@@ -109,22 +113,30 @@ def test_a_rank_with_other_weights_is_named(tmp_path: Path, flowers: ImageDatase
 
 
 def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, train_num_steps=2, use_cfg=False)
-    run_on_ranks(1, train, config, flowers)
+    """The average's file lies over the model's, as it leaves out what is frozen."""
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2), flowers, Tiny(use_cfg=False))
     network = Unet(8, (1, 2), image_size=8, attention_sides=(4,))
-    for name in ("model.safetensors", "ema.safetensors"):
-        network.load_state_dict(load_file(tmp_path / "checkpoints/step_00000002" / name))
+    model, ema = (
+        load_file(tmp_path / "checkpoints/step_00000002" / name) for name in ("model.safetensors", "ema.safetensors")
+    )
+    network.load_state_dict(model)
+    network.load_state_dict(model | ema)
+    assert model.keys() - ema.keys() == {"time_embedding.frequencies"}
 
 
-def test_precision_left_unset_is_the_launchers_then_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_left_unset_is_the_launchers_then_the_devices(
+    monkeypatch: pytest.MonkeyPatch, flowers: ImageDataset
+) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     unset, given = TrainingConfig(), TrainingConfig(mixed_precision="fp16")
     monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for made_for_it, expected in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, made=made_for_it: made)
-        assert choose_precision(unset, gpu) == choose_precision(MeanFlowConfig(), gpu) == expected
-        assert choose_precision(MeanFlowConfig(objective="alpha_flow"), gpu) == "no"
+        for tiny in (Tiny(), Tiny("mean")):
+            assert choose_precision(unset, gpu, supports_bf16=tiny.build(flowers).supports_bf16) == expected
+        finite_steps = Tiny("mean", objective="alpha_flow").build(flowers)
+        assert choose_precision(unset, gpu, supports_bf16=finite_steps.supports_bf16) == "no"
         assert choose_precision(unset, cpu) == "no"
     for launchers in ("no", "bf16"):
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launchers)
@@ -198,7 +210,7 @@ def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageD
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_trackers_go_on_with_the_same_run(tmp_path: Path, flowers: ImageDataset, tracker: str) -> None:
+def test_trackers_resume_the_same_run(tmp_path: Path, flowers: ImageDataset, tracker: str) -> None:
     run_on_ranks(1, train_tracked, tmp_path, flowers, tracker, (4, 8))
     if tracker == "wandb":
         names = [path.name.rsplit("-", 1)[1] for path in tmp_path.rglob("*.wandb")]
