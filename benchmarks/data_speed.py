@@ -22,10 +22,11 @@ from peer import PEER
 from training_speed import write_photographs
 from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow import open_dataset
+from rectified_flow.data.batches import GlobalBatch
+from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
-from rectified_flow.data.stream import GlobalBatch, StreamSampler, collate
+from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 
 FLOWERS = 8189
@@ -50,7 +51,7 @@ def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
     """Load batches like this project's Trainer."""
     pictures = open_dataset("", folder / "photographs", image_size=flags.image_size, cache_dir=folder)
     sampler = StreamSampler(len(pictures), 0, GlobalBatch(flags.batch_size), 0, 0)
-    batches = iter(DataLoader(pictures, batch_sampler=sampler, collate_fn=collate))
+    batches = iter(DataLoader(Batches(pictures), batch_sampler=sampler, collate_fn=as_they_are))
     while True:
         images = sum(len(batch["images"]) for batch in itertools.islice(batches, 500))
         turns.done(images)
@@ -78,7 +79,7 @@ def hold_store(store: Path, meet: multiprocessing.synchronize.Barrier) -> int:
     before = private_memory()
     pictures = ImageDataset(store)
     for start in range(0, len(pictures), 64):
-        pictures.__getitems__(range(start, min(start + 64, len(pictures))))
+        pictures.batch(range(start, min(start + 64, len(pictures))))
     meet.wait()  # else the pages of the last process to read would count as private
     added = private_memory() - before
     meet.wait()

@@ -18,16 +18,22 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.flows.images import random_horizontal_flip, to_grid, to_signed, write_picture
-
-from rectified_flow import Flow, checkpoint, open_dataset
-from rectified_flow.data import ImageDataset
+from rectified_flow.cli.trained import class_names
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
+from rectified_flow.evaluation.config import FeatureNetwork
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.features import FeatureNetwork
 from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.guidance import Guidance
+from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.document import data_recipe
+from rectified_flow.spaces.pixels import Pixels
+
+PIXELS = Pixels(horizontal_flip=True)
 
 
 @dataclass(frozen=True)
@@ -64,26 +70,26 @@ def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequentia
     torch.manual_seed(flags.seed)
     order = torch.randperm(len(pictures)).tolist()
     held_out, rest = order[: len(order) // 8], order[len(order) // 8 :]
-    classifier = build_classifier(pictures.num_classes or 0)
+    classifier = build_classifier(len(pictures.class_names))
     steps = flags.epochs * (len(rest) // 64)
     optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
-        batch = pictures.__getitems__([rest[(64 * step + i) % len(rest)] for i in range(64)])
-        loss = F.cross_entropy(classifier(random_horizontal_flip(to_signed(batch["images"]))), batch["labels"])
+        batch = pictures.batch([rest[(64 * step + i) % len(rest)] for i in range(64)])
+        loss = F.cross_entropy(classifier(PIXELS.augment(PIXELS.encode(batch["images"]))), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     classifier.eval()
-    unseen = pictures.__getitems__(held_out)
+    unseen = pictures.batch(held_out)
     return classifier, agreement(classifier, unseen["images"], unseen["labels"])
 
 
 @torch.no_grad()
 def agreement(classifier: nn.Module, images: Tensor, labels: Tensor) -> float:
     """The fraction of uint8 ``images`` for which the classifier predicts ``labels``."""
-    return (classifier(to_signed(images)).argmax(dim=1) == labels).float().mean().item()
+    return (classifier(PIXELS.encode(images)).argmax(dim=1) == labels).float().mean().item()
 
 
 def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Module, flags: Flags) -> dict[str, float]:
@@ -91,9 +97,10 @@ def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Modul
     how: dict[str, Any] = {"steps": flags.steps, "guidance": Guidance(scale)}
     generated = evaluator.generate(flow, **how)
     numbers = evaluator.distances(generated) | evaluator.scores(generated)
-    classes = range(flow.num_classes or 0)
-    drawn = [pictures for _, pictures in draw(flow, range(flags.num_samples), seed=flags.seed, classes=classes, **how)]
-    images = torch.cat(drawn)
+    classes = torch.arange(len(class_names(flow)))
+    wanted = range(flags.num_samples)
+    drawn = draw(flow, wanted, seed=flags.seed, conditions={"labels": classes}, **how)
+    images = torch.cat([pictures for _, pictures in drawn])
     labels = torch.arange(len(images)) % len(classes)
     rows = min(8, len(images) // len(classes))
     write_picture(flags.output_dir / f"scale-{scale:g}.png", to_grid(images[: rows * len(classes)], len(classes)))
@@ -103,11 +110,11 @@ def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Modul
 def main(flags: Flags) -> None:
     state = join_processes()
     source = checkpoint.resolve(flags.checkpoint)
-    trained = checkpoint.load_document(source, checkpoint.CONFIG_FILE)
-    path = trained["dataset_path"]
-    pictures = open_dataset(trained["dataset"], path and Path(path), image_size=trained["image_size"])
+    recipe = data_recipe(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
+    folders = {name: Path(recipe[name]) for name in ("dataset_path", "cache_dir") if recipe.get(name)}
+    pictures = open_dataset(**recipe | folders)
     flow = Flow.from_checkpoint(source)
-    if not 0 < (flow.num_classes or 0) <= flags.num_samples:
+    if not 0 < len(class_names(flow)) <= flags.num_samples:
         sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least one image per class")
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     classifier, accuracy = train_classifier(pictures, flags)

@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 
-from rectified_flow import MeanFlow, RectifiedFlow, Unet
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.mean import Objective
-from rectified_flow.networks import to_device
+from rectified_flow.flows.mean import MeanFlow, Variant
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.placing import to_device
+from rectified_flow.networks.unet import Unet
 
 OURS = "here"
 RECTIFIED = "rectified flow"
@@ -64,7 +65,7 @@ def build_ours(scheme: str, flags: Flags) -> nn.Module:
         OUR_SCHEMES[1]: lambda: MeanFlow(network, objective="mean_flow"),
         DEFAULT: lambda: MeanFlow(network),
         OUR_SCHEMES[3]: lambda: MeanFlow(network, mean_fraction=0.25),
-        OUR_SCHEMES[4]: lambda: MeanFlow(network, objective=Objective(step=lambda _progress: 0.5)),
+        OUR_SCHEMES[4]: lambda: MeanFlow(network, objective=Variant(step=lambda _progress: 0.5)),
     }
     return build[scheme]()
 
@@ -93,7 +94,7 @@ def train(who: str, scheme: str, flags: Flags, turns: Turns) -> None:
 
     def step() -> None:
         flow.zero_grad()
-        loss: Tensor = flow(images)
+        loss: Tensor = flow(images=images) if who == OURS else flow(images)
         loss.backward()
 
     turns.facts["parameters"] = sum(p.numel() for p in flow.parameters())

@@ -15,7 +15,8 @@ from torchvision.utils import make_grid, save_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow import Flow, RectifiedFlow
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
-from rectified_flow.data import ImageDataset
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.networks.conditions import Kinds
+from rectified_flow.spaces.pixels import Pixels
 
 PEER = "rectified-flow-pytorch"
 
@@ -36,18 +38,20 @@ class PeerFlow(nn.Module):
         image_size: side of the images [px].
     """
 
-    num_classes, default_steps = None, 8
+    default_steps = 8
 
     def __init__(self, dim: int, image_size: int) -> None:
         super().__init__()
         from rectified_flow_pytorch import RectifiedFlow as PeerRectifiedFlow
         from rectified_flow_pytorch import Unet as PeerUnet
 
-        self.image_shape = (3, image_size, image_size)
-        self.flow = PeerRectifiedFlow(PeerUnet(dim=dim), data_shape=self.image_shape)
+        shape = (3, image_size, image_size)
+        self.conditions: Kinds = {}
+        self.space = Pixels(shape)
+        self.flow = PeerRectifiedFlow(PeerUnet(dim=dim), data_shape=shape)
 
     @torch.no_grad()
     def sample(self, count: int, *, steps: int) -> Tensor:
-        noise = randomness.randn("sample noise", (count, *self.image_shape), "cpu")
+        noise = randomness.randn("sample noise", (count, *(self.space.shape or ())), "cpu")
         images: Tensor = self.flow.sample(count, steps=steps + 1, noise=noise)  # the peer counts times, not intervals
         return images.clamp(0, 1)

@@ -34,12 +34,19 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from peer import PEER, PeerFlow, PeerPictures
-from rectified_flow.flows.images import to_grid, write_picture
 
-from rectified_flow import RectifiedFlow, RectifiedFlowConfig, Trainer, Unet, checkpoint, open_dataset, randomness
-from rectified_flow.data import ImageDataset
+from rectified_flow import randomness
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.pictures import to_grid, write_picture
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.trainer import Trainer
 
 PEER_LAST = f"{PEER}, weights not averaged"
 OURS, OURS_EARLY = "here", "here, as many images"
@@ -155,18 +162,18 @@ def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
 # This project
 
 
-def our_config(case: Case) -> RectifiedFlowConfig:
-    return RectifiedFlowConfig(
-        image_size=IMAGE_SIZE,
-        dim=32,
-        dim_mults=(1, 2, 3),
-        dropout=0,
+def our_flow() -> RectifiedFlow:
+    network = Unet(32, (1, 2, 3), image_size=IMAGE_SIZE, attention_sides=(8,), blocks_per_level=1, dropout=0)
+    return RectifiedFlow(network, space=Pixels((3, IMAGE_SIZE, IMAGE_SIZE)))
+
+
+def our_config(case: Case) -> TrainingConfig:
+    return TrainingConfig(
         batch_size=8,
         learning_rate=2e-3,
         lr_warmup_steps=100,
         ema_decay=0.995,
         mixed_precision="no",
-        horizontal_flip=False,
         seed=case.seed,
         train_num_steps=10**6,
         num_samples=0,
@@ -186,9 +193,7 @@ def train_ours(case: Case) -> None:
     torch.set_num_threads(1)
     set_seed(case.seed)
     join_processes()
-    small: dict[str, Any] = {"attention_sides": (8,), "blocks_per_level": 1, "dropout": config.dropout}
-    network = Unet(config.dim, config.dim_mults, image_size=IMAGE_SIZE, **small)
-    trainer = Trainer(RectifiedFlow(network, horizontal_flip=config.horizontal_flip), case.pictures(), config)
+    trainer = Trainer(our_flow(), case.pictures(), config)
     budget, take = Budget(case.flags.cpu_minutes), trainer.stepper.take
 
     def take_until_the_end(batches: Any) -> None:
@@ -234,7 +239,7 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
     write_picture(known.with_name("neighbours.png"), to_grid(beside.flatten(0, 1), beside.shape[1]))
     with randomness.deterministic(randomness.Samples(case.seed, range(64))):
         pictures = flow.sample(64, steps=case.flags.calls // 2)
-    write_picture(known.with_name("grid.png"), to_grid(pictures.mul(255).round().to(torch.uint8)))
+    write_picture(known.with_name("grid.png"), to_grid(flow.space.draw(pictures)))
     result = {
         "images": images,
         "parameters": sum(p.numel() for p in flow.parameters()),

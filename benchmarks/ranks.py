@@ -22,9 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import Row, Times, describe_machine, print_rows, ratio
 
-from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
+from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.train import build_rectified_flow
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.config import DataConfig
 from rectified_flow.distributed.joining import join_processes
-from train_oxford import build_flow
+from rectified_flow.networks.config import UnetConfig
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -55,16 +60,15 @@ def measure_here(flags: Flags, write_to: Path) -> None:
     """The measurement, run in every process."""
     state = join_processes()
     torch.set_num_threads(1)
-    config = RectifiedFlowConfig(
-        image_size=flags.image_size,
-        dim=flags.dim,
+    run = TrainingConfig(
         batch_size=flags.batch_size,
         num_samples=flags.num_samples,
         sample_steps=flags.sample_steps,
         output_dir=write_to.parent / "run",
     )
+    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), UnetConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size)
-    trainer = Trainer(build_flow(config, ()), pictures, config)
+    trainer = Trainer(build_rectified_flow(config, {}), pictures, run)
     batches = trainer._warm_up_ddp(trainer._batches())
 
     def step() -> None:

@@ -20,8 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_device
 
-from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
-from train_oxford import build_flow
+from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.train import build_rectified_flow
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.config import DataConfig
+from rectified_flow.networks.config import UnetConfig
+from rectified_flow.runs.config import MixedPrecision, TrainingConfig
+from rectified_flow.training.trainer import Trainer
 
 PLAIN, UPDATE = "a plain step", "gradient clipping, optimizer and EMA update"
 STEPS, STEPS_WITH_LINE = "three steps", "three steps that log once"
@@ -35,7 +40,7 @@ class Flags:
     """Channels of the Unet at full resolution."""
     batch_size: int = 16
     """Images per step."""
-    mixed_precision: str = "no"
+    mixed_precision: MixedPrecision = "no"
     """Precision of the network."""
     compile: bool = False
     """Compile the loss."""
@@ -45,20 +50,20 @@ class Flags:
 
 def open_trainer(flags: Flags, folder: Path) -> Trainer:
     """A Trainer whose run is open for writing, in the state between two steps."""
-    config = RectifiedFlowConfig(
-        image_size=flags.image_size,
-        dim=flags.dim,
+    run = TrainingConfig(
         batch_size=flags.batch_size,
-        mixed_precision=flags.mixed_precision,  # type: ignore[arg-type]
+        mixed_precision=flags.mixed_precision,
         compile=flags.compile,
         output_dir=folder,
-        cache_dir=folder,
         num_samples=16,
     )
+    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), UnetConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size, cache_dir=folder)
-    trainer = Trainer(build_flow(config, ()), pictures, config)
-    trainer.record.folder.claim(print)
-    trainer.record.open()
+    trainer = Trainer(build_rectified_flow(config, {}), pictures, run)
+    trainer.run.folder.claim(print)
+    path = trainer.run.choose_checkpoint()
+    trainer.run._open()
+    trainer._report_start(path)
     return trainer
 
 
@@ -114,8 +119,7 @@ class Parts:
 
     def round(self) -> None:
         """Time each action once."""
-        trainer, saver = self.trainer, self.trainer.record.saver
-        assert saver is not None
+        trainer, saver = self.trainer, self.trainer.run.saver
 
         def save_and_wait() -> None:
             trainer._save()

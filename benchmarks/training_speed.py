@@ -26,11 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow import RectifiedFlowConfig, Trainer, open_dataset
+from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.train import build_rectified_flow, open_pictures
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.joining import join_processes
+from rectified_flow.networks.config import UnetConfig
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.costs import multiplication_rate
-from train_oxford import build_flow
+from rectified_flow.training.trainer import Trainer
 
 PEER_TUNED = f"{PEER}, decoded images, batch 128, bf16"
 PHOTOGRAPH = (667, 500)
@@ -67,15 +71,14 @@ def write_photographs(folder: Path, count: int) -> None:
         Image.fromarray(picture).crop((0, 0, *PHOTOGRAPH)).save(folder / f"{index:05d}.jpg", quality=90)
 
 
-def train_ours(config: RectifiedFlowConfig, turns: Turns) -> None:
+def train_ours(config: TrainRectifiedFlow, turns: Turns) -> None:
     """Train with this project's Trainer, a round of steps at a time."""
     join_processes()
-    pictures = open_dataset("", config.dataset_path, image_size=config.image_size, cache_dir=config.cache_dir)
-    flow = build_flow(config, ())
-    trainer = Trainer(flow, pictures, config)
+    flow = build_rectified_flow(config, {})
+    trainer = Trainer(flow, open_pictures(config.data), config.run)
     turns.facts["parameters"] = sum(parameter.numel() for parameter in flow.parameters())
     turns.facts["flops"] = 3 * trainer.flops
-    precision = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+    precision = torch.bfloat16 if config.run.mixed_precision == "bf16" else torch.float32
     turns.facts["rate"] = multiplication_rate(trainer.device, precision)
     take, images = trainer.stepper.take, trainer.batch.total
 
@@ -137,19 +140,13 @@ def train_peer(setup: PeerSetup, turns: Turns) -> None:
 def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, Contender]:
     """The contenders by name; those of this project are named by their precision."""
     photographs = folder / "photographs"
-    base = RectifiedFlowConfig(
-        dataset_path=photographs,
-        image_size=image_size,
-        train_num_steps=NEVER,
-        num_samples=0,
-        save_every=0,
-        resume="never",
-        cache_dir=folder / "cache",
-    )
+    data = DataConfig(dataset_path=photographs, image_size=image_size, cache_dir=folder / "cache")
+    never = TrainingConfig(train_num_steps=NEVER, num_samples=0, save_every=0, resume="never")
 
-    def ours(precision: Literal["no", "bf16"], **settings: Any) -> Contender:
+    def ours(precision: Literal["no", "bf16"], network: UnetConfig, **settings: Any) -> Contender:
         output_dir = Path(tempfile.mkdtemp(dir=folder))
-        return partial(train_ours, replace(base, mixed_precision=precision, output_dir=output_dir, **settings))
+        run = replace(never, mixed_precision=precision, output_dir=output_dir, **settings)
+        return partial(train_ours, TrainRectifiedFlow(data, network, run=run))
 
     if torch.cuda.is_available():
         shipped = PeerSetup(photographs, image_size, dim=64)
@@ -157,14 +154,14 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
         return {
             PEER: partial(train_peer, shipped),
             PEER_TUNED: partial(train_peer, tuned),
-            "bf16, compiled": ours("bf16", compile=True),
-            "bf16": ours("bf16"),
+            "bf16, compiled": ours("bf16", UnetConfig(), compile=True),
+            "bf16": ours("bf16", UnetConfig()),
         }
-    size: dict[str, Any] = {"dim": flags.dim, "batch_size": flags.batch_size}
+    small = UnetConfig(dim=flags.dim)
     return {
         PEER: partial(train_peer, PeerSetup(photographs, image_size, flags.peer_dim, flags.batch_size)),
-        "float32": ours("no", **size),
-        "bf16": ours("bf16", **size),
+        "float32": ours("no", small, batch_size=flags.batch_size),
+        "bf16": ours("bf16", small, batch_size=flags.batch_size),
     }
 
 

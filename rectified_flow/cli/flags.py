@@ -189,7 +189,7 @@ class MeasureConfig:
     feature_network: FeatureNetwork = "inception"
     """Features that pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no
     download."""
-    ema_lengths: tuple[float, ...] = ()
+    ema_lengths: Annotated[tuple[float, ...], default_is("none")] = ()
     """Evaluate power-function EMAs of these lengths (shares of the run), not the averaged weights; --power_ema."""
     seed: int = 0
     """Seed of the pictures, and of the subsets of the kernel distance."""

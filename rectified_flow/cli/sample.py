@@ -21,6 +21,7 @@ from rectified_flow.cli.trained import (
     load_average,
     load_trained,
     run_folder_of,
+    solver_name,
     solver_options,
     weights_name,
 )
@@ -145,13 +146,17 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     flow, names = plan.flow, class_names(plan.flow)
     parameters = sum(p.numel() for p in flow.parameters()) / 1e6
     steps = plan.options["steps"]
-    solver = "average velocity" if hasattr(flow, "average_velocity") else plan.options.get("solver", "midpoint")
-    intervals = f"{steps} interval{'s' * (steps > 1)}, {solver}, {config.solver.time_grid} grid"
+    solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, plan.options)
+    intervals = [
+        f"{steps} interval{'s' * (steps > 1)}",
+        *([solver] if solver else []),
+        f"{config.solver.time_grid} grid",
+    ]
     weights = weights_name(plan.source, config.pictures.ema_length)
     texts = {
         "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {weights} of {plan.source}",
         "processes": f"{state.num_processes} x {state.device.type}",
-        "solver": solver if solver == "adaptive" else intervals,
+        "solver": solver if solver == "adaptive" else ", ".join(intervals),
         "pictures": f"{config.pictures.num_samples} of {flow.space.noun}, seed {config.pictures.seed}",
     }
     if plan.classes:

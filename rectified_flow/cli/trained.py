@@ -80,6 +80,12 @@ def solver_options(config: SolverConfig, flow: Flow, source: Path) -> dict[str, 
     return options
 
 
+def solver_name(flow: Flow, options: dict[str, Any]) -> str | None:
+    """The solver that ``flow.sample`` uses with these options; None if it has one way only."""
+    default = inspect.signature(flow.sample).parameters.get("solver")
+    return None if default is None else str(options.get("solver", default.default))
+
+
 def run_folder_of(source: Path) -> Path:
     """The folder of the run that a checkpoint is of; with a --checkpoint_dir of its own, that one."""
     return source.parent.parent if source.parent.name == CHECKPOINTS else source.parent

@@ -13,8 +13,8 @@ from torch import nn
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import DescriptionError, build, describe
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
 
-FLOW_FILE = "flow.json"
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
 OWN_KINDS = ("flows.rectified", "flows.mean", "networks.unet", "spaces.pixels")

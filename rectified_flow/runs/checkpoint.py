@@ -22,7 +22,7 @@ from rectified_flow.files import flush, flush_folder, replace_file
 from rectified_flow.runs.config import CHECKPOINTS
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
-CONFIG_FILE, STATE_FILE, MANIFEST = "config.json", "trainer.json", "manifest.json"
+CONFIG_FILE, FLOW_FILE, STATE_FILE, MANIFEST = "config.json", "flow.json", "trainer.json", "manifest.json"
 STAGE_PREFIX = ".writing-"
 BEST = "best"
 

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from accelerate import Accelerator
+
 from rectified_flow.data.fingerprint import length_only
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
@@ -22,6 +24,11 @@ class RunIdentity:
     """The checkpoint or run that ``--resume`` named when the run began, or "new"."""
     precision: str = ""
     """Of the forward pass; "" in checkpoints that do not record it."""
+
+
+def precision_name(accelerator: Accelerator) -> str:
+    """The precision of a run, in words."""
+    return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
 def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:

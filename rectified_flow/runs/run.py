@@ -1,20 +1,28 @@
-"""A run while it is open: its folder, its log and its saver."""
+"""A run while it is open: what it is, its folder, its log and its saver."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
+from rectified_flow.data.fingerprint import fingerprint_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError
 from rectified_flow.flags import plain
+from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.report import Silent, line
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.document import run_document
 from rectified_flow.runs.folder import RunFolder, RunState
 from rectified_flow.runs.log import RunLog
+from rectified_flow.runs.resume import RunIdentity, choose_checkpoint, identify_run, precision_name
 from rectified_flow.runs.saver import Saver, Tensors
 from rectified_flow.runs.snapshots import drop_snapshots
 
@@ -25,8 +33,9 @@ class Run:
     Args:
         accelerator: of the run.
         config: the run's flags.
-        document: the contents of the run's ``config.json``.
-        flags: of the program that was started, for trackers; the run's flags if there was none.
+        flow: the module in training.
+        dataset: the data.
+        flags: of the program that built these parts, if a program did.
         progress: returns the steps done, and those of the whole run.
     """
 
@@ -34,14 +43,32 @@ class Run:
         self,
         accelerator: Accelerator,
         config: TrainingConfig,
-        document: Mapping[str, Any],
+        flow: nn.Module,
+        dataset: Dataset[Any],
         flags: Mapping[str, Any] | None,
         progress: Callable[[], tuple[int, int]],
     ) -> None:
-        self.accelerator, self.config, self.document, self.progress = accelerator, config, document, progress
+        self.accelerator, self.config, self.progress = accelerator, config, progress
+        self.flow, self.dataset = flow, dataset
         self.flags = plain(config) if flags is None else flags
+        self.document = run_document(config, flow, dataset, flags)
         self.folder = RunFolder(config)
         self.log, self.saver = cast(RunLog, Silent()), cast(Saver, Silent())
+
+    def choose_checkpoint(self) -> Path | None:
+        """The checkpoint to load, if there is one, on every process; from then on the run has an identity.
+
+        Raises:
+            UsageError: if resuming would mix two runs.
+        """
+        path, self.identity = on_main(self.accelerator, self._choose_checkpoint)
+        return path
+
+    def _choose_checkpoint(self) -> tuple[Path | None, RunIdentity]:
+        batch = self.config.split_batch(self.accelerator.num_processes)
+        precision = precision_name(self.accelerator)
+        run = identify_run(self.config, fingerprint_of(self.dataset), batch.total, precision)
+        return choose_checkpoint(self.config, run, len(self.dataset), self.print)  # type: ignore[arg-type]
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar."""
@@ -71,14 +98,26 @@ class Run:
             self.saver.wait()
             self.log.close()
 
-    def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> None:
-        """Write a checkpoint in the background. If the disk is full, warn and keep the previous one."""
+    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool = False) -> Path:
+        """Write a checkpoint in the background, and return where. If the disk is full, warn and keep the previous one.
+
+        Args:
+            step: optimizer steps made.
+            tensors: by file and name.
+            counters: the rest of the training state.
+            best: point the name ``best`` to it.
+        """
+        path = self.config.checkpoints / step_name(step)
         if not self.accelerator.is_main_process:
-            return
+            return path
         self.write_status(running=True)
         with suppress(OSError):  # the lines are written with later ones
             self.log.write_lines()
+        documents = {CONFIG_FILE: self.document, STATE_FILE: {**counters, "run": asdict(self.identity)}}
+        with suppress(DescriptionError):
+            documents[FLOW_FILE] = describe(self.flow)
         self.saver.save(step, tensors, documents, best=best)
+        return path
 
     def finish(self) -> dict[str, Path]:
         """Put everything on the disk and write how the run ended; returns what is where. Main process only.
@@ -110,3 +149,7 @@ class Run:
         self.log = RunLog(self.accelerator, self.config, self.document, step, warn=self.print)
         self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self.print)
         self.log.start_trackers(self.folder.run_id, self.flags)
+        try:
+            describe(self.flow)
+        except DescriptionError as error:
+            self.print(f"warning: sample.py cannot build this flow from its checkpoints: {error}")

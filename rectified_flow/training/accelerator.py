@@ -23,11 +23,6 @@ def choose_precision(config: TrainingConfig, device: torch.device, *, supports_b
     return config.mixed_precision or (inherited or fastest).lower()
 
 
-def precision_name(accelerator: Accelerator) -> str:
-    """The precision of a run, in words."""
-    return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-
-
 def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> Accelerator:
     """The run's Accelerator.
 

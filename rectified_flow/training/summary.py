@@ -6,7 +6,7 @@ from torch import nn
 from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.report import lines
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.accelerator import precision_name
+from rectified_flow.runs.resume import precision_name
 
 
 def summarize(

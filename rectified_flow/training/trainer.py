@@ -1,7 +1,7 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
-from rectified_flow.data.fingerprint import fingerprint_of
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.collectives import (
     any_rank,
@@ -24,19 +23,15 @@ from rectified_flow.distributed.collectives import (
 from rectified_flow.distributed.joining import STARTUP_TIMEOUT
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.saved import FLOW_FILE, network_of
+from rectified_flow.flows.saved import network_of
 from rectified_flow.interruption import defer_signals, stop_requested
 from rectified_flow.networks.placing import to_device
 from rectified_flow.progress import progress_bar
-from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.report import line
-from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import data_description, run_document
-from rectified_flow.runs.resume import choose_checkpoint, identify_run
+from rectified_flow.runs.document import data_description
 from rectified_flow.runs.run import Run
-from rectified_flow.training.accelerator import build_accelerator, precision_name
+from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.averages import PowerAverages, constant_average
 from rectified_flow.training.batches import checked, load, paired
 from rectified_flow.training.callbacks import Callback
@@ -111,16 +106,11 @@ class Trainer:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
-        if optimizer is None:
-            # A fused step under a scaler does not say whether it was skipped.
-            fused = self.accelerator.scaler is None
-            built = build_optimizer(config, parameters.values(), fused=fused)
-        else:
-            built = optimizer(parameters.values())
-        wrapped, prepared = self.accelerator.prepare(flow, built)
+        # A fused step under a scaler does not say whether it was skipped.
+        build = optimizer or partial(build_optimizer, config, fused=self.accelerator.scaler is None)
+        wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.values())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        document = run_document(config, flow, dataset, flags)
-        self.run = Run(self.accelerator, config, document, flags, lambda: (self.state.step, self.total_steps))
+        self.run = Run(self.accelerator, config, flow, dataset, flags, lambda: (self.state.step, self.total_steps))
         schedule = lr_schedule or build_schedule(config)
         arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
@@ -145,7 +135,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_setup(self)
         with defer_signals(), self.run.locked():
-            path, self.identity = on_main(self.accelerator, self._choose_checkpoint)
+            path = self.run.choose_checkpoint()
             if path is not None:
                 self._load(path)
             if self.state.step >= self.total_steps:
@@ -201,11 +191,6 @@ class Trainer:
 
     # Before the first step
 
-    def _choose_checkpoint(self) -> tuple[Path | None, Any]:
-        precision = precision_name(self.accelerator)
-        run = identify_run(self.config, fingerprint_of(self.dataset), self.batch.total, precision)
-        return choose_checkpoint(self.config, run, self.length, self.run.print)
-
     def _load(self, path: Path) -> None:
         self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
@@ -216,11 +201,6 @@ class Trainer:
         self.run.print(summarize(self.config, self.accelerator, self.flow, self.flops, data, self.length))
         if path is not None:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
-        try:
-            self._description = {FLOW_FILE: describe(self.flow)}
-        except DescriptionError as error:
-            self._description = {}
-            self.run.print(f"warning: sample.py cannot build this flow from its checkpoints: {error}")
 
     def _batches(self) -> Iterator[Batch]:
         rank, position = self.accelerator.process_index, self.state.images_seen
@@ -288,11 +268,10 @@ class Trainer:
         check_equal_weights(self.accelerator, self.state.parameters.values())
         state, best = self.state, self._is_best
         self._is_best = False
-        counters = state.counters(gather_scalars(self.accelerator, state.sums)) | {"run": asdict(self.identity)}
-        documents = {checkpoint.CONFIG_FILE: self.run.document, checkpoint.STATE_FILE: counters, **self._description}
-        self.run.save(state.step, state.tensors(), documents, best=best)
+        counters = state.counters(gather_scalars(self.accelerator, state.sums))
+        path = self.run.save(state.step, state.tensors(), counters, best=best)
         for callback in self.callbacks:
-            callback.on_checkpoint(self, self.config.checkpoints / step_name(state.step))
+            callback.on_checkpoint(self, path)
 
     def _progress_bar(self) -> "tqdm[Any]":
         return progress_bar(
