@@ -15,6 +15,8 @@ from rectified_flow.flags import command_line, names, plain
 from rectified_flow.runs.document import program_flags, read_document
 
 C = TypeVar("C")
+EXCLUSIVE = (("train_num_steps", "num_epochs"),)
+"""Flags of which one on the command line overrides the other in the file of ``--config``."""
 
 
 def parse(config_class: type[C], description: str, arguments: Sequence[str] | None = None, *, quiet: bool = False) -> C:
@@ -61,7 +63,9 @@ def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
     unknown = [name for name in flags if name not in names(config_class)]
     if unknown:
         raise UsageError(f"--config {path} sets {', '.join(unknown)}, which this program has no flag for")
-    return command_line(flags)
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
+    overridden = {other for pair in EXCLUSIVE for flag, other in (pair, pair[::-1]) if flag in given}
+    return command_line({name: value for name, value in flags.items() if name not in overridden})
 
 
 def _usage_error(error: BaseException | None) -> UsageError | None:

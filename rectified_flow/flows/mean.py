@@ -80,7 +80,7 @@ class MeanFlow(Flow):
         time_distribution: of ``t``.
         earlier_distribution: of ``r``, which is ``t`` where it comes out later.
         guidance_scale: of the velocity that is learned, inside the target (arXiv:2505.13447, section 4.2); needs a
-            network with classes and ``label_dropout``. Rows without a label are left alone.
+            network with conditions and ``condition_dropout``. Rows without conditions are left alone.
         guidance_mixing: how much of the network's own conditional velocity is in the target; the effective scale is
             ``guidance_scale / (1 - guidance_mixing)``.
         settings: those of :class:`Flow`.

@@ -28,7 +28,7 @@ class TrainingState:
         ema: its average of constant decay, or None.
         power: its power-function averages, or None.
         optimizer: over ``parameters``, as prepared by Accelerate.
-        parameters: the trained parameters by name, in the optimizer's order.
+        parameters: the trained parameters by name.
     """
 
     def __init__(
@@ -142,9 +142,12 @@ class TrainingState:
 
     def _load_moments(self, moments: Mapping[str, Any]) -> None:
         """Restore them, each in the memory format of its parameter, which the fused update takes for granted."""
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        # The optimizer numbers them group by group.
+        ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         numbered: dict[int, dict[str, Any]] = {}
-        for index, (name, parameter) in enumerate(self.parameters.items()):
-            prefix = f"{name}."
+        for index, parameter in enumerate(ordered):
+            prefix = f"{names[id(parameter)]}."
             numbered[index] = {
                 key.removeprefix(prefix): _like(parameter, value)
                 for key, value in moments.items()
