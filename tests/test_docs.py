@@ -1,0 +1,400 @@
+"""README.md and docs/: each command runs or is marked as not run, each flag, import, link and anchor exists.
+
+A bash block of a page is run, unless the line before it is ``<!-- not run: REASON -->``. A python block is compiled and
+its imports are checked, and it is run if the line before it is ``<!-- run -->``. The blocks of a page run in order, in
+one folder. Programs run with tiny flags appended, as a later flag wins.
+"""
+
+import ast
+import importlib
+import os
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from string import Template
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.data import catalog
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import names
+from tests.programs import program
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGS: dict[str, type] = {
+    "train_oxford.py": TrainRectifiedFlow,
+    "train_mean_flow.py": TrainMeanFlow,
+    "sample.py": SampleConfig,
+    "evaluate.py": EvaluateConfig,
+}
+CONSOLE_COMMANDS = {
+    "rectified-flow-train": "train_oxford.py",
+    "rectified-flow-train-mean-flow": "train_mean_flow.py",
+    "rectified-flow-sample": "sample.py",
+    "rectified-flow-evaluate": "evaluate.py",
+}
+LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
+RUN_ELSEWHERE = {
+    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_from_another_folder",
+    "scripts/validate_setup.py": "tests/launch/test_programs.py::test_validate_setup",
+}
+"""Commands that need no mark, as that test runs them."""
+ONLY_PARSED = {"--import": "the module is the reader's own"}
+"""Flags of commands that are parsed and not run, and why."""
+LAUNCHER_FLAGS = {
+    "cpu",
+    "main_process_port",
+    "max_restarts",
+    "nproc_per_node",
+    "num_processes",
+    "requeue",
+    "standalone",
+}
+"""Flags of torchrun, accelerate launch and Slurm that prose mentions."""
+
+TINY_TRAINING = (
+    "--dataset_path pictures --image_size 8 --dim 8 --dim_mults 1 2 --batch_size 4 --gradient_accumulation_steps 1"
+    " --num_samples 2 --sample_steps 1 --sample_every 0 --save_every 0 --log_with none --no_compile"
+)
+TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"
+EVALUATION = "--evaluate_every 2 --evaluation_samples 4 --feature_network efficientnet_lite0"
+TINY_IF_GIVEN = {
+    "--global_batch_size": "--global_batch_size 4",
+    "--num_epochs": "--num_epochs 0.1",
+    "--evaluate_every": EVALUATION,
+    "--reflow_from": "--reflow_pairs 4 --reflow_steps 1",
+}
+DEFAULT_OUTPUT = "runs/rectified-flow"
+CLASSES = ("daisy", "rose", "sunflower")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    mark: str
+    line: int
+    text: str
+
+    @property
+    def is_run(self) -> bool:
+        return not self.mark.startswith("not run:")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of a bash block: words up to a pipe or ``&&``, without the variables set in front of them."""
+
+    words: list[str]
+    is_run: bool
+    line: int
+    variables: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {' '.join(self.words)}"
+
+    @property
+    def script(self) -> str:
+        """What a reader starts: a script of this project, without ``python`` in front, or the first word."""
+        words = self.words[1:] if self.words[0] == "python" else self.words
+        return CONSOLE_COMMANDS.get(words[0], words[0]) if words else "python"
+
+    @property
+    def program(self) -> tuple[str, list[str]] | None:
+        """The program that this starts at last, directly or by a launcher, and its flags."""
+        if self.script == LAUNCH_SCRIPT:
+            flags = self.words[1:]
+            flags = flags[1:] if flags and flags[0].isdecimal() else flags
+            if "--max_restarts" in flags:
+                at = flags.index("--max_restarts")
+                flags = flags[:at] + flags[at + 2 :]
+            return self.variables.get("PROGRAM", "train_oxford.py"), flags
+        for at, word in enumerate(self.words):
+            name = CONSOLE_COMMANDS.get(word, word)
+            if name in CONFIGS:
+                return name, self.words[at + 1 :]
+        return None
+
+
+def blocks_of(text: str) -> Iterator[Block]:
+    for found in re.finditer(r"(?:^<!-- ([^\n]*) -->\n)?^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(found[2], found[1] or "", text[: found.start()].count("\n") + 1, found[3])
+
+
+def prose_of(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands_of(text: str) -> Iterator[Command]:
+    """The commands of all bash blocks."""
+    for block in blocks_of(text):
+        yield from commands_in(block)
+
+
+def commands_in(block: Block) -> Iterator[Command]:
+    """The commands of a bash block, with the variables that earlier lines set."""
+    variables: dict[str, str] = {}
+    for written in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else []:
+        expanded = Template(written).safe_substitute(variables)
+        for part in [expanded] if "$(" in expanded else re.split(r" (?:&&|\|\|?|;) ", expanded):
+            words = shlex.split(part, comments=True)
+            own: dict[str, str] = {}
+            while words and re.match(r"\w+=", words[0]):
+                name, _, value = words.pop(0).partition("=")
+                own[name] = value
+            if words:
+                yield Command(words, block.is_run, block.line, own)
+            else:
+                variables |= own
+
+
+# What is wrong with a page
+
+
+def unknown_commands(text: str) -> list[str]:
+    """Commands that nothing runs and no mark excuses."""
+    return [
+        str(each)
+        for each in commands_of(text)
+        if each.is_run and each.script not in CONFIGS and each.script not in RUN_ELSEWHERE
+    ]
+
+
+def unknown_flags(text: str) -> list[str]:
+    """Commands with a flag, or a value of it, that does not exist, marked or not; and flags in prose."""
+    wrong = [str(each) for each in commands_of(text) if not _is_valid(each)]
+    known = LAUNCHER_FLAGS | {"help"} | {name for config in CONFIGS.values() for name in names(config)}
+    for file in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+        known |= _fields(file)
+    mentioned = re.findall(r"(?<![\w-])--([a-z]\w*)", prose_of(text))
+    return wrong + [f"--{name} in prose" for name in mentioned if name.removeprefix("no_") not in known]
+
+
+def _is_valid(command: Command) -> bool:
+    if command.program is not None:
+        name, flags = command.program
+        if "--config" in flags:  # its file need not exist here
+            at = flags.index("--config")
+            flags = flags[:at] + flags[at + 2 :]
+        try:
+            parse(CONFIGS[name], "", flags, quiet=True)
+        except SystemExit as end:
+            return not end.code
+        except UsageError:
+            return False
+        return True
+    if command.words[0] == "make":
+        return re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) is not None
+    if command.script.startswith(("benchmarks/", "scripts/")):
+        file = ROOT / command.script
+        given = {word[2:].partition("=")[0] for word in command.words if word.startswith("--")}
+        return file.exists() and {name.removeprefix("no_") for name in given} <= _fields(file)
+    return True
+
+
+def _fields(file: Path) -> set[str]:
+    """The fields of all classes in a file, which are its flags."""
+    tree = ast.walk(ast.parse(file.read_text()))
+    return {each.target.id for each in tree if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+
+
+def broken_imports(text: str) -> list[str]:
+    """Python blocks that do not compile, or import what does not exist."""
+    wrong = []
+    for block in blocks_of(text):
+        if block.language != "python":
+            continue
+        try:
+            tree = ast.parse(block.text)
+        except SyntaxError as error:
+            wrong.append(f"line {block.line}: {error}")
+            continue
+        for each in ast.walk(tree):
+            modules = [name.name for name in each.names] if isinstance(each, ast.Import) else []
+            if isinstance(each, ast.ImportFrom) and each.module:
+                modules = [f"{each.module}:{name.name}" for name in each.names]
+            wrong += [f"line {block.line}: {name}" for name in modules if not _exists(name)]
+    return wrong
+
+
+def _exists(name: str) -> bool:
+    module, _, attribute = name.partition(":")
+    try:
+        found = importlib.import_module(module)
+        return (
+            not attribute or hasattr(found, attribute) or importlib.import_module(f"{module}.{attribute}") is not None
+        )
+    except ImportError:
+        return False
+
+
+def dead_links(text: str, page: Path) -> list[str]:
+    """Relative links to files or headings that do not exist."""
+    wrong = []
+    for link in re.findall(r"\[[^\]]*\]\(\s*([^)\s]+)\s*\)", prose_of(text)):
+        if re.match(r"\w+:", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        there = text if target == page else target.read_text() if target.suffix == ".md" and target.exists() else ""
+        if not (target == page or target.exists()) or (anchor and anchor not in _anchors(there)):
+            wrong.append(link)
+    return wrong
+
+
+def _anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(text), re.MULTILINE)
+    shown = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in shown}
+
+
+pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+
+
+@pages
+def test_nothing_on_the_page_is_unknown_to_the_code(page: Path) -> None:
+    text = page.read_text()
+    assert unknown_commands(text) == []
+    assert unknown_flags(text) == []
+    assert broken_imports(text) == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))], ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    assert dead_links(page.read_text(), page) == []
+
+
+def test_the_console_commands_are_those_of_the_package() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert {name: f"{where.partition(':')[2]}.py" for name, where in scripts.items()} == CONSOLE_COMMANDS
+
+
+@pytest.mark.parametrize("test", RUN_ELSEWHERE.values())
+def test_commands_that_other_tests_run_are_run_there(test: str) -> None:
+    file, _, function = test.partition("::")
+    assert f"def {function}(" in (ROOT / file).read_text()
+
+
+@pytest.mark.parametrize(
+    ("language", "mark", "body", "expected"),
+    [
+        ("bash", "", "rm -rf runs", ["line 1: rm -rf runs"]),
+        ("bash", "<!-- not run: why not -->\n", "rm -rf runs", []),
+        (
+            "bash",
+            "",
+            "python train_oxford.py --dim 8\\\n  --lerning_rate 1",
+            ["line 1: python train_oxford.py --dim 8"],
+        ),
+        ("bash", "<!-- not run: slow -->\n", "torchrun train_oxford.py --dmi 8", ["line 1: torchrun train_oxford.py"]),
+        ("bash", "", 'SAME="--dmi 8"\npython sample.py $SAME', ["line 1: python sample.py --dmi 8"]),
+        ("bash", "", "rectified-flow-sample --solver ueler", ["line 1: rectified-flow-sample"]),
+        ("bash", "<!-- not run: slow -->\n", "make deom", ["line 1: make deom"]),
+        ("bash", "<!-- not run: slow -->\n", "python benchmarks/steps.py --line a", ["line 1: python benchmarks"]),
+        ("python", "", "from rectified_flow import Trainre", ["line 1: rectified_flow:Trainre"]),
+        ("python", "", "x = = 1", ["line 1: invalid syntax"]),
+    ],
+)
+def test_what_is_wrong_in_a_block_is_found(language: str, mark: str, body: str, expected: list[str]) -> None:
+    text = f"{mark}```{language}\n{body}\n```\n"
+    found = unknown_commands(text) + unknown_flags(text) + broken_imports(text)
+    assert len(found) == len(expected)
+    assert all(each.startswith(start) for each, start in zip(found, expected, strict=True))
+
+
+def test_what_is_wrong_in_prose_is_found() -> None:
+    text = "# A `title`, here\n\n[a](README.md) [b](#a-title-here) [c](no.md) [d](README.md#no) `--dim` `--dmi 1`"
+    assert dead_links(text, ROOT / "page.md") == ["no.md", "README.md#no"]
+    assert unknown_flags(text) == ["--dmi in prose"]
+
+
+# What runs
+
+
+def tiny(name: str, flags: list[str]) -> list[str]:
+    """The flags of a command with tiny ones after them."""
+    flags = [re.sub(r"step_\d{8}", "step_00000002", each) for each in flags]
+    if name == "sample.py":
+        steps = [] if "adaptive" in flags else ["--steps", "1"]
+        return [*flags, "--num_samples", "2", *steps]
+    if name == "evaluate.py":
+        lengths = ["--ema_lengths", "0.1"] if "--ema_lengths" in flags else []
+        return [*flags, *TINY_EVALUATION.split(), *lengths]
+    more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
+    length = [] if "--num_epochs" in flags else ["--train_num_steps", "2"]
+    return [*flags, *TINY_TRAINING.split(), *length, *" ".join(more).split()]
+
+
+def run_command(name: str, flags: list[str], folder: Path) -> None:
+    """As a rank of its own; training starts anew, unless it resumes or only prints."""
+    if name.startswith("train") and not {"--config", "--resume", "--dry_run", "--help"} & set(flags):
+        where = flags[flags.index("--output_dir") + 1] if "--output_dir" in flags else DEFAULT_OUTPUT
+        shutil.rmtree(folder / where, ignore_errors=True)
+    [(code, output)] = run_on_ranks(1, _in_folder, name, tiny(name, flags), folder)
+    assert code == 0, f"{name} {' '.join(flags)}\n{output}"
+
+
+def _in_folder(name: str, flags: list[str], folder: Path) -> tuple[int, str]:
+    os.chdir(folder)
+    return program(name, flags)
+
+
+def run_example(code: str, folder: Path) -> None:
+    """As a rank of its own; training starts anew where an example names no folder."""
+    shutil.rmtree(folder / DEFAULT_OUTPUT, ignore_errors=True)
+    run_on_ranks(1, _execute, code, folder)
+
+
+def _execute(code: str, folder: Path) -> None:
+    os.chdir(folder)
+    setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- of a few flowers
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with pictures of some classes, a run that takes labels, and one that does not."""
+    folder = tmp_path_factory.mktemp("docs")
+    generator = np.random.default_rng(0)
+    for name in CLASSES:
+        (folder / "pictures" / name).mkdir(parents=True)
+        for number in range(4):
+            picture = Image.fromarray(generator.integers(256, size=(8, 8, 3), dtype=np.uint8))
+            picture.save(folder / "pictures" / name / f"{number}.png")
+    picture.save(folder / "cat.jpg")
+    run_command("train_oxford.py", [], folder)
+    run_command("train_oxford.py", ["--use_cfg", "--power_ema", "--output_dir", "runs/flowers"], folder)
+    return folder
+
+
+def test_what_does_not_run_is_found(prepared: Path) -> None:
+    with pytest.raises(AssertionError, match="there is no checkpoint at runs/nowhere"):
+        run_command("sample.py", ["--checkpoint", "runs/nowhere"], prepared)
+    with pytest.raises(AssertionError, match="ZeroDivisionError"):
+        run_on_ranks(1, _execute, "1 / 0", prepared)
+
+
+@pages
+def test_the_blocks_of_a_page_run(page: Path, prepared: Path, tmp_path: Path) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    for block in blocks_of(page.read_text()):
+        if (block.language, block.mark) == ("python", "run"):
+            run_example(block.text, tmp_path)
+        for command in commands_in(block):
+            if command.is_run and command.script in CONFIGS and not ONLY_PARSED.keys() & set(command.words):
+                assert command.program is not None
+                run_command(*command.program, tmp_path)
