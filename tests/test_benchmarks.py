@@ -1,5 +1,6 @@
-"""The benchmarks' clockwork: whose turn it is, and where the table goes."""
+"""The benchmarks: whose turn it is, where the table goes, and that each one still runs."""
 
+import importlib
 import sys
 import time
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from turns import Times, Turns, ratio, take_turns
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
 def work(seconds: float, log: Path, turns: Turns) -> None:
@@ -39,7 +42,7 @@ def test_turns_alternate_and_are_timed(tmp_path: Path) -> None:
 
 
 def test_who_leaves_early_is_named() -> None:
-    with pytest.raises(RuntimeError, match="deserter ended before its time"):
+    with pytest.raises(RuntimeError, match="deserter ended too early"):
         take_turns({"deserter": leave}, rounds=2)
 
 
@@ -57,3 +60,26 @@ def test_a_machines_table_takes_the_place_of_its_last(tmp_path: Path) -> None:
     write_table("processor", "| other |", page)
     write_table("card (8 GB)", "| new |", page)
     assert page.read_text() == "# Benchmarks\n\nText.\n\n## card (8 GB)\n\n| new |\n\n## processor\n\n| other |\n"
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))
+def test_every_benchmark_imports(name: str) -> None:
+    """Without the peer, which only ``pip install -e .[benchmark]`` brings."""
+    importlib.import_module(name)
+
+
+def test_a_tiny_table_of_the_parts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import step_parts
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RECTIFIED_FLOW_CACHE", str(tmp_path))
+    rows = step_parts.measure_rows(step_parts.Flags(image_size=8, dim=8, batch_size=2, rounds=1))
+    assert len(rows) == 6
+    assert {row.against for row in rows} == {step_parts.PLAIN, step_parts.STEPS}
+
+
+def test_a_tiny_comparison_of_mean_flow_steps() -> None:
+    import mean_flow
+
+    [row] = mean_flow.measure_rows(mean_flow.Flags(image_size=8, batch_size=2, dim=8, rounds=1))
+    assert row.against == "rectified flow step"

@@ -97,7 +97,7 @@ class Halves(nn.Module):
 
     @property
     def values(self) -> list[float]:
-        return [float(each.mean()) for each in (self.frozen, self.trained, self.count)]  # type: ignore[operator,arg-type]
+        return [value.mean().item() for value in self.state_dict().values()]
 
 
 def test_averages_are_loaded_over_the_model(tmp_path: Path) -> None:

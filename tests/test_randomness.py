@@ -1,5 +1,7 @@
 """Draws are a function of (seed, purpose, step) and of the row, of nothing else."""
 
+from contextlib import suppress
+
 import pytest
 import torch
 
@@ -67,12 +69,13 @@ def test_plain_torch_draws_inside_differ_by_part_and_step_and_come_again() -> No
 def test_generators_are_restored_after_an_error_and_blocks_nest() -> None:
     state = torch.get_rng_state()
     outer, inner = BatchRows(1, 2, 4, slice(None)), Samples(5, [3])
-    with pytest.raises(OSError, match="broken"), deterministic(outer):
+    with suppress(OSError), deterministic(outer):
         before = randomness.randn("noise", (4, 2), CPU)
-        with deterministic(inner):
+        with suppress(OSError), deterministic(inner):
             randomness.randn("noise", (1, 2), CPU)
+            raise OSError
         assert torch.equal(randomness.randn("noise", (4, 2), CPU), before)
-        raise OSError("broken")
+        raise OSError
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(0)
     one = randomness.randn("noise", (4, 2), CPU)

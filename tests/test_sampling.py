@@ -15,9 +15,9 @@ from rectified_flow.cli.sample import sample
 from rectified_flow.errors import RunError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.pictures import write_picture
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
 from tests.flows.test_saved import FLOWS, write
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks

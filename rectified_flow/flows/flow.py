@@ -181,4 +181,4 @@ def _groups(conditions: Values) -> Tensor | None:
     if not conditions:
         return None
     columns = torch.cat([values.reshape(len(values), -1).double() for values in conditions.values()], dim=1)
-    return columns.nan_to_num().unique(dim=0, return_inverse=True)[1]
+    return columns.nan_to_num(nan=1e300).unique(dim=0, return_inverse=True)[1]

@@ -12,10 +12,13 @@ from PIL import Image
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.flags import EvaluateConfig
+from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features
-from rectified_flow.flows.saved import FLOW_FILE
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.document import data_recipe, run_document
 from rectified_flow.runs.snapshots import keep_snapshots
 from rectified_flow.training.averages import PowerAverages
 from tests.flows.test_saved import FLOWS
@@ -35,13 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         picture.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
     flow = FLOWS["rectified"]()
-    config = {
-        "dataset": "unused",
-        "dataset_path": str(folder / "pictures"),
-        "image_size": 8,
-        "cache_dir": str(folder / "cache"),
-        "skip_broken_images": False,
-    }
+    dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
+    config = run_document(TrainingConfig(), flow, dataset, None)
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config})
     return folder
@@ -152,6 +150,14 @@ def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(UsageError, match=f"--feature_network {name} .*pip install"):
             load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_the_training_pictures_of_a_run_of_version_0_1_are_found(run: Path) -> None:
+    """Its config.json had nothing but flags."""
+    new = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
+    recipe = {name: value for name, value in data_recipe(new).items() if name != "split"}
+    assert data_recipe({**recipe, "dim": 64, "use_cfg": True, "seed": 0}) == recipe
+    assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}) == {}
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

@@ -13,12 +13,13 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow, Variant
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.saved import FLOW_FILE, load_flow, network_of
+from rectified_flow.flows.saved import load_flow, network_of
 from rectified_flow.flows.timesteps import LogitNormal, Uniform
 from rectified_flow.networks.conditions import Labels, Vector
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import DescriptionError, register
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 

@@ -1,0 +1,187 @@
+"""Kinds by name: what is described is built again, and nothing else is ever built or imported."""
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow import registry
+from rectified_flow.errors import UsageError
+from rectified_flow.registry import DescriptionError, arguments_of, build, describe, is_registered, register
+
+
+@pytest.fixture(autouse=True)
+def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_KINDS", {})
+    for kind in (Wheel, Vehicle, Car):
+        register(kind)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    spokes: int = 8
+
+
+class Vehicle:
+    def __init__(self, *, name: str | None = None, speed: float = 1.0) -> None:
+        self.name, self.speed = name, speed
+
+
+class Car(Vehicle):
+    def __init__(self, wheels: Any = (), *, spare: Wheel | None = None, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.wheels, self.spare = wheels, spare
+
+
+class Lorry(Car):
+    """Without a constructor of its own."""
+
+
+def there_and_back(value: Any) -> Any:
+    return build(json.loads(json.dumps(describe(value))))
+
+
+def test_nested_kinds_come_back_with_the_settings_of_the_base_class() -> None:
+    car = Car([Wheel(3), Wheel()], spare=Wheel(5), name="beetle", speed=2.5)
+    assert arguments_of(Car) == ["wheels", "spare", "name", "speed"]
+    back = there_and_back(car)
+    assert type(back) is Car
+    assert vars(back) == vars(car)
+    assert describe(back) == describe(car)
+
+
+def test_kinds_in_mappings_and_plain_data_come_back() -> None:
+    wheels = {"front": Wheel(3), "rest": {"count": 2, "names": ["left", None, True, 0.5]}}
+    assert there_and_back(Car(wheels)).wheels == wheels
+
+
+def test_a_kind_without_a_constructor_has_that_of_its_base() -> None:
+    register(Lorry)
+    back = there_and_back(Lorry([Wheel()], speed=3.0))
+    assert type(back) is Lorry
+    assert (back.wheels, back.speed) == ([Wheel()], 3.0)
+
+
+def test_a_kind_without_arguments() -> None:
+    @register
+    class Empty:
+        pass
+
+    assert describe(Empty()) == {"kind": "Empty"}
+    assert isinstance(there_and_back(Empty()), Empty)
+
+
+def test_a_registered_class_is_left_as_it_is() -> None:
+    assert register(Wheel) is Wheel
+    assert is_registered(Wheel())
+    assert not is_registered(Lorry())
+    assert not is_registered(object())
+
+
+def test_a_subclass_that_is_not_registered_is_not_described_as_its_base() -> None:
+    with pytest.raises(DescriptionError, match=r"Lorry is not registered.*decorate the class with @rectified_flow"):
+        describe(Lorry())
+
+
+def test_an_unknown_kind_is_told_in_a_sentence() -> None:
+    with pytest.raises(UsageError) as told:
+        build({"kind": "Bicycle"})
+    assert str(told.value).count("\n") == 0
+    assert "Bicycle" in str(told.value)
+    assert "--import MODULE" in str(told.value)
+
+
+@pytest.mark.parametrize("name", ["os.system", "system", "subprocess.Popen", "imported_by_nobody.Kind", "eval",
+                                  "print", "builtins.exec", "__import__", "object", "type", "nn.Linear"])  # fmt: skip
+@pytest.mark.parametrize("nested", [False, True])
+def test_nothing_is_imported_or_called_because_a_file_names_it(
+    name: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = tmp_path / "called"
+    (tmp_path / "imported_by_nobody.py").write_text(f"open({str(trace)!r}, 'w')\nclass Kind: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(os, "system", lambda _command: trace.touch())
+    before = set(sys.modules)
+    evil = {"kind": name, "command": f"touch {trace}"}
+    with pytest.raises(DescriptionError, match="is not registered: pass --import MODULE"):
+        build({"kind": "Car", "wheels": [evil]} if nested else evil)
+    assert set(sys.modules) == before
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["Wheel"], {"kind": "Wheel"}])
+def test_a_kind_that_is_no_name(kind: Any) -> None:
+    with pytest.raises(DescriptionError, match="is not registered"):
+        build({"kind": kind})
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    class Other:
+        pass
+
+    Other.__name__ = "Wheel"
+    with pytest.raises(ValueError, match=r"Wheel is registered already, by tests\.test_registry: choose another name"):
+        register(Other)
+    assert isinstance(build({"kind": "Wheel"}), Wheel)
+
+
+def test_a_module_that_is_imported_twice_may_register_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program is imported as ``__main__``, and by its name where processes are spawned."""
+    (tmp_path / "twice.py").write_text("from rectified_flow.registry import register\n@register\nclass Boat: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = []
+    for _ in range(2):
+        found.append(importlib.import_module("twice").Boat)
+        del sys.modules["twice"]
+    assert found[0] is not found[1]
+    assert isinstance(build({"kind": "Boat"}), found[1])
+
+
+def test_an_argument_without_an_attribute_is_named() -> None:
+    @register
+    class Forgetful:
+        def __init__(self, kept: int, lost: int) -> None:
+            self.kept = kept
+
+    with pytest.raises(DescriptionError, match=r"Forgetful\.lost does not exist: keep each constructor argument"):
+        describe(Forgetful(1, 2))
+
+
+@pytest.mark.parametrize("value", [object(), {1: 2}, {3}, b"bytes", [Lorry()], lambda: None])
+def test_what_is_neither_registered_nor_plain_is_named(value: object) -> None:
+    with pytest.raises(DescriptionError, match=r"Car\.wheels is a \w+, neither plain data nor registered"):
+        describe(Car(value))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"kind": "Wheel", "spooks": 3},
+        {"kind": "Car", "speed": 1.0, "colour": "red"},
+        {"kind": "Needy"},
+        {"kind": "Needy", "number": "text"},
+        {"kind": "Needy", "number": 0},
+    ],
+)
+def test_arguments_that_do_not_fit_are_told_with_their_kind(description: dict[str, Any]) -> None:
+    @register
+    class Needy:
+        def __init__(self, number: int) -> None:
+            self.number = 1 / number
+
+    with pytest.raises(DescriptionError, match=f"{description['kind']} cannot be built from its description"):
+        build(description)
+
+
+def test_the_packages_own_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    import rectified_flow
+
+    for name in ("Labels", "MeanFlow", "Pixels", "RectifiedFlow", "Unet", "Vector"):
+        assert registry._KINDS[name] is getattr(rectified_flow, name)
