@@ -99,7 +99,9 @@ def _plain(value: object, name: str) -> Any:
         return {key: _plain(each, name) for key, each in value.items()}
     if value is inspect.Parameter.empty:
         raise DescriptionError(f"{name} does not exist: keep each constructor argument in an attribute of its name")
-    raise DescriptionError(f"{name} is a {type(value).__name__}, neither plain data nor registered by @rectified_flow.register")
+    raise DescriptionError(
+        f"{name} is a {type(value).__name__}, neither plain data nor registered by @rectified_flow.register"
+    )
 
 
 def _built(value: Any) -> Any:

@@ -12,7 +12,7 @@ OXFORD_FLOWERS = "nelorth/oxford-flowers"
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Pictures, as :func:`rectified_flow.open_dataset` opens them."""
+    """The training pictures."""
 
     dataset: str = OXFORD_FLOWERS
     """Hub id of a dataset with an image column, or synthetic-flowers, which needs no download."""

@@ -42,7 +42,7 @@ class TrainingConfig:
     lr_warmup_steps: int = 500
     """Optimizer steps over which the learning rate rises from 0."""
     lr_decay: LrDecay = "none"
-    """Decay after the warm-up: cosine to 0 at the end of the run, or rsqrt, with the square root of the steps."""
+    """Decay after the warm-up: cosine towards 0 at the end of the run, or rsqrt, with the square root of the steps."""
     adam_betas: tuple[float, float] = (0.9, 0.99)
     """Decay of AdamW's averages of the gradient and of its square."""
     weight_decay: float = 0.0

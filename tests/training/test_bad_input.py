@@ -187,7 +187,8 @@ def test_a_seed_too_large() -> None:
 def test_another_seed_batch_or_precision_is_told(tmp_path: Path, flowers: ImageDataset) -> None:
     def resume(batch: int, precision: str, **flags: Any) -> list[str]:
         config, said = tiny_config(tmp_path, **flags), list[str]()
-        choose_checkpoint(config, identify_run(config, flowers.fingerprint, batch, precision), said.append)
+        run = identify_run(config, flowers.fingerprint, batch, precision)
+        choose_checkpoint(config, run, len(flowers), said.append)
         return said
 
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=1), flowers)

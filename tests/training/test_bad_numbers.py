@@ -16,6 +16,7 @@ from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.optimizer import BuildOptimizer
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import metrics, tiny_config
@@ -46,9 +47,15 @@ class Faulty(RectifiedFlow):
         return loss + (parameter.flatten()[0].abs() * 0).sqrt()  # 0 with the gradient of a square root at 0
 
 
-def build(config: TrainingConfig, dataset: ImageDataset, kind: str, bad: tuple[int, ...]) -> Trainer:
+def build(
+    config: TrainingConfig,
+    dataset: ImageDataset,
+    kind: str,
+    bad: tuple[int, ...],
+    optimizer: BuildOptimizer | None = None,
+) -> Trainer:
     torch.manual_seed(0)
-    return Trainer(Faulty(kind, bad), dataset, config)
+    return Trainer(Faulty(kind, bad), dataset, config, optimizer=optimizer)
 
 
 def weights(trainer: Trainer) -> Tensor:
@@ -57,10 +64,14 @@ def weights(trainer: Trainer) -> Tensor:
 
 
 def train_with_bad_steps(
-    config: TrainingConfig, dataset: ImageDataset, kind: str, bad: tuple[int, ...]
+    config: TrainingConfig,
+    dataset: ImageDataset,
+    kind: str,
+    bad: tuple[int, ...],
+    optimizer: BuildOptimizer | None = None,
 ) -> tuple[list[Tensor], dict[str, int]]:
     """The weights and their average after each step, and the counters at the end."""
-    trainer = build(config, dataset, kind, bad)
+    trainer = build(config, dataset, kind, bad, optimizer)
     after = [weights(trainer)]
     take = trainer.stepper.take
 

@@ -1,0 +1,162 @@
+"""The command line of the programs: flags from a file, modules of your own, and answers before torch is imported."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow.cli.command_line import parse, recorded
+from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import names, plain
+from tests.programs import program
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = [TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig]
+PROGRAMS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py"]
+FLAGS: dict[str, Any] = {
+    "dataset_path": "pictures",
+    "dim_mults": [1, 2],
+    "use_cfg": True,
+    "use_ema": False,
+    "adam_betas": [0.8, 0.95],
+    "num_epochs": 2.5,
+    "train_num_steps": None,
+    "seed": 3,
+}
+TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --batch_size 8 --num_samples 0"
+
+
+def parse_rectified(words: str) -> TrainRectifiedFlow:
+    return parse(TrainRectifiedFlow, "Train a flow.", words.split())
+
+
+def write(path: Path, document: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize("form", ["of a program", "of a Trainer", "of version 0.1"])
+def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, form: str) -> None:
+    run_alone = {name: FLAGS[name] for name in ("use_ema", "adam_betas", "num_epochs", "train_num_steps", "seed")}
+    documents: dict[str, dict[str, Any]] = {
+        "of a program": {"run": run_alone, "data": {}, "network": {}, "flow": {}, "flags": FLAGS},
+        "of a Trainer": {"run": run_alone, "data": {}, "network": {}, "flow": {}},
+        "of version 0.1": FLAGS,
+    }
+    file = write(tmp_path / "config.json", documents[form])
+    config = parse_rectified(f"--config {file} --seed 4 --adam_betas 0.7 0.9 --use_ema")
+    assert (config.run.seed, config.run.adam_betas, config.run.use_ema) == (4, (0.7, 0.9), True)
+    assert (config.run.num_epochs, config.run.train_num_steps) == (2.5, None)
+    same = parse_rectified(f"--config={file}")
+    assert (same.run.seed, same.run.adam_betas, same.run.use_ema) == (3, (0.8, 0.95), False)
+    if form != "of a Trainer":
+        assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
+        assert config.network.use_cfg
+
+
+def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
+    words = "--lr_decay cosine --no_horizontal_flip --time_mean -1 --coupling ot --adam_betas 0.5 0.6 --import json"
+    config = parse_rectified(words)
+    file = write(tmp_path / "config.json", {"run": plain(config.run), "flags": recorded(config)})
+    again = parse_rectified(f"--config {file}")
+    assert recorded(again) == recorded(config)
+    assert again.program.import_ == ("json",)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"seed": 1, "sede": 2}', "sets sede, which this program has no flag for"),
+        ('{"run": {"seed": 1}, "flags": {"objective": "shortcut"}}', "sets objective, which this program has no flag"),
+        ("seed: 1", "cannot be read as a config.json"),
+        ("[1]", "cannot be read as a config.json"),
+        (None, "cannot be read as a config.json (No such file"),
+        ('{"seed": -1}', "--seed is -1; it must not be below 0"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError) as refusal:
+        parse_rectified(f"--config {file}")
+    assert sentence in str(refusal.value).replace("[Errno 2] ", "")
+    assert str(file) in str(refusal.value) or "--seed" in sentence
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(2, program, "train_oxford.py", ["--config", f"{tmp_path}/none.json"])
+    assert [code for code, _ in results] == [2, 2]
+    written = "".join(text for _, text in results)
+    assert written.count("none.json cannot be read as a config.json") == 1
+    assert len(written.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+def test_a_module_that_is_not_there_is_one_sentence(script: str) -> None:
+    [(code, written)] = run_on_ranks(1, program, script, ["--import", "nobodys_module"])
+    assert code == 2
+    assert written.startswith(f"{script}: error: --import nobodys_module failed (ModuleNotFoundError: No module named")
+    assert len(written.strip().splitlines()) == 1
+
+
+def test_a_module_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_faulty_module.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    results = run_on_ranks(2, import_in, tmp_path, "my_faulty_module")
+    assert [code for code, _ in results] == [2, 2]
+    written = "".join(text for _, text in results)
+    assert written.count("--import my_faulty_module failed (ZeroDivisionError: division by zero)") == 1
+    assert len(written.strip().splitlines()) == 1
+
+
+def import_in(folder: Path, module: str) -> tuple[int, str]:
+    import os
+
+    os.chdir(folder)
+    return program("train_oxford.py", [*TINY.split(), "--import", module])
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--sede", "1"], 2), (["--import", "json", "--x"], 2)])
+def test_help_and_typos_do_not_wait_for_torch(script: str, words: list[str], code: int) -> None:
+    source = f"""
+import runpy, sys
+sys.argv = {[script, *words]!r}
+sys.path.insert(0, {str(ROOT)!r})
+try:
+    runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
+finally:
+    slow = {{"torch", "accelerate", "datasets", "matplotlib"}} & sys.modules.keys()
+    print("imported", sorted(slow), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported []"
+    assert "usage:" in done.stdout if code == 0 else "Unrecognized options" in done.stderr
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_no_flag_has_two_defaults(
+    config_class: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        parse(config_class, "", ["--help"])
+    helps: list[str] = []  # one for each flag: from the line that starts with it
+    for line in capsys.readouterr().out.splitlines():
+        if re.match(r"[│ ] --\w", line):
+            helps.append("")
+        if helps:
+            helps[-1] += line.strip("│ ") + " "
+    assert [each.split()[0].rstrip(",") for each in helps] == [f"--{name}" for name in names(config_class)]
+    for each in helps:
+        assert each.count("(default:") == 1, each
+        assert "(default: )" not in each

@@ -1,0 +1,132 @@
+"""Optimizers and learning-rate schedules: those of the flags, and your own."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from math import cos, pi
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import LrDecay, TrainingConfig
+from rectified_flow.training.optimizer import BuildOptimizer, build_schedule
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, metrics, tiny_config, train
+from tests.training.test_bad_numbers import train_with_bad_steps
+from tests.training.test_own_parts import assert_resumes_alike
+
+STEPS = 8
+FLAGS: dict[str, Any] = {"train_num_steps": STEPS, "num_samples": 0, "save_every": 4, "log_every": 1}
+SGD: BuildOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def train_with(config: TrainingConfig, dataset: ImageDataset, parts: dict[str, Any]) -> None:
+    train(config, dataset, **parts)
+
+
+def rates(output_dir: Path) -> list[float]:
+    return [row["learning_rate"] for row in metrics(output_dir)]
+
+
+def test_another_optimizer_trains(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, num_samples=0)
+    run_on_ranks(1, train_with, config, flowers, {"optimizer": SGD})
+    by_step = losses(tmp_path)
+    assert by_step[40] < 0.85 * by_step[4]
+    assert rates(tmp_path) == pytest.approx([0.1 * min(1, step / 5) for step in range(4, 41, 4)])
+    moments = load_file(tmp_path / "checkpoints/step_00000040/optimizer.safetensors")
+    assert {name.rsplit(".", 1)[1] for name in moments} == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient alone"])
+def test_another_optimizer_skips_a_bad_step(tmp_path: Path, flowers: ImageDataset, kind: str) -> None:
+    config = tiny_config(tmp_path, train_num_steps=12, num_samples=0, log_every=2)
+    for after, counters in run_on_ranks(2, train_with_bad_steps, config, flowers, kind, (4, 5, 9), SGD):
+        assert counters == {"updates": 9, "bad": 3, "ema": 9}
+        for step in range(1, 13):
+            assert after[step].isfinite().all()
+            assert torch.equal(after[step], after[step - 1]) == (step in (4, 5, 9)), step
+    bad = [json.loads(line) for line in (tmp_path / "bad_steps.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in bad] == [4, 5, 9]
+
+
+def in_two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Vectors first, with a rate of their own: another order than the network's."""
+    everything = list(parameters)
+    vectors, others = ([p for p in everything if (p.ndim == 1) == wanted] for wanted in (True, False))
+    return torch.optim.AdamW([{"params": vectors, "lr": 1e-2}, {"params": others, "weight_decay": 0.1}], lr=1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("build", [SGD, in_two_groups], ids=["SGD", "AdamW in two groups"])
+def test_another_optimizer_resumes_byte_equal(
+    tmp_path: Path, flowers: ImageDataset, world_size: int, build: BuildOptimizer
+) -> None:
+    config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"optimizer": build}
+    run_on_ranks(world_size, train_with, config, flowers, parts)
+    assert_resumes_alike(world_size, tmp_path, train_with, config, flowers, parts)
+
+
+def test_warm_up_and_decay_in_closed_form() -> None:
+    config = TrainingConfig(lr_warmup_steps=10)
+    none, cosine, rsqrt = (build_schedule(replace(config, lr_decay=each)) for each in ("none", "cosine", "rsqrt"))
+    for updates in range(10):
+        assert none(updates, 110) == cosine(updates, 110) == rsqrt(updates, 110) == (updates + 1) / 10
+    for updates in range(10, 120):
+        assert none(updates, 110) == 1
+        assert rsqrt(updates, 110) == rsqrt(updates, 5000) == pytest.approx((10 / (updates + 1)) ** 0.5)
+    assert rsqrt(39, 110) == pytest.approx(0.5)
+    expected = {10: 1.0, 35: (1 + 0.5**0.5) / 2, 60: 0.5, 85: (1 - 0.5**0.5) / 2, 110: 0.0, 120: 0.0}
+    assert {updates: cosine(updates, 110) for updates in expected} == pytest.approx(expected)
+    without = build_schedule(TrainingConfig(lr_warmup_steps=0, lr_decay="cosine"))
+    assert [without(updates, 4) for updates in (0, 2, 4)] == pytest.approx([1, 0.5, 0])
+    falling = [cosine(updates, 110) for updates in range(10, 111)]
+    assert falling == sorted(falling, reverse=True)
+
+
+@pytest.mark.parametrize("decay", ["cosine", "rsqrt"])
+def test_the_decay_is_in_the_metrics_and_resumes(tmp_path: Path, flowers: ImageDataset, decay: LrDecay) -> None:
+    config = tiny_config(tmp_path / "straight", **FLAGS, lr_decay=decay, lr_warmup_steps=2)
+    run_on_ranks(1, train, config, flowers)
+    decayed = {
+        "cosine": [1, *((1 + cos(pi * each / 6)) / 2 for each in range(6))],
+        "rsqrt": [(2 / each) ** 0.5 for each in range(2, 9)],
+    }
+    assert rates(tmp_path / "straight") == pytest.approx([1e-3 * factor for factor in (0.5, *decayed[decay])])
+    assert_resumes_alike(1, tmp_path, train, config, flowers)
+    assert rates(tmp_path / "half") == rates(tmp_path / "straight")
+
+
+def halve_and_end_low(updates: int, total: int) -> float:
+    """A schedule of one's own."""
+    assert total == STEPS
+    return 0.01 if updates == total - 1 else 0.5
+
+
+def test_another_schedule(tmp_path: Path, flowers: ImageDataset) -> None:
+    config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"lr_schedule": halve_and_end_low, "optimizer": SGD}
+    run_on_ranks(1, train_with, config, flowers, parts)
+    assert rates(tmp_path / "straight") == pytest.approx([0.05] * 7 + [0.001])
+    assert_resumes_alike(1, tmp_path, train_with, config, flowers, parts)
+    assert rates(tmp_path / "half") == rates(tmp_path / "straight")
+
+
+def test_the_betas_are_those_of_the_flag(tmp_path: Path, flowers: ImageDataset) -> None:
+    """The first moment after one step is the gradient's share, ``1 - beta``: here all of it."""
+    moments = []
+    for name, betas in (("given", (0.0, 0.5)), ("default", (0.9, 0.99))):
+        flags = {"train_num_steps": 1, "num_samples": 0, "adam_betas": betas}
+        run_on_ranks(1, train, tiny_config(tmp_path / name, **flags), flowers)
+        path = tmp_path / name / "checkpoints" / checkpoint.step_name(1) / "optimizer.safetensors"
+        moments.append(load_file(path))
+    given, default = moments
+    for name, value in given.items():
+        share = {"exp_avg": 0.1, "exp_avg_sq": 0.02, "step": 1.0}[name.rsplit(".", 1)[1]]
+        assert torch.allclose(default[name], share * value, rtol=1e-4, atol=1e-12), name

@@ -1,0 +1,182 @@
+"""Flows and networks of your own: plain random draws, frozen parameters, and weights that would lose updates."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.registry import register
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, tiny_config
+
+STEPS = 8
+SAVED = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json")
+
+
+class PlainDraws(nn.Module):
+    """Knows nothing of this project: draws with torch.randn and nn.Dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(3 * 8 * 8, 16), nn.Dropout(0.5)
+        self.drawn: list[Tensor] = []
+        self.dropped: list[Tensor] = []
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = images.flatten(1).float() / 255
+        noise = torch.randn(len(x), 16)
+        kept = self.dropout(torch.ones_like(x))
+        if self.training:
+            self.drawn.append(noise)
+            self.dropped.append(kept)
+        return (self.layer(x * kept) - noise).square().mean()
+
+
+def train_on_plain_draws(config: TrainingConfig, dataset: ImageDataset) -> tuple[list[Tensor], list[Tensor]]:
+    """The draws of each micro-batch on this rank."""
+    torch.manual_seed(0)
+    flow = PlainDraws()
+    Trainer(flow, dataset, config).train()
+    return flow.drawn, flow.dropped
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["torch.randn", "nn.Dropout"])
+def test_plain_draws_differ_between_ranks_micro_batches_and_steps(
+    tmp_path: Path, flowers: ImageDataset, kind: int
+) -> None:
+    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, gradient_accumulation_steps=2)
+    by_rank = [result[kind] for result in run_on_ranks(2, train_on_plain_draws, config, flowers)]
+    # The first pass of each rank is thrown away; it warms up, as the last micro-batch of step 1.
+    assert [len(draws) for draws in by_rank] == [2 * STEPS + 1] * 2
+    draws = [each for of_rank in by_rank for each in of_rank[1:]]
+    for index, one in enumerate(draws):
+        assert not any(torch.equal(one, other) for other in draws[:index])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_plain_draws_resume_byte_equal(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
+    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1, "power_ema": False}
+    straight = tiny_config(tmp_path / "straight", train_num_steps=STEPS, **flags)
+    run_on_ranks(world_size, train_on_plain_draws, straight, flowers)
+    assert_resumes_alike(world_size, tmp_path, train_on_plain_draws, straight, flowers)
+
+
+def assert_resumes_alike(world_size: int, folder: Path, train: Any, straight: TrainingConfig, *more: Any) -> None:
+    """Training again from step 4 of a finished run, which has its last step taken away, ends with the same bytes."""
+    half = folder / "half"
+    shutil.copytree(straight.output_dir, half)
+    last = f"checkpoints/{checkpoint.step_name(STEPS)}"
+    shutil.rmtree(half / last)
+    run_on_ranks(world_size, train, replace(straight, output_dir=half), *more)
+    for name in SAVED:
+        assert (half / last / name).read_bytes() == (straight.output_dir / last / name).read_bytes(), name
+    assert losses(half) == losses(straight.output_dir)
+
+
+@register
+class WithFrozenHead(nn.Module):
+    """A trained layer before a frozen one, which an own checkpoint keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained = nn.Conv2d(3, 3, 1)
+        self.frozen = nn.Conv2d(3, 3, 1)
+        nn.init.constant_(self.frozen.weight, 0.25)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.frozen(self.trained(x) * t.view(-1, 1, 1, 1))
+
+
+@register
+class FromElsewhere(WithFrozenHead):
+    """Whose constructor loads the frozen layer from a source of its own."""
+
+    def __init__(self, frozen_source: str) -> None:
+        super().__init__()
+        self.frozen_source = frozen_source
+
+
+NETWORKS: dict[str, nn.Module] = {"kept": WithFrozenHead(), "elsewhere": FromElsewhere("some hub")}
+FROZEN = {"frozen.weight", "frozen.bias"}
+TRAINED = {"trained.weight", "trained.bias"}
+
+
+def train_partly_frozen(config: TrainingConfig, dataset: ImageDataset, kind: str) -> bool:
+    """Whether the averages share what is frozen, and nothing else, with the network in training."""
+    trainer = Trainer(RectifiedFlow(NETWORKS[kind]), dataset, config)
+    trainer.train()
+    assert trainer.state.ema is not None
+    assert trainer.state.power is not None
+    flow: Any = trainer.flow
+    averages: list[Any] = [trainer.state.ema.ema_model.network]
+    averages += [average.ema_model for average in trainer.state.power._averages.values()]
+    return all(
+        average.frozen.weight.data_ptr() == flow.network.frozen.weight.data_ptr()
+        and average.trained.weight.data_ptr() != flow.network.trained.weight.data_ptr()
+        for average in averages
+    )
+
+
+@pytest.mark.parametrize(("kind", "in_model"), [("kept", FROZEN), ("elsewhere", set[str]())])
+def test_what_is_frozen_is_shared_and_saved_once(
+    tmp_path: Path, flowers: ImageDataset, kind: str, in_model: set[str]
+) -> None:
+    config = tiny_config(tmp_path / "straight", train_num_steps=STEPS, num_samples=0, save_every=4, log_every=1)
+    assert run_on_ranks(1, train_partly_frozen, config, flowers, kind) == [True]
+    saved = config.checkpoints / checkpoint.step_name(STEPS)
+    assert set(load_file(saved / "model.safetensors")) == TRAINED | in_model
+    averages = [saved / "ema.safetensors", *saved.glob("power_ema_*.safetensors")]
+    assert len(averages) == 3
+    for path in averages:
+        assert set(load_file(path)) == TRAINED
+    moments = load_file(saved / "optimizer.safetensors")
+    assert {name.split(".")[-3] for name in moments} == {"trained"}
+    assert_resumes_alike(1, tmp_path, train_partly_frozen, config, flowers, kind)
+    if kind == "kept":
+        weight: Any = RectifiedFlow.from_checkpoint(saved).network.frozen
+        assert (weight.weight == 0.25).all()
+
+
+class Half(nn.Module):
+    """A network in bfloat16, of which ``trained`` says whether it is to be trained."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 3, 1)
+        self.heavy = nn.Conv2d(3, 3, 1).bfloat16().requires_grad_(trained)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.heavy(self.first(x).bfloat16()).float()
+
+
+def train_in_half(config: TrainingConfig, dataset: ImageDataset, trained: bool) -> str | int:
+    """The refusal, or else the last step."""
+    try:
+        trainer = Trainer(RectifiedFlow(Half(trained)), dataset, config)
+    except UsageError as refusal:
+        return str(refusal)
+    trainer.train()
+    return trainer.state.step
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_in_bf16_may_be_frozen_but_not_trained(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
+    config = tiny_config(tmp_path, train_num_steps=2, num_samples=0)
+    for sentence in run_on_ranks(world_size, train_in_half, config, flowers, True):
+        assert sentence.startswith("network.heavy.weight would be trained in bfloat16")
+        assert "convert trained parameters with .float()" in sentence
+        assert "\n" not in sentence
+    assert not (tmp_path / "checkpoints").exists()
+    assert run_on_ranks(world_size, train_in_half, config, flowers, False) == [2] * world_size
