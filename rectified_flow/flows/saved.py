@@ -14,6 +14,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.registry import DescriptionError, build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.runs.document import upgraded
 
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
@@ -69,7 +70,7 @@ def build_flow(description: Mapping[str, Any], source: Path) -> nn.Module:
     for module in OWN_KINDS:
         import_module(f"rectified_flow.{module}")
     try:
-        flow = build(_upgraded(description))
+        flow = build(upgraded(description))
     except (DescriptionError, LookupError, TypeError) as error:
         raise UsageError(f"{source}: {error if isinstance(error, DescriptionError) else repr(error)}") from error
     if not isinstance(flow, nn.Module):
@@ -162,23 +163,3 @@ class Saved(ModelHubMixin):
         flow = cls.from_description(checkpoint.load_document(folder, HUB_CONFIG), folder / HUB_CONFIG)
         checkpoint.load_weights(network_of(cast(nn.Module, flow)), folder, checkpoint.MODEL_FILE)
         return cast(Self, cast(nn.Module, flow).eval())
-
-
-def _upgraded(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A description of version 0.1, in which data spaces and conditions had no kinds of their own, as one of today."""
-    if "flow" not in description:
-        return description
-    old = dict(description)
-    network = dict(old.pop("network"))
-    count, names = network.pop("num_classes"), old.pop("class_names")
-    labels = {"labels": {"kind": "Labels", "num_classes": count, "names": names}}
-    pixels = {"kind": "Pixels", "shape": old.pop("image_shape"), "horizontal_flip": old.pop("horizontal_flip")}
-    if "loss" in old:
-        old["distance"] = old.pop("loss")
-    return {
-        "kind": old.pop("flow"),
-        "network": network | {"conditions": {} if count is None else labels},
-        "space": pixels,
-        "condition_dropout": old.pop("label_dropout"),
-        **old,
-    }

@@ -70,6 +70,26 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} cannot be read as a config.json ({first_line(error)})") from error
 
 
+def upgraded(description: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A flow's description in the form of today; version 0.1 had no kinds of spaces and conditions."""
+    if "flow" not in description:
+        return description
+    old = dict(description)
+    network = dict(old.pop("network"))
+    count, names = network.pop("num_classes"), old.pop("class_names")
+    labels = {"labels": {"kind": "Labels", "num_classes": count, "names": names}}
+    pixels = {"kind": "Pixels", "shape": old.pop("image_shape"), "horizontal_flip": old.pop("horizontal_flip")}
+    if "loss" in old:
+        old["distance"] = old.pop("loss")
+    return {
+        "kind": old.pop("flow"),
+        "network": network | {"conditions": {} if count is None else labels},
+        "space": pixels,
+        "condition_dropout": old.pop("label_dropout"),
+        **old,
+    }
+
+
 def _described(part: "nn.Module") -> dict[str, Any]:
     try:
         return describe(part)

@@ -1,15 +1,27 @@
 """Where a run resumes, and whether it is still the same run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
 from rectified_flow.data.fingerprint import length_only
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.document import program_flags, upgraded
+
+MAY_CHANGE = ("condition_dropout", "space.horizontal_flip")
+"""Parts of a flow that may differ when a run resumes; any other makes it another run."""
+SHAPING = (
+    *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),
+    *("use_ema", "ema_decay", "power_ema", "compile"),
+)
+"""Flags of a run that shape the training and may differ when it resumes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +51,11 @@ def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precis
 
 
 def choose_checkpoint(
-    config: TrainingConfig, run: RunIdentity, length: int, report: Callable[[str], object]
+    config: TrainingConfig,
+    run: RunIdentity,
+    length: int,
+    flow: Mapping[str, Any] | None,
+    report: Callable[[str], object],
 ) -> tuple[Path | None, RunIdentity]:
     """The checkpoint to load, if any, and the run's identity, which keeps its origin.
 
@@ -47,6 +63,7 @@ def choose_checkpoint(
         config: the run's flags.
         run: the identity of a run that begins now.
         length: of the dataset.
+        flow: the description of the flow to train, if it has one.
         report: called with each warning.
 
     Raises:
@@ -60,14 +77,20 @@ def choose_checkpoint(
             )
         return None, run
     own = checkpoint.newest_checkpoint(folder, warn=report)
+    if own is None and config.resume == "auto":
+        return None, run
     if own is None:
-        return None if config.resume == "auto" else checkpoint.resolve(Path(config.resume), warn=report), run
+        named = checkpoint.resolve(Path(config.resume), warn=report)
+        _check_same_flow(flow, named, report)
+        return named, run
     before = RunIdentity(**checkpoint.load_document(own, checkpoint.STATE_FILE)["run"])
     _check_same_run(config, run, before, own, length)
+    _check_same_flow(flow, own, report)
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then not in (now, ""):
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
+    _report_changes(config, own, report)
     return own, replace(run, origin=before.origin)
 
 
@@ -84,3 +107,36 @@ def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentit
             f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
             f"with --resume {own} there, training starts from its weights"
         )
+
+
+def _check_same_flow(flow: Mapping[str, Any] | None, path: Path, report: Callable[[str], object]) -> None:
+    """Compare the flow with that of a checkpoint, but for the network, which is compared as its weights are loaded."""
+    if flow is None or not (path / FLOW_FILE).exists():
+        return
+    then, now = (_flat(each) for each in (upgraded(checkpoint.load_document(path, FLOW_FILE)), flow))
+    for name in dict.fromkeys([*then, *now]):
+        if then.get(name) == now.get(name) or name == "space.shape" or name.startswith("network."):
+            continue
+        called = {"kind": "flow"}.get(name, name)
+        if name not in MAY_CHANGE:
+            raise UsageError(
+                f"checkpoint {path} was trained with {called} {then.get(name)}, and this run has {called} "
+                f"{now.get(name)}: choose another --output_dir, or pass the flags of its config.json"
+            )
+        report(f"note: {called} was {then.get(name)} and is now {now.get(name)}")
+
+
+def _report_changes(config: TrainingConfig, path: Path, report: Callable[[str], object]) -> None:
+    """Report the flags that shape the training and are not those of the checkpoint."""
+    then, now = program_flags(checkpoint.load_document(path, checkpoint.CONFIG_FILE)), plain(config)
+    for name in SHAPING:
+        if name in then and then[name] != now[name]:
+            report(f"note: {name} was {then[name]} and is now {now[name]}")
+
+
+def _flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The description's values by dotted name."""
+    values: dict[str, Any] = {}
+    for name, value in description.items():
+        values |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return values

@@ -68,7 +68,16 @@ class Run:
         batch = self.config.split_batch(self.accelerator.num_processes)
         precision = precision_name(self.accelerator)
         run = identify_run(self.config, fingerprint_of(self.dataset), batch.total, precision)
-        return choose_checkpoint(self.config, run, len(self.dataset), self.print)  # type: ignore[arg-type]
+        length = len(self.dataset)  # type: ignore[arg-type]
+        return choose_checkpoint(self.config, run, length, self.flow_description, self.print)
+
+    @property
+    def flow_description(self) -> dict[str, Any] | None:
+        """The contents of ``flow.json``; None for a flow with parts that are not registered."""
+        try:
+            return describe(self.flow)
+        except DescriptionError:
+            return None
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar."""
@@ -114,8 +123,8 @@ class Run:
         with suppress(OSError):  # the lines are written with later ones
             self.log.write_lines()
         documents = {CONFIG_FILE: self.document, STATE_FILE: {**counters, "run": asdict(self.identity)}}
-        with suppress(DescriptionError):
-            documents[FLOW_FILE] = describe(self.flow)
+        if self.flow_description is not None:
+            documents[FLOW_FILE] = self.flow_description
         self.saver.save(step, tensors, documents, best=best)
         return path
 

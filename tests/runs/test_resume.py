@@ -1,0 +1,88 @@
+"""A run resumes only as the run that it is; what may change is reported."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow import Flow, Labels, MeanFlow, Pixels, RectifiedFlow, TrainingConfig, Unet, UsageError
+from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE
+from rectified_flow.runs.document import run_document
+from rectified_flow.runs.resume import choose_checkpoint, identify_run
+
+
+def unet() -> Unet:
+    return Unet(8, (1, 2), conditions={"labels": Labels(2, ("a", "b"))}, image_size=8)
+
+
+def rectified(**settings: Any) -> RectifiedFlow:
+    return RectifiedFlow(unet(), **{"space": Pixels((3, 8, 8), horizontal_flip=True), **settings})
+
+
+def save(flow: Flow, config: TrainingConfig) -> None:
+    run = identify_run(config, "data", 8, "float32")
+    documents = {
+        CONFIG_FILE: run_document(config, flow, [], None),  # type: ignore[arg-type]
+        FLOW_FILE: flow.describe(),
+        STATE_FILE: {"run": asdict(run)},
+    }
+    checkpoint.save(config.checkpoints, 4, {}, documents)
+
+
+def resume(flow: Flow, config: TrainingConfig) -> list[str]:
+    """What is reported."""
+    lines: list[str] = []
+    run = identify_run(config, "data", 8, "float32")
+    path, _ = choose_checkpoint(config, run, 40, flow.describe(), lines.append)
+    assert path is not None
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda: MeanFlow(unet()), "flow RectifiedFlow, and this run has flow MeanFlow"),
+        (lambda: rectified(prediction="noise"), "prediction velocity, and this run has prediction noise"),
+        (lambda: rectified(coupling="ot"), "coupling independent, and this run has coupling ot"),
+        (lambda: rectified(distance="pseudo_huber"), "distance mse, and this run has distance pseudo_huber"),
+        (lambda: rectified(time_distribution=Uniform()), "time_distribution.kind LogitNormal"),
+        (lambda: rectified(time_distribution=LogitNormal(0.5)), "time_distribution.mean -0.5"),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True], ids=["same folder", "--resume PATH"])
+def test_another_flow_is_refused(tmp_path: Path, other: Any, words: str, named: bool) -> None:
+    config = TrainingConfig(output_dir=tmp_path / "run")
+    save(rectified(), config)
+    if named:
+        config = TrainingConfig(output_dir=tmp_path / "other", resume=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=words) as refusal:
+        resume(other(), config)
+    assert "choose another --output_dir" in str(refusal.value)
+
+
+def test_another_objective_is_refused(tmp_path: Path) -> None:
+    config = TrainingConfig(output_dir=tmp_path)
+    save(MeanFlow(unet()), config)
+    assert resume(MeanFlow(unet()), config) == []
+    with pytest.raises(UsageError, match="objective improved_mean_flow, and this run has objective shortcut"):
+        resume(MeanFlow(unet(), objective="shortcut"), config)
+
+
+def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
+    save(rectified(), TrainingConfig(output_dir=tmp_path))
+    assert resume(rectified(), TrainingConfig(output_dir=tmp_path)) == []
+    changed = TrainingConfig(output_dir=tmp_path, learning_rate=1e-4, ema_decay=0.99, adam_betas=(0.9, 0.95))
+    assert resume(rectified(space=Pixels((3, 8, 8))), changed) == [
+        "note: space.horizontal_flip was True and is now False",
+        "note: learning_rate was 0.0003 and is now 0.0001",
+        "note: adam_betas was [0.9, 0.99] and is now [0.9, 0.95]",
+        "note: ema_decay was 0.9999 and is now 0.99",
+    ]
+
+
+def test_a_shape_that_is_learned_from_the_data_is_no_difference(tmp_path: Path) -> None:
+    save(rectified(), TrainingConfig(output_dir=tmp_path))
+    assert resume(rectified(space=Pixels(horizontal_flip=True)), TrainingConfig(output_dir=tmp_path)) == []
