@@ -1,6 +1,8 @@
 """The errors a person is meant to read, which the programs print without a traceback, and checks that raise them."""
 
+from dataclasses import fields
 from math import isfinite
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -22,11 +24,20 @@ def require(condition: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
+def require_finite(config: Any) -> None:
+    """Raise a UsageError if a number among the flags of this dataclass is not finite."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            finite = not isinstance(number, float) or isfinite(number)
+            require(finite, f"--{each.name} is {number}; it must be a finite number")
+
+
 def require_positive(config: object, *names: str) -> None:
     """Raise a UsageError if one of these flags is given and not above 0."""
     for name in names:
         value = getattr(config, name)
-        require(value is None or (value > 0 and isfinite(value)), f"--{name} is {value}; it must be above 0")
+        require(value is None or value > 0, f"--{name} is {value}; it must be above 0")
 
 
 def require_natural(config: object, *names: str) -> None:

@@ -160,3 +160,31 @@ def test_no_flag_has_two_defaults(
     for each in helps:
         assert each.count("(default:") == 1, each
         assert "(default: )" not in each
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--dataset_path", "", "--image_size", "8"], "dataset_path"),
+        (["--dataset_path="], "dataset_path"),
+        (["--output_dir", ""], "output_dir"),
+    ],
+)
+def test_an_unset_variable_is_not_the_current_folder(words: list[str], flag: str) -> None:
+    with pytest.raises(UsageError, match=f"--{flag} is empty: is a variable not set?"):
+        parse(TrainRectifiedFlow, "Train a flow.", words)
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir", "cache_dir"])
+@pytest.mark.parametrize("inside", [".", "runs/a", "../pictures/deep"])
+def test_a_run_does_not_write_into_its_own_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, inside: str
+) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    monkeypatch.chdir(pictures)
+    words = ["--dataset_path", ".", "--output_dir", str(tmp_path / "runs"), f"--{flag}", inside]
+    with pytest.raises(UsageError, match=f"--{flag} {inside} lies inside --dataset_path"):
+        parse(TrainRectifiedFlow, "Train a flow.", words)
+    outside = ["--dataset_path", ".", "--output_dir", "../runs", f"--{flag}", "../pictures-2"]
+    assert parse(TrainRectifiedFlow, "Train a flow.", outside).data.dataset_path == Path()

@@ -5,6 +5,7 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _refuse_empty(arguments)
     arguments = [*_from_file(config_class, arguments), *arguments]
     explanation = io.StringIO()
     try:
@@ -47,6 +49,13 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         if not quiet:
             sys.stderr.write(explanation.getvalue())
         raise
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """An empty value is a variable that was not set, and as a path it would mean the current folder."""
+    for word, value in pairwise([*arguments, "end"]):
+        if word.startswith("--") and (value == "" or word.endswith("=")):
+            raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
 
 
 def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:

@@ -1,14 +1,13 @@
 """The flags of the programs, composed of those of their parts. Imports no torch, see :mod:`rectified_flow.flags`."""
 
 from dataclasses import dataclass, field
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from rectified_flow.data.config import DataConfig
-from rectified_flow.errors import require, require_positive
+from rectified_flow.errors import require, require_finite, require_natural, require_positive
 from rectified_flow.evaluation.config import EvaluationConfig, FeatureNetwork
 from rectified_flow.flags import default_is
 from rectified_flow.flows.config import (
@@ -56,6 +55,7 @@ class TrainRectifiedFlow:
 
     def __post_init__(self) -> None:
         self.network.check_side(self.data.image_size)
+        check_folders(self.data, self.run)
         self.rectified_flow.check_times(self.times)
         require(
             self.reflow.reflow_from is None or self.coupling.coupling == "independent",
@@ -83,6 +83,7 @@ class TrainMeanFlow:
 
     def __post_init__(self) -> None:
         self.network.check_side(self.data.image_size)
+        check_folders(self.data, self.run)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         require(
             self.network.use_cfg or guidance == (1, 0),
@@ -119,8 +120,9 @@ class SolverConfig:
     """First and last noise level at which guidance acts."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
+        require_natural(self, "guidance_scale")
         scale, (first, last) = self.guidance_scale, self.guidance_interval
-        require(isfinite(scale) and scale >= 0, f"--guidance_scale is {scale}; it must not be below 0")
         require(first < last, f"--guidance_interval is {first:g} {last:g}; the first number must be the smaller one")
         require(
             scale != 1 or (first, last) == (0, 1),
@@ -154,6 +156,7 @@ class PicturesConfig:
     """Also write the model into this folder, with a card, ready for the Hugging Face hub."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         require_positive(self, "num_samples", "steps")
         check_seed(self.seed)
         level = self.noise_level
@@ -201,6 +204,7 @@ class MeasureConfig:
     """Where evaluation.json goes."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         check_seed(self.seed)
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
@@ -224,6 +228,20 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_adaptive(self.solver, self.measure.steps)
+
+
+def check_folders(data: DataConfig, run: TrainingConfig) -> None:
+    """Raise a UsageError if a run would write into its own training pictures."""
+    if data.dataset_path is None:
+        return
+    pictures = data.dataset_path.expanduser().resolve()
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": data.cache_dir}
+    for flag, folder in written.items():
+        require(
+            folder is None or not folder.expanduser().resolve().is_relative_to(pictures),
+            f"--{flag} {folder} lies inside --dataset_path {data.dataset_path}, where the run's own files would become "
+            "training pictures: choose a folder outside",
+        )
 
 
 def check_seed(seed: int) -> None:

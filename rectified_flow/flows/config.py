@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rectified_flow.errors import require, require_positive
+from rectified_flow.errors import require, require_finite, require_natural, require_positive
 from rectified_flow.flags import default_is
 
 Coupling = Literal["independent", "ot", "immiscible"]
@@ -44,6 +44,7 @@ class RectifiedFlowConfig:
     """Move times towards the noise (above 1) or the data (below 1); not for u_shaped."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         require_positive(self, "time_std", "time_shift")
 
     def check_times(self, times: str) -> None:
@@ -107,6 +108,8 @@ class MeanFlowConfig:
     """Start from the weights of this checkpoint or run, of a rectified flow for example."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "time_std", "earlier_std")
+        require_finite(self)
+        require_positive(self, "time_std", "earlier_std", "weight_epsilon")
+        require_natural(self, "weight_power", "guidance_scale")
         require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
         require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")

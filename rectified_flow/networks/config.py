@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rectified_flow.errors import require, require_fraction, require_positive
+from rectified_flow.errors import require, require_finite, require_fraction, require_positive
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class UnetConfig:
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
 
     def __post_init__(self) -> None:
+        require_finite(self)
         require_positive(self, "dim")
         require_fraction(self, "dropout")
         require(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.errors import require, require_fraction, require_natural, require_positive
+from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
 from rectified_flow.flags import default_is
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -104,6 +104,7 @@ class TrainingConfig:
         for name in ("output_dir", "checkpoint_dir"):  # a library user may give a string
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        require_finite(self)
         require_positive(self, "batch_size", "global_batch_size", "gradient_accumulation_steps", "train_num_steps")
         require_positive(
             self, "num_epochs", "learning_rate", "sample_steps", "log_every", "max_bad_steps", "rank_timeout"

@@ -118,6 +118,15 @@ def test_it_is_frozen() -> None:
         ("--earlier_std 0", "--earlier_std is 0.0; it must be above 0"),
         ("--guidance_scale 2", "need labels: pass --use_cfg"),
         ("--guidance_mixing 1 --use_cfg", "--guidance_mixing is 1.0; it must be in [0, 1)"),
+        ("--time_mean nan", "--time_mean is nan; it must be a finite number"),
+        ("--earlier_mean -inf", "--earlier_mean is -inf; it must be a finite number"),
+        ("--weight_power nan", "--weight_power is nan; it must be a finite number"),
+        ("--weight_power -1", "--weight_power is -1.0; it must not be below 0"),
+        ("--weight_epsilon 0", "--weight_epsilon is 0.0; it must be above 0"),
+        ("--guidance_scale nan --use_cfg", "--guidance_scale is nan; it must be a finite number"),
+        ("--weight_decay inf", "--weight_decay is inf; it must be a finite number"),
+        ("--learning_rate inf", "--learning_rate is inf; it must be a finite number"),
+        ("--adam_betas 0.9 nan", "--adam_betas is nan; it must be a finite number"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: str, sentence: str) -> None:
