@@ -32,7 +32,7 @@ def open_dataset(
     Raises:
         UsageError: if the images cannot be found, read or stored.
     """
-    source = _find_source(dataset, dataset_path, image_size, split)
+    source = _find_source(dataset, dataset_path, image_size, split, skip_broken_images)
     recipe = {
         "dataset": dataset,
         "dataset_path": None if dataset_path is None else str(dataset_path),
@@ -45,12 +45,14 @@ def open_dataset(
     return ImageDataset(store, recipe)
 
 
-def _find_source(dataset: str, folder: Path | None, image_size: int, split: str) -> ImageSource:
+def _find_source(dataset: str, folder: Path | None, image_size: int, split: str, skip: bool) -> ImageSource:
     if folder is not None:
         folder = folder.expanduser().resolve()
         if not folder.is_dir():
             raise UsageError(f"--dataset_path {folder} is not a folder")
-        return HuggingFaceSource(folder, split) if is_dataset_folder(folder) else ImageFolder(folder)
+        if is_dataset_folder(folder):
+            return HuggingFaceSource(folder, split)
+        return ImageFolder(folder, skip_unreadable=skip)
     if dataset == SYNTHETIC_FLOWERS:
         return SyntheticFlowers(2 * image_size)
     if Path(dataset).is_dir():

@@ -138,4 +138,4 @@ def _hub_answers(dataset: str) -> bool:
 def is_dataset_folder(folder: Path) -> bool:
     """Whether ``folder`` contains a dataset in one of the hub's layouts rather than image files."""
     saved = any((folder / name).exists() for name in SAVED_TO_DISK)
-    return saved or any(file.suffix in TABLE_SUFFIXES for file in find_files(folder))
+    return saved or any(file.suffix in TABLE_SUFFIXES for file in find_files(folder, unreadable=[]))

@@ -5,6 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from PIL import Image
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
 
@@ -14,14 +15,21 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".
 class ImageFolder:
     """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
 
+    Args:
+        path: the folder.
+        skip_unreadable: skip subfolders that cannot be read, instead of raising.
+
     Raises:
-        UsageError: if the folder does not exist or contains no images.
+        UsageError: if the folder does not exist, cannot be read or contains no images.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
         self.path = path
         self.name = path.name
-        self.files = find_images(path)
+        unreadable: list[OSError] = []
+        self.files = find_images(path, unreadable if skip_unreadable else None)
+        if unreadable:
+            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {unreadable[0].filename}")
         if not self.files:
             kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files")
@@ -42,23 +50,48 @@ class ImageFolder:
         return str(self.files[index])
 
 
-def find_images(folder: Path) -> list[Path]:
-    """All image files below ``folder``, sorted, without hidden files.
+def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
+    """All image files below ``folder``, as :func:`find_files` finds them.
 
     Raises:
-        UsageError: if ``folder`` is not a folder.
+        UsageError: if ``folder`` is not a folder, or as there.
     """
     if not folder.is_dir():
         raise UsageError(f"--dataset_path {folder} is not a folder")
-    return [file for file in find_files(folder) if file.suffix.lower() in IMAGE_SUFFIXES]
+    return [file for file in find_files(folder, unreadable) if file.suffix.lower() in IMAGE_SUFFIXES]
 
 
-def find_files(folder: Path) -> list[Path]:
-    """All files below ``folder``, sorted, without hidden files and folders."""
-    files = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
+    """All files below ``folder``, sorted, without hidden files and folders.
+
+    Links are followed, but each real folder is visited once: under its own name rather than that of a link.
+
+    Args:
+        folder: where to look.
+        unreadable: takes the errors of folders that cannot be read, which are then skipped.
+
+    Raises:
+        UsageError: if a folder cannot be read and ``unreadable`` is not given.
+    """
+    files, visited, errors = list[Path](), set[tuple[int, int]](), list[OSError]()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=errors.append):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(
+            (name for name in folders if not name.startswith(".")),
+            key=lambda name: (os.path.islink(os.path.join(parent, name)), name),
+        )
         files += [Path(parent, name) for name in names if not name.startswith(".")]
+    if errors and unreadable is None:
+        raise UsageError(
+            f"the folder {errors[0].filename} cannot be read ({errors[0].strerror}): change its rights, or pass "
+            "--skip_broken_images"
+        )
+    if unreadable is not None:
+        unreadable += errors
     return sorted(files)
 
 

@@ -1,5 +1,6 @@
 """Where pictures come from: folders, the hub's layouts, and our own drawing."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,42 @@ def test_synthetic_flowers_show_their_class() -> None:
 def test_a_folder_given_as_a_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"is a folder: pass it as --dataset_path {tmp_path}"):
         open_dataset(str(tmp_path), image_size=4)
+
+
+def test_a_real_folder_is_read_once_whatever_links_to_it(tmp_path: Path) -> None:
+    """Two links to the folder itself would otherwise never end."""
+    for name in ("cat/1.png", "cat/2.png", "dog/3.png"):
+        save_picture(tmp_path / "pics" / name)
+    (tmp_path / "pics/self").symlink_to(".")
+    (tmp_path / "pics/again").symlink_to(tmp_path / "pics")
+    (tmp_path / "pics/a-cat").symlink_to("cat")  # comes first in the alphabet
+    save_picture(tmp_path / "elsewhere/4.png")
+    (tmp_path / "pics/bird").symlink_to(tmp_path / "elsewhere")
+    folder = ImageFolder(tmp_path / "pics")
+    assert [str(file.relative_to(tmp_path / "pics")) for file in folder.files] == [
+        "bird/4.png",
+        "cat/1.png",
+        "cat/2.png",
+        "dog/3.png",
+    ]
+    assert folder.class_names == ["bird", "cat", "dog"]
+
+
+def test_a_folder_that_cannot_be_read_is_named_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat/1.png", "dog/2.png"):
+        save_picture(tmp_path / "pics" / name)
+    scandir = os.scandir
+
+    def scan(path: Any) -> Any:  # the rights of a folder do not bind root
+        if str(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UsageError, match=r"the folder .*/pics/dog cannot be read \(Permission denied\)"):
+        open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
+    dataset = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache", skip_broken_images=True)
+    assert len(dataset) == 1
+    assert "skipped 1 unreadable folders" in capsys.readouterr().out

@@ -157,7 +157,7 @@ class Own(nn.Module):
 
 
 def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None:
-    with pytest.raises(DescriptionError, match=r"RectifiedFlow\.network is a Own, which is neither registered"):
+    with pytest.raises(DescriptionError, match=r"RectifiedFlow\.network is a Own, neither plain data nor registered"):
         RectifiedFlow(Own()).describe()
     with pytest.raises(DescriptionError, match=r"MeanFlow\.objective is a Variant"):
         MeanFlow(unet(), objective=Variant(blend=0.5)).describe()
