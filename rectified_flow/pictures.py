@@ -1,8 +1,8 @@
-"""Pictures as files: side by side in a grid, and written whole or not at all."""
+"""Pictures as files: opened, side by side in a grid, and written whole or not at all."""
 
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -10,6 +10,18 @@ from torch import Tensor
 
 from rectified_flow.errors import RunError
 from rectified_flow.files import replace_file
+
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+"""Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
+
+
+def open_picture(source: Path | IO[bytes] | str) -> Image.Image:
+    """Open a picture without decoding it yet.
+
+    Raises:
+        OSError: if it is none, or of another format than :data:`FORMATS`.
+    """
+    return Image.open(source, formats=FORMATS)
 
 
 def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:

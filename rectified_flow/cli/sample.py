@@ -32,9 +32,11 @@ from rectified_flow.errors import RunError, UsageError, first_line, require
 from rectified_flow.files import prepare_folder
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
-from rectified_flow.pictures import to_grid, write_picture
+from rectified_flow.pictures import open_picture, to_grid, write_picture
 from rectified_flow.progress import progress_bar
 from rectified_flow.report import line, lines
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import STATUS_FILE
 
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
@@ -129,6 +131,12 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     if flags.save_pretrained is not None:
         flow.describe()  # or say now that it cannot be
+        taken = [name for name in (checkpoint.MANIFEST, STATUS_FILE) if (flags.save_pretrained / name).exists()]
+        require(
+            not taken,
+            f"--save_pretrained {flags.save_pretrained} holds a run or a checkpoint, whose files it would overwrite: "
+            "choose a folder of its own",
+        )
         prepare_folder("save_pretrained", flags.save_pretrained)
     output_dir = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "generated")
     new = {picture_name(number, flags.num_samples) for number in range(flags.num_samples)}
@@ -202,7 +210,7 @@ def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
     pictures = []
     for file in files[:count]:
         try:
-            with Image.open(file) as image:
+            with open_picture(file) as image:
                 pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
@@ -225,7 +233,7 @@ def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
 def _draw_grid(folder: Path, count: int) -> Path:
     """The first pictures in one, read back, as other processes drew most of them."""
     files = [folder / picture_name(number, count) for number in range(min(count, GRID_PICTURES))]
-    pictures = torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files]))
+    pictures = torch.from_numpy(np.stack([np.asarray(open_picture(file)) for file in files]))
     return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
 
 

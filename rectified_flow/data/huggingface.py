@@ -11,6 +11,7 @@ from PIL import Image
 from rectified_flow.data.flower_names import true_names
 from rectified_flow.data.image_folder import files_fingerprint, find_files
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.pictures import open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
@@ -55,7 +56,7 @@ class HuggingFaceSource:
         image = row[self._image_column]
         content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
         label = None if self._label_column is None else row[self._label_column]
-        return Image.open(content), -1 if label is None else int(label)
+        return open_picture(content), -1 if label is None else int(label)
 
     def describe(self, index: int) -> str:
         return f"row {index} of {self.name}"

@@ -8,6 +8,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
+from rectified_flow.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 
@@ -44,7 +45,7 @@ class ImageFolder:
         return len(self.files)
 
     def load(self, index: int) -> tuple[Image.Image, int]:
-        return Image.open(self.files[index]), self._labels[index]
+        return open_picture(self.files[index]), self._labels[index]
 
     def describe(self, index: int) -> str:
         return str(self.files[index])

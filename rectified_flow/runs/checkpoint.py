@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import file_digest
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 from safetensors import SafetensorError
@@ -134,7 +135,11 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Pa
 
 
 def find_damage(path: Path) -> str | None:
-    """The damage of the checkpoint at ``path`` in words, or None."""
+    """The damage of the checkpoint at ``path`` in words, or None.
+
+    Raises:
+        UsageError: if a file may not be read, which is no damage.
+    """
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         for name, expected in manifest["files"].items():
@@ -142,6 +147,8 @@ def find_damage(path: Path) -> str | None:
                 return f"{name} has the wrong size"
             if _sha256(path / name) != expected["sha256"]:
                 return f"{name} was altered"
+    except PermissionError as error:
+        raise UsageError(f"{error.filename} cannot be read ({error.strerror}): change its rights") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
@@ -238,8 +245,11 @@ def load_document(path: Path, name: str) -> dict[str, Any]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write named tensors as safetensors."""
-    save_file(_unshared(tensors), file)
+    """Write named tensors as safetensors, with the rights that any new file has here."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(_unshared(tensors), file)  # leaves a file that nobody else may read
+    file.chmod(S_IMODE(mode))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

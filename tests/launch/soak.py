@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -95,10 +96,15 @@ class Soak:
     def ended(self) -> bool:
         return self.launcher is not None and self.launcher.poll() is not None
 
-    def standing(self) -> str:
+    def status(self) -> dict[str, Any]:
         with suppress(OSError, ValueError):
-            return str(json.loads((self.run / "status.json").read_text())["state"])
-        return "absent"
+            return dict(json.loads((self.run / "status.json").read_text()))
+        return {"state": "absent"}
+
+    def is_training(self) -> bool:
+        """Whether the run is that of two living ranks: ranks that torchrun has just restarted handle no signal yet."""
+        workers = [worker.pid for worker in self.workers()]
+        return len(workers) == 2 and self.status().get("pid") in workers
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
         if not _within(PATIENCE, condition):
@@ -207,7 +213,7 @@ class Soak:
 
     def _expect_clean_end(self) -> None:
         self.wait_for_end()
-        assert self.standing() == "interrupted", "".join(self.lines[-60:])
+        assert self.status()["state"] == "interrupted", "".join(self.lines[-60:])
 
     def _count(self, text: str) -> int:
         return sum(text in line for line in list(self.lines))
@@ -229,7 +235,7 @@ class Soak:
                 self.start()
             self.wait_for_progress()
             time.sleep(self.random.uniform(0, 1))
-            self.wait("two ranks", lambda: self.ended() or len(self.workers()) == 2)
+            self.wait("two ranks in training", lambda: self.ended() or self.is_training())
             if self.ended():  # torchrun has no restart left
                 continue
             self.counts[name.replace("_", " ")] += 1
@@ -244,7 +250,7 @@ class Soak:
         assert self.launcher is not None
         self.launcher.wait(3600)
         self.wait_for_end()
-        assert self.standing() == "finished", "".join(self.lines[-60:])
+        assert self.status()["state"] == "finished", "".join(self.lines[-60:])
         self.counts["times resumed"] = self._count("resume      step")
         self.counts["checkpoints refused"] = self._count("ignoring checkpoint")
         self.counts["writes that failed"] = self._count("could not")
