@@ -11,7 +11,7 @@ from torch import Tensor
 from rectified_flow.errors import RunError
 from rectified_flow.files import replace_file
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
 
 

@@ -222,3 +222,27 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
 def write_forever(folder: Path) -> None:
     for step in range(10**6):
         write(folder, step, keep=3)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {"trainer.json": {}})
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "trainer.json", "manifest.json"), oct(0o666 & ~umask)
+    )
+
+
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
+
+    def refuse(file: Path) -> str:  # rights do not bind root
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(checkpoint, "_sha256", refuse)
+    with pytest.raises(UsageError, match=r"model\.safetensors cannot be read \(Permission denied\): change its rights"):
+        checkpoint.newest_checkpoint(tmp_path)
+    assert path.exists()

@@ -163,3 +163,11 @@ def write_on_a_full_disk(folder: Path) -> str:
 def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
     assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(f"could not write {tmp_path}/00000.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Path, tmp_path: Path) -> None:
+    [path] = checkpoint.list_checkpoints(run / "checkpoints")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
+    assert_refused("sample.py", 1, flags, "holds a run or a checkpoint, whose files it would overwrite")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before

@@ -202,3 +202,12 @@ def test_a_folder_that_cannot_be_read_is_named_or_skipped(
     dataset = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache", skip_broken_images=True)
     assert len(dataset) == 1
     assert "skipped 1 unreadable folders" in capsys.readouterr().out
+
+
+def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> None:
+    """Pillow hands an EPS file to another program."""
+    save_picture(tmp_path / "pics/1.png")
+    eps = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    (tmp_path / "pics/2.png").write_text(eps)
+    with pytest.raises(UsageError, match=r"broken image .*2\.png \(cannot identify image file"):
+        open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
