@@ -79,7 +79,7 @@ def hold_store(store: Path, meet: multiprocessing.synchronize.Barrier) -> int:
     before = private_memory()
     pictures = ImageDataset(store)
     for start in range(0, len(pictures), 64):
-        pictures.batch(range(start, min(start + 64, len(pictures))))
+        pictures.read_batch(range(start, min(start + 64, len(pictures))))
     meet.wait()  # else the pages of the last process to read would count as private
     added = private_memory() - before
     meet.wait()

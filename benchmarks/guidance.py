@@ -75,14 +75,14 @@ def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequentia
     optimizer = torch.optim.AdamW(classifier.parameters(), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
-        batch = pictures.batch([rest[(64 * step + i) % len(rest)] for i in range(64)])
+        batch = pictures.read_batch([rest[(64 * step + i) % len(rest)] for i in range(64)])
         loss = F.cross_entropy(classifier(PIXELS.augment(PIXELS.encode(batch["images"]))), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
     classifier.eval()
-    unseen = pictures.batch(held_out)
+    unseen = pictures.read_batch(held_out)
     return classifier, agreement(classifier, unseen["images"], unseen["labels"])
 
 

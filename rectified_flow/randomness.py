@@ -88,7 +88,10 @@ def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu")
 def _seed(device: torch.device, seed: int) -> None:
     """Seed torch's generators of the CPU and of ``device``; for all devices, torch.manual_seed takes much longer."""
     torch.default_generator.manual_seed(seed)
-    if device.type != "cpu":
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    elif device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
 
 

@@ -69,9 +69,9 @@ def build(description: Mapping[str, Any]) -> Any:
     arguments = {name: _built(value) for name, value in description.items() if name != "kind"}
     try:
         return _KINDS[kind](**arguments)
-    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-        if isinstance(error, UsageError):
-            raise
+    except UsageError:
+        raise
+    except Exception as error:  # the constructor's own
         raise DescriptionError(f"{kind} cannot be built from its description ({error})") from error
 
 

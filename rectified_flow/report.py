@@ -1,4 +1,4 @@
-"""The one look of a line that reports something: a label, then the text."""
+"""The format of report lines: a label, then the text."""
 
 from collections.abc import Mapping
 from typing import Any

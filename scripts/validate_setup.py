@@ -92,7 +92,7 @@ def check_devices() -> str:
 def check_data(flags: Flags) -> str:
     """The size of the dataset, and one batch read from its store."""
     dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size, cache_dir=flags.cache_dir)
-    images = dataset.batch(range(min(8, len(dataset))))["images"]
+    images = dataset.read_batch(range(min(8, len(dataset))))["images"]
     return (
         f"{len(dataset)} images, {len(dataset.class_names)} classes; a batch {tuple(images.shape)} {images.dtype}, "
         f"mean {images.float().mean():.0f}; stored in {dataset.path}"

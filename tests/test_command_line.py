@@ -41,12 +41,11 @@ def write(path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["of a program", "of a Trainer", "of version 0.1"])
+@pytest.mark.parametrize("form", ["of a program", "of version 0.1"])
 def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, form: str) -> None:
     run_alone = {name: FLAGS[name] for name in ("use_ema", "adam_betas", "num_epochs", "train_num_steps", "seed")}
     documents: dict[str, dict[str, Any]] = {
         "of a program": {"run": run_alone, "data": {}, "network": {}, "flow": {}, "flags": FLAGS},
-        "of a Trainer": {"run": run_alone, "data": {}, "network": {}, "flow": {}},
         "of version 0.1": FLAGS,
     }
     file = write(tmp_path / "config.json", documents[form])
@@ -55,25 +54,49 @@ def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, fo
     assert (config.run.num_epochs, config.run.train_num_steps) == (2.5, None)
     same = parse_rectified(f"--config={file}")
     assert (same.run.seed, same.run.adam_betas, same.run.use_ema) == (3, (0.8, 0.95), False)
-    if form != "of a Trainer":
-        assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
-        assert config.network.use_cfg
+    assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
+    assert config.network.use_cfg
 
 
 def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
     words = "--lr_decay cosine --no_horizontal_flip --time_mean -1 --coupling ot --adam_betas 0.5 0.6 --import json"
     config = parse_rectified(words)
     file = write(tmp_path / "config.json", {"run": plain(config.run), "flags": recorded(config)})
-    again = parse_rectified(f"--config {file}")
+    with pytest.raises(UsageError, match="is of a run with --import json: pass that again"):
+        parse_rectified(f"--config {file}")
+    again = parse_rectified(f"--config {file} --import json")
     assert recorded(again) == recorded(config)
-    assert again.program.import_ == ("json",)
+
+
+@pytest.mark.parametrize(
+    ("recorded_flags", "words", "then"),
+    [
+        ({"num_epochs": 2.0}, "--train_num_steps 5", {"num_epochs": None, "train_num_steps": 5}),
+        ({"dataset_path": "pictures"}, "--dataset synthetic-flowers", {"dataset_path": None}),
+        (
+            {"checkpoint_dir": "old", "output_dir": "old", "resume": "old/step_00000001"},
+            "--output_dir new",
+            {"checkpoint_dir": None, "output_dir": "new", "resume": "auto"},
+        ),
+    ],
+)
+def test_a_flag_overrides_those_that_would_outlive_it(
+    tmp_path: Path, recorded_flags: dict[str, Any], words: str, then: dict[str, Any]
+) -> None:
+    file = write(tmp_path / "config.json", recorded_flags)
+    now = recorded(parse_rectified(f"--config {file} {words}"))
+    assert {name: now[name] for name in then} == then
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('{"seed": 1, "sede": 2}', "sets sede, which this program has no flag for"),
-        ('{"run": {"seed": 1}, "flags": {"objective": "shortcut"}}', "sets objective, which this program has no flag"),
+        ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
+        (
+            '{"run": {"seed": 1}, "flags": {"objective": "shortcut"}}',
+            "sets flags that this program does not have: objective",
+        ),
+        ('{"run": {"seed": 1}, "data": {}}', "is of a run that no program started"),
         ("seed: 1", "cannot be read as a config.json"),
         ("[1]", "cannot be read as a config.json"),
         (None, "cannot be read as a config.json (No such file"),

@@ -13,11 +13,16 @@ import tyro
 
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, names, plain
-from rectified_flow.runs.document import program_flags, read_document
+from rectified_flow.runs.document import program_flags, read_document, require_flags
 
 C = TypeVar("C")
-EXCLUSIVE = (("train_num_steps", "num_epochs"),)
-"""Flags of which one on the command line overrides the other in the file of ``--config``."""
+OVERRIDES = {
+    "train_num_steps": ("num_epochs",),
+    "num_epochs": ("train_num_steps",),
+    "dataset": ("dataset_path",),
+    "output_dir": ("checkpoint_dir", "pairs_dir", "resume"),
+}
+"""Flags in the file of ``--config`` that another flag on the command line overrides, too."""
 
 
 def parse(config_class: type[C], description: str, arguments: Sequence[str] | None = None, *, quiet: bool = False) -> C:
@@ -66,14 +71,23 @@ def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
         path = finder.parse_known_args(arguments)[0].config
     except SystemExit:  # --config without a file, which the real parser explains
         return []
-    if path is None:
+    known = names(config_class)
+    if path is None or "config" not in known:
         return []
-    flags = program_flags(read_document(path))
-    unknown = [name for name in flags if name not in names(config_class)]
+    document = read_document(path)
+    require_flags(document, path)
+    flags = program_flags(document)
+    unknown = [name for name in flags if name not in known]
     if unknown:
-        raise UsageError(f"--config {path} sets {', '.join(unknown)}, which this program has no flag for")
+        raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
-    overridden = {other for pair in EXCLUSIVE for flag, other in (pair, pair[::-1]) if flag in given}
+    modules = flags.pop("import", None)
+    if modules and "import" not in given:
+        raise UsageError(
+            f"--config {path} is of a run with --import {' '.join(modules)}: pass that again, as no file makes a "
+            "program import code"
+        )
+    overridden = {name for flag in given for name in OVERRIDES.get(flag, ())}
     return command_line({name: value for name, value in flags.items() if name not in overridden})
 
 

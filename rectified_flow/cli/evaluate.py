@@ -24,6 +24,7 @@ from rectified_flow.distributed.joining import join_processes
 from rectified_flow.errors import RunError, UsageError, first_line, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
 from rectified_flow.files import prepare_folder, replace_file
+from rectified_flow.flows.flow import Flow
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
 from rectified_flow.report import line
@@ -50,7 +51,7 @@ def evaluate(config: EvaluateConfig) -> None:
         find_shares(source, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", measure.output_dir or run_folder_of(source))
     results = _known_results(folder)
-    dataset = _training_pictures(measure, source)
+    dataset = _training_pictures(measure, source, flow)
     names = class_names(flow)
     require(
         not names or names == dataset.class_names,
@@ -90,7 +91,7 @@ def evaluate(config: EvaluateConfig) -> None:
             tqdm.write(line("plot", plot))
 
 
-def _training_pictures(config: MeasureConfig, source: Path) -> ImageDataset:
+def _training_pictures(config: MeasureConfig, source: Path, flow: Flow) -> ImageDataset:
     recipe = data_recipe(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
     folder = config.dataset_path or recipe.get("dataset_path")
     require(
@@ -101,7 +102,7 @@ def _training_pictures(config: MeasureConfig, source: Path) -> ImageDataset:
     return open_dataset(
         recipe.get("dataset", ""),
         None if folder is None else Path(folder),
-        image_size=recipe["image_size"],
+        image_size=recipe.get("image_size") or (flow.space.shape or (0,))[-1],
         cache_dir=None if cache_dir is None else Path(cache_dir),
         skip_broken_images=recipe.get("skip_broken_images", False),
         split=recipe.get("split", SPLIT),
@@ -171,12 +172,14 @@ def _plot(folder: Path, results: list[dict[str, Any]], config: MeasureConfig, di
     try:
         if len(config.steps) > 1 and not config.ema_lengths:
             line = {distance: (config.steps, values())}
-            plots.append(draw_lines(folder / STEPS_FILE, line, "how few steps will do", "steps", distance, log_x=True))
+            plots.append(
+                draw_lines(folder / STEPS_FILE, line, "distance by number of steps", "steps", distance, log_x=True)
+            )
         if len(config.ema_lengths) > 1:
             at = dict.fromkeys(each["steps"] for each in results)
             lines = {f"{steps} step{'s' * (steps > 1)}": (config.ema_lengths, values(steps=steps)) for steps in at}
             x_label = "length of the average, as a share of the run"
-            title = "which average of the weights is the best"
+            title = "distance by length of the average"
             plots.append(draw_lines(folder / LENGTHS_FILE, lines, title, x_label, distance))
     except OSError as error:
         raise RunError(f"could not write the plots in {folder} ({error}): make room") from error

@@ -26,8 +26,6 @@ from rectified_flow.runs.config import LONGEST_EMA, SHORTEST_EMA, TrainingConfig
 class ProgramConfig:
     """Flags that every program has."""
 
-    config: Path | None = None
-    """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows or data spaces of your own."""
 
@@ -36,6 +34,8 @@ class ProgramConfig:
 class TrainProgramConfig(ProgramConfig):
     """Flags that the training programs have."""
 
+    config: Path | None = None
+    """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     dry_run: bool = False
     """Print all flags, the batch arithmetic, and the memory and time that a step takes, and exit."""
 

@@ -49,7 +49,6 @@ def run(main: str, config_class: type[Any], description: str) -> None:
     code, orderly = 0, True
     try:
         with tolerate_closed_streams(), stop_on_signals():
-            _import_modules(config.program.import_)
             _function(main)(config)
     except UsageError as error:
         code = _agreed_code(f"{program}: error: {error}", code=2)
@@ -65,7 +64,9 @@ def run(main: str, config_class: type[Any], description: str) -> None:
 def _parse(config_class: type[Any], description: str, program: str) -> Any:
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        return parse(config_class, description, quiet=not speaks)
+        config = parse(config_class, description, quiet=not speaks)
+        _import_modules(config.program.import_)
+        return config
     except UsageError as error:
         if speaks:
             print(f"{program}: error: {error}", file=sys.stderr, flush=True)

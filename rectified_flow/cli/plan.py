@@ -38,7 +38,8 @@ def print_plan(config: Config, flow: nn.Module) -> None:
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
     side = config.data.image_size
-    flops = forward_flops(flow, _black(side, accelerator.device))
+    with accelerator.autocast():
+        flops = forward_flops(flow, _black(side, accelerator.device))
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {side} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))

@@ -1,6 +1,7 @@
 """sample.py: numbered pictures of a trained flow, each process drawing its share."""
 
 import difflib
+import inspect
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +38,13 @@ from rectified_flow.progress import progress_bar
 from rectified_flow.report import line, lines
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import STATUS_FILE
+from rectified_flow.spaces.pixels import Pixels
 
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
+RGB = 3
 
 
 @dataclass(frozen=True)
@@ -126,7 +129,13 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
     options["steps"] = flags.steps or flow.default_steps
     classes = _find_classes(flags.classes, flow, source)
     start = None
+    accepted = inspect.signature(flow.sample).parameters
+    require(flags.path == "none" or "watch" in accepted, f"--path has no effect: a {type(flow).__name__} has no path")
     if flags.from_images is not None:
+        require(
+            "start" in accepted and isinstance(flow.space, Pixels) and (flow.space.shape or (0,))[0] == RGB,
+            f"--from_images is for flows of RGB pictures: {source} holds a {type(flow).__name__} of other data",
+        )
         start = _load_images(flags.from_images, flags.num_samples, flow)
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     if flags.save_pretrained is not None:

@@ -23,7 +23,7 @@ from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Unifor
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
 from rectified_flow.networks.config import UnetConfig
 from rectified_flow.networks.unet import Unet
-from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged
+from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, resolve
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.eval_hook import EvaluationHook
@@ -50,7 +50,7 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> None:
         Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
         return
     if not list_checkpoints(config.run.checkpoints):
-        load_averaged(flow.network, config.reflow.reflow_from)
+        load_averaged(flow.network, resolve(config.reflow.reflow_from))
     pairs = open_pairs(config, pictures)
     Trainer(flow, pairs, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
@@ -65,7 +65,7 @@ def train_mean_flow(config: TrainMeanFlow) -> None:
     pictures = open_pictures(config.data)
     flow = build_mean_flow(config, pictures.conditions)
     if config.mean_flow.init_from is not None:
-        load_averaged(flow.network, config.mean_flow.init_from)
+        load_averaged(flow.network, resolve(config.mean_flow.init_from))
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
     Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
 

@@ -77,7 +77,7 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
         """Hash of all pixels and labels: equal data has equal fingerprints, wherever it came from."""
         return str(self.info["content"])
 
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The items of ``indices`` with a leading batch dimension, in one read."""
         return {"images": torch.from_numpy(self.images[list(indices)]), **self.condition_values(indices)}
 
@@ -94,7 +94,7 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
-        batch = self.batch(indices)
+        batch = self.read_batch(indices)
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class PairDataset(ImageDataset):
         """All noise, a read-only memory map ``[n, 3, s, s]``."""
         return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
 
-    def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        return {**super().batch(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        return {**super().read_batch(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
 
 
 class PairWriter:

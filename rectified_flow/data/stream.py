@@ -75,8 +75,8 @@ class StreamSampler:
 class Batches(Dataset[dict[str, Any]]):
     """Any map-style dataset, for a loader that fetches batches whole.
 
-    Where the dataset has a method ``batch(indices)``, as :class:`ImageDataset` has, that returns a dict of tensors in
-    one read. Else its items are stacked.
+    Where the dataset has a method ``read_batch(indices)``, as :class:`ImageDataset` has, that returns a dict of tensors
+    in one read. Else its items are stacked.
 
     Args:
         dataset: items are dicts of tensors, ``image``, or ``(image, label)``.
@@ -86,7 +86,7 @@ class Batches(Dataset[dict[str, Any]]):
         self.dataset = dataset
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
-        batch = getattr(self.dataset, "batch", None)
+        batch = getattr(self.dataset, "read_batch", None)
         if batch is not None:
             return dict(batch(indices))
         fetch = getattr(self.dataset, "__getitems__", None)

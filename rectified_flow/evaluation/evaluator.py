@@ -145,7 +145,7 @@ class Evaluator:
         """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""
         shown = generated.shown
         near = nearest(generated.features[0][: len(shown)], self.real[0], NEIGHBOURS_SHOWN)
-        real = self.dataset.batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        real = self.dataset.read_batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
         return torch.cat((shown[:, None], real), dim=1)
 
     def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:

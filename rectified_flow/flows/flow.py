@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.config import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_transport
 from rectified_flow.flows.saved import Saved
@@ -39,7 +40,7 @@ class Flow(nn.Module, Saved):
     """Generates data, ``[b, ...]`` as the space decodes it; each flow in its own way."""
     loss: Callable[..., Any]
     """The objective: the loss as a function of every draw."""
-    default_steps: ClassVar[int]
+    default_steps: ClassVar[int] = 16
     """Intervals of :meth:`sample` if a caller gives no number."""
     supports_bf16: bool = True
     """Whether the objective can be learned in bf16."""
@@ -74,6 +75,11 @@ class Flow(nn.Module, Saved):
             batch: the data under ``space.key``, conditions by name, and optionally ``noise`` ``[b, ...]``, which
                 belongs to the data (they are then not augmented), or ``noise_rows``, int64 ``[b]``, of :meth:`pair`.
         """
+        if self.space.key not in batch:
+            raise UsageError(
+                f"a batch has {', '.join(batch)}, but not {self.space.key}, which the flow is trained on: rename the "
+                "entry of the dataset's items"
+            )
         x_0 = self.space.encode(batch[self.space.key])
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = {name: batch[name] for name in self.conditions if name in batch}

@@ -32,10 +32,11 @@ MODEL_CARD = """---
 ![samples]({{ grid }})
 {% endif %}
 ```python
-from rectified_flow import {{ kind }}
+{% if module %}import {{ module }}  # registers the {{ kind }}
+{% endif %}from rectified_flow import {{ loader }}
 
-flow = {{ kind }}.from_pretrained({{ repo_id | default("this folder", true) | tojson }})
-images = flow.sample(16)  # {{ shape }}
+flow = {{ loader }}.from_pretrained({{ repo_id | default("this folder", true) | tojson }})
+samples = flow.sample(16)  # {{ shape }}
 ```
 
 ```json
@@ -128,10 +129,13 @@ class Saved(ModelHubMixin):
     def generate_model_card(self, *, grid: str | None = None, **kwargs: Any) -> ModelCard:
         """A README that says what the model is and how to use it; ``grid`` names a picture beside it."""
         parameters = sum(p.numel() for p in self.network.parameters()) / 1e6
+        module = None if type(self).__module__.startswith("rectified_flow.") else type(self).__module__
         return ModelCard.from_template(
             ModelCardData(library_name=LIBRARY, pipeline_tag="unconditional-image-generation"),
             template_str=MODEL_CARD,
             kind=type(self).__name__,
+            loader="Flow" if module else type(self).__name__,
+            module=module,
             noun=self.space.noun,
             shape=["b", *(self.space.shape or ())],
             classes=getattr(self.conditions.get("labels"), "num_classes", None),

@@ -25,7 +25,10 @@ class Condition(Protocol):
         """Which rows of ``values`` stand for "no condition", bool ``[b]``."""
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Values to sample with where a caller gives none; ``name`` is the condition's own."""
+        """Values to sample with where a caller gives none; ``name`` is the condition's own.
+
+        Drawn by :mod:`rectified_flow.randomness`, a sample has the same value in any batch.
+        """
 
     def embedding(self, dim: int) -> nn.Module:
         """A module that maps values ``[b, ...]``, also "none", to ``[b, dim]``."""

@@ -208,12 +208,11 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
 
 
 def load_averaged(network: nn.Module, path: Path) -> None:
-    """Give ``network`` the weights of a checkpoint or run, averaged if there are averages.
+    """Give ``network`` the weights of the checkpoint at ``path``, averaged if there are averages.
 
     Raises:
-        UsageError: if there is no checkpoint, or it is of another architecture.
+        UsageError: if it is of another architecture.
     """
-    path = resolve(path)
     load_weights(network, path, MODEL_FILE, *([EMA_FILE] if has_averages(path) else []))
 
 

@@ -1,7 +1,7 @@
 """``config.json``: everything a run was made of, each part in its own words, and the flags that start it again."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,11 @@ if TYPE_CHECKING:  # the command line reads these files before torch is imported
 
 
 def run_document(
-    config: TrainingConfig, flow: "nn.Module", dataset: "Dataset[Any]", flags: Mapping[str, Any] | None
+    config: TrainingConfig,
+    flow: "nn.Module",
+    dataset: "Dataset[Any]",
+    flags: Mapping[str, Any] | None = None,
+    unused: Collection[str] = (),
 ) -> dict[str, Any]:
     """What a run really uses.
 
@@ -26,11 +30,12 @@ def run_document(
         dataset: describes itself by a ``recipe``, the arguments of :func:`rectified_flow.open_dataset`, and by a
             ``description`` for a person.
         flags: all flags of the program that built these parts, if a program did.
+        unused: flags of the run in whose place the trainer was given a part.
     """
     network = getattr(flow, "network", None)
     parts = {name: value for name, value in _described(flow).items() if name != "network"}
     document = {
-        "run": plain(config),
+        "run": {name: value for name, value in plain(config).items() if name not in unused},
         "data": getattr(dataset, "recipe", None) or {"description": data_description(dataset)},
         "network": None if network is None else _described(network),
         "flow": parts,
@@ -49,6 +54,12 @@ def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
     if "run" not in document:
         return dict(document)  # version 0.1 had nothing but flags
     return dict(document["run"]) | dict(document.get("flags", {}))
+
+
+def require_flags(document: Mapping[str, Any], path: Path) -> None:
+    """Raise a UsageError if the ``config.json`` at ``path`` is of a run that no program started."""
+    if "run" in document and "flags" not in document:
+        raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
 
 
 def data_recipe(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,11 +81,11 @@ def choose_checkpoint(
         return None, run
     if own is None:
         named = checkpoint.resolve(Path(config.resume), warn=report)
-        _check_same_flow(flow, named, report)
+        _compare_flows(flow, named, report, refuse=False)
         return named, run
     before = RunIdentity(**checkpoint.load_document(own, checkpoint.STATE_FILE)["run"])
     _check_same_run(config, run, before, own, length)
-    _check_same_flow(flow, own, report)
+    _compare_flows(flow, own, report, refuse=True)
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then not in (now, ""):
@@ -109,8 +109,14 @@ def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentit
         )
 
 
-def _check_same_flow(flow: Mapping[str, Any] | None, path: Path, report: Callable[[str], object]) -> None:
-    """Compare the flow with that of a checkpoint, but for the network, which is compared as its weights are loaded."""
+def _compare_flows(
+    flow: Mapping[str, Any] | None, path: Path, report: Callable[[str], object], *, refuse: bool
+) -> None:
+    """Compare the flow with that of a checkpoint, but for the network, which is compared as its weights are loaded.
+
+    Raises:
+        UsageError: if they differ in what makes them the same run, and other runs are refused.
+    """
     if flow is None or not (path / FLOW_FILE).exists():
         return
     then, now = (_flat(each) for each in (upgraded(checkpoint.load_document(path, FLOW_FILE)), flow))
@@ -118,7 +124,7 @@ def _check_same_flow(flow: Mapping[str, Any] | None, path: Path, report: Callabl
         if then.get(name) == now.get(name) or name == "space.shape" or name.startswith("network."):
             continue
         called = {"kind": "flow"}.get(name, name)
-        if name not in MAY_CHANGE:
+        if refuse and name not in MAY_CHANGE:
             raise UsageError(
                 f"checkpoint {path} was trained with {called} {then.get(name)}, and this run has {called} "
                 f"{now.get(name)}: choose another --output_dir, or pass the flags of its config.json"

@@ -14,12 +14,11 @@ from tqdm.auto import tqdm
 from rectified_flow.data.fingerprint import fingerprint_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError
-from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.report import Silent, line
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import run_document
+from rectified_flow.runs.document import program_flags
 from rectified_flow.runs.folder import RunFolder, RunState
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import RunIdentity, choose_checkpoint, identify_run, precision_name
@@ -28,14 +27,14 @@ from rectified_flow.runs.snapshots import drop_snapshots
 
 
 class Run:
-    """Every process has one and uses it alike; on the others than the main one, ``log`` and ``saver`` do nothing.
+    """Every process has one and calls it alike; on all but the main one, methods of ``log`` and ``saver`` do nothing.
 
     Args:
         accelerator: of the run.
         config: the run's flags.
         flow: the module in training.
         dataset: the data.
-        flags: of the program that built these parts, if a program did.
+        document: the contents of the run's ``config.json``.
         progress: returns the steps done, and those of the whole run.
     """
 
@@ -45,13 +44,11 @@ class Run:
         config: TrainingConfig,
         flow: nn.Module,
         dataset: Dataset[Any],
-        flags: Mapping[str, Any] | None,
+        document: Mapping[str, Any],
         progress: Callable[[], tuple[int, int]],
     ) -> None:
         self.accelerator, self.config, self.progress = accelerator, config, progress
-        self.flow, self.dataset = flow, dataset
-        self.flags = plain(config) if flags is None else flags
-        self.document = run_document(config, flow, dataset, flags)
+        self.flow, self.dataset, self.document = flow, dataset, document
         self.folder = RunFolder(config)
         self.log, self.saver = cast(RunLog, Silent()), cast(Saver, Silent())
 
@@ -157,7 +154,7 @@ class Run:
         drop_snapshots(self.config.checkpoints, after=step)
         self.log = RunLog(self.accelerator, self.config, self.document, step, warn=self.print)
         self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self.print)
-        self.log.start_trackers(self.folder.run_id, self.flags)
+        self.log.start_trackers(self.folder.run_id, program_flags(self.document))
         try:
             describe(self.flow)
         except DescriptionError as error:

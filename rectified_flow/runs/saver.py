@@ -29,6 +29,7 @@ class Saver:
         self.config, self.draw, self.warn = config, draw, warn
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path] | None = None
+        self._skipped = False
         self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> None:
@@ -41,11 +42,13 @@ class Saver:
             self.wait(self.config.rank_timeout / 2)
         except TimeoutError:
             self.warn(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
+            self._skipped = True
             return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
         copies = {
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
+        self._skipped = False
         self._writing = self._thread.submit(self._write, step, copies, documents, best)
 
     def wait(self, seconds: float | None = None) -> Path | None:
@@ -65,9 +68,10 @@ class Saver:
             RunError: if it could not be written.
         """
         path = self.wait()
-        if path is None and self._writing is not None:
+        if self._skipped or (path is None and self._writing is not None):
+            reason = "the disk is too slow" if self._writing is None or path else self._writing.exception()
             raise RunError(
-                f"could not save the last step to {self.config.checkpoints} ({self._writing.exception()}): make room, "
+                f"could not save the last step to {self.config.checkpoints} ({reason}): make room, "
                 "and run the same command to resume from the checkpoint before"
             )
         return path

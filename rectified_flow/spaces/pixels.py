@@ -47,8 +47,8 @@ class Pixels(Space):
         return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :3]
 
     def problem_with(self, data: Tensor) -> str | None:
-        """Floating-point pictures outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
-        if not data.is_floating_point():
+        """Pictures that are not uint8 and outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
+        if data.dtype == torch.uint8:
             return None
         least, most = (float(value) for value in data.aminmax())
         if not (least >= -1 and most <= 1):

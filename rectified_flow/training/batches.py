@@ -38,11 +38,16 @@ def checked(
     batches: Iterator[dict[str, Any]], flow: nn.Module, report: Callable[[str], object]
 ) -> Iterator[dict[str, Any]]:
     """The same batches, after a warning if the data of the first look wrong to the flow's space."""
-    first = next(batches)
+    first, problems = next(batches), list[str | None]()
     space = getattr(flow, "space", None)
-    problem = space.problem_with(first[space.key]) if space is not None and space.key in first else None
-    if problem is not None:
-        report(f"warning: {problem}")
+    if space is not None and space.key in first:
+        problems.append(space.problem_with(first[space.key]))
+    missing = [name for name in getattr(flow, "conditions", {}) if name not in first]
+    if missing:
+        problems.append(f"the network takes {', '.join(missing)}, which the data do not have: it is trained without")
+    for problem in problems:
+        if problem is not None:
+            report(f"warning: {problem}")
     return chain([first], batches)
 
 

@@ -9,6 +9,11 @@ from torch import nn
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import TrainingConfig
 
+OPTIMIZER_FLAGS = ("learning_rate", "adam_betas", "weight_decay")
+"""Flags of a run that only :func:`build_optimizer` uses."""
+SCHEDULE_FLAGS = ("lr_warmup_steps", "lr_decay")
+"""Flags of a run that only :func:`build_schedule` uses."""
+
 BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 """Builds an optimizer over the trained parameters, with its peak learning rates."""
 

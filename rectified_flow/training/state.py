@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from ema_pytorch import EMA
 from torch import Tensor, nn
 
+from rectified_flow.errors import require
 from rectified_flow.flows.saved import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.training.averages import PowerAverages
@@ -96,7 +97,8 @@ class TrainingState:
             "summands": self.summands,
             "ema_step": None if self.ema is None else int(self.ema.step),
             "grad_scaler": None if scaler is None else scaler.state_dict(),
-            **({"optimizer": numbers} if numbers else {}),
+            "optimizer": type(self.optimizer.optimizer).__name__,
+            **({"optimizer_numbers": numbers} if numbers else {}),
         }
 
     def _moments(self) -> dict[str, Any]:
@@ -111,7 +113,7 @@ class TrainingState:
         """Restore the state of the checkpoint at ``path`` for one of the ranks.
 
         Raises:
-            UsageError: if it was made by another architecture.
+            UsageError: if it was made by another architecture or optimizer.
         """
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
         counters = checkpoint.load_document(path, checkpoint.STATE_FILE)
@@ -123,7 +125,10 @@ class TrainingState:
             self.ema.step.fill_(counters["ema_step"] or 0)
         if self.power is not None:
             self.power.load(path, counters["updates"])
-        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | counters.get("optimizer", {}))
+        now = type(self.optimizer.optimizer).__name__
+        then = counters.get("optimizer", now)
+        require(then == now, f"checkpoint {path} was trained by {then}, not {now}: choose another output_dir")
+        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | counters.get("optimizer_numbers", {}))
         if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
             self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
         for name in COUNTERS:

@@ -93,7 +93,7 @@ class Stepper:
         for micro_batch in range(self.batch.accumulation):
             losses.append(self.backward(next(batches), micro_batch))
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
-                values[name] = values.get(name, 0) + value.detach() / self.batch.accumulation
+                values[name] = values.get(name, 0) + torch.as_tensor(value).detach() / self.batch.accumulation
         self.finish_pending()
         factor = self.schedule(state.updates, self.total_steps)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
@@ -158,7 +158,7 @@ class Stepper:
             raise RunError(
                 f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "
                 f"training ended at step {pending.number + 1}; their images are in bad_steps.jsonl, and the last "
-                "checkpoint is good: lower --learning_rate or --max_grad_norm, or look at the pictures"
+                "checkpoint is good: lower --learning_rate or --max_grad_norm, or inspect those items"
             )
 
 

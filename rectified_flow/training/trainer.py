@@ -29,7 +29,7 @@ from rectified_flow.networks.placing import to_device
 from rectified_flow.progress import progress_bar
 from rectified_flow.report import line
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import data_description
+from rectified_flow.runs.document import data_description, run_document
 from rectified_flow.runs.run import Run
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.averages import PowerAverages, constant_average
@@ -37,6 +37,8 @@ from rectified_flow.training.batches import checked, load, paired
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import forward_flops
 from rectified_flow.training.optimizer import (
+    OPTIMIZER_FLAGS,
+    SCHEDULE_FLAGS,
     BuildOptimizer,
     LrSchedule,
     build_optimizer,
@@ -59,8 +61,8 @@ class Trainer:
             saved. Scalars in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set before
             each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
         dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
-            ``batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them for a
-            person, ``recipe`` opens them again.
+            ``read_batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them
+            for a person, ``recipe`` opens them again.
         config: the run's flags.
         optimizer: builds the optimizer from the trained parameters, for example ``partial(torch.optim.SGD, lr=0.1)``;
             AdamW with the flags of ``config`` if not given. Its learning rates are the peaks.
@@ -92,14 +94,15 @@ class Trainer:
         self.length = len(dataset)  # type: ignore[arg-type]
         if self.length < self.batch.total:
             raise UsageError(
-                f"the dataset has {self.length} images, fewer than one global batch ({self.batch}): "
+                f"the dataset has {self.length} items, fewer than one global batch ({self.batch}): "
                 "pass a smaller --batch_size"
             )
         self.total_steps = config.total_steps(self.batch, self.length)
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
-        self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
+        with self.accelerator.autocast():
+            self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
         power = PowerAverages(network_of(flow)) if config.power_ema else None
         if config.compile:
@@ -110,8 +113,10 @@ class Trainer:
         build = optimizer or partial(build_optimizer, config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.values())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        self.run = Run(self.accelerator, config, flow, dataset, flags, lambda: (self.state.step, self.total_steps))
         schedule = lr_schedule or build_schedule(config)
+        unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
+        document = run_document(config, flow, dataset, flags, unused)
+        self.run = Run(self.accelerator, config, flow, dataset, document, lambda: (self.state.step, self.total_steps))
         arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
         self.throughput = Throughput()
@@ -219,9 +224,11 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return batches
         check_equal_weights(self.accelerator, self.flow.parameters())
-        first = next(batches)
+        first, buffers = next(batches), [buffer.clone() for buffer in self.flow.buffers()]
         self.stepper.backward(first, self.batch.accumulation - 1)
         self.state.optimizer.zero_grad()
+        for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
+            buffer.copy_(before)  # running means, for example
         set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 

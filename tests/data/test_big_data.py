@@ -48,7 +48,7 @@ def open_and_read(path: Path, rank: int) -> tuple[ImageDataset, float]:
     assert len(dataset[0]) == 2
     opened = time.perf_counter() - began
     for indices in islice(StreamSampler(len(dataset), 0, GlobalBatch(4, PROCESSES), rank), 200):
-        assert dataset.batch(indices)["images"].shape[0] == 4
+        assert dataset.read_batch(indices)["images"].shape[0] == 4
     return dataset, opened
 
 

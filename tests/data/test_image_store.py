@@ -44,7 +44,7 @@ def open_slow(cache_dir: Path, decoded: Path) -> ImageDataset:
 
 
 def test_items_and_batches(flowers: ImageDataset) -> None:
-    batch = flowers.batch([5, 0, 5])
+    batch = flowers.read_batch([5, 0, 5])
     assert batch["images"].shape == (3, 3, 8, 8)
     assert batch["images"].dtype == torch.uint8
     assert batch["labels"].tolist() == [5, 0, 5]
@@ -63,7 +63,7 @@ def test_items_and_batches(flowers: ImageDataset) -> None:
 
 def test_writing_into_a_batch_leaves_the_store_alone(flowers: ImageDataset) -> None:
     before = flowers[0]["images"].clone()
-    flowers.batch([0])["images"].zero_()
+    flowers.read_batch([0])["images"].zero_()
     assert torch.equal(flowers[0]["images"], before)
 
 
@@ -96,10 +96,10 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
         json.dumps({"length": pixels // (3 * 64 * 64), "image_size": 64, "class_names": []})
     )
     dataset = ImageDataset(path)
-    dataset.batch([0])
+    dataset.read_batch([0])
     shared, private = mapped_memory()
     for start in range(0, len(dataset), 64):
-        dataset.batch(range(start, min(start + 64, len(dataset))))
+        dataset.read_batch(range(start, min(start + 64, len(dataset))))
     shared_after, private_after = mapped_memory()
     assert shared_after - shared > 0.9 * pixels, "the store was not read: a test that cannot fail"
     assert private_after - private < 0.2 * pixels

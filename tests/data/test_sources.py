@@ -49,7 +49,7 @@ def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
     assert dataset.condition_values([0, 1]) == {}
     assert dataset.description == f"{tmp_path.name}: {len(names)} images of 4 px"
     assert list(dataset[0]) == ["images"]
-    assert torch.all((dataset.batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
+    assert torch.all((dataset.read_batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
 
 
 def test_subfolders_are_classes(tmp_path: Path) -> None:

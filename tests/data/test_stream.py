@@ -97,7 +97,7 @@ def test_torchs_own_loader_makes_the_same_batches(flowers: ImageDataset, num_wor
     batches = list(loader)
     assert [len(batch["images"]) for batch in batches] == [4] * 11 + [2]
     for first, batch in zip(range(0, 46, 4), batches, strict=True):
-        expected = flowers.batch(range(first, min(first + 4, 46)))
+        expected = flowers.read_batch(range(first, min(first + 4, 46)))
         assert batch.keys() == expected.keys()
         assert all(torch.equal(batch[name], expected[name]) for name in batch)
 
@@ -123,7 +123,7 @@ class ListsOfItems(Items):
 
 
 class WholeBatches(ListsOfItems):
-    def batch(self, indices: Sequence[int]) -> dict[str, Any]:
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Any]:
         self.reads.append(tuple(indices))
         images = torch.tensor(indices)[:, None, None, None].expand(-1, 3, 2, 2)
         return {"images": images, "captions": [f"number {index}" for index in indices]}

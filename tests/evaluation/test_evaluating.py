@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.evaluate import evaluate
-from rectified_flow.cli.flags import EvaluateConfig
+from rectified_flow.cli.evaluate import _training_pictures, evaluate
+from rectified_flow.cli.flags import EvaluateConfig, MeasureConfig
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features
@@ -158,6 +158,20 @@ def test_the_training_pictures_of_a_run_of_version_0_1_are_found(run: Path) -> N
     recipe = {name: value for name, value in data_recipe(new).items() if name != "split"}
     assert data_recipe({**recipe, "dim": 64, "use_cfg": True, "seed": 0}) == recipe
     assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}) == {}
+
+
+def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) -> None:
+    """It was trained by a program of one's own; a folder of its pictures does instead."""
+    source = checkpoint.resolve(run)
+    flow, config = FLOWS["rectified"](), {"run": {}, "data": {"description": "21 items of a list"}}
+    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
+    documents = {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    with pytest.raises(UsageError, match="does not say how to open its training data: pass a folder"):
+        _training_pictures(MeasureConfig(), path, flow)
+    given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
+    expected = _training_pictures(MeasureConfig(), source, flow)
+    assert _training_pictures(given, path, flow).fingerprint == expected.fingerprint
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

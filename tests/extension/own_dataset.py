@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from rectified_flow import Pixels, RectifiedFlow, Unet, register
+from rectified_flow import Pixels, RectifiedFlow, Unet, randomness, register
 
 
 @register
@@ -22,7 +22,7 @@ class Level:
         return values < 0
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        return torch.linspace(0, 1, count, device=device)
+        return randomness.rand(f"sample {name}", (count,), device)
 
     def embedding(self, dim: int) -> nn.Module:
         return nn.Sequential(nn.Unflatten(0, (-1, 1)), nn.Linear(1, dim))

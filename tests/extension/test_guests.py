@@ -71,6 +71,20 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
     assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 
+def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Path], tmp_path: Path) -> None:
+    guest, folder = runs
+    Image.new("RGB", (8, 8)).save(tmp_path / "start.png")
+    flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path / "out"), "--num_samples", "2"]
+    flags += ["--import", f"tests.extension.{guest}"]
+    for more, refused in (
+        (["--path", "strip"], guest == "own_flow"),
+        (["--from_images", str(tmp_path / "start.png")], guest in ("own_flow", "own_space")),
+    ):
+        [(code, errors)] = run_on_ranks(1, program, "sample.py", [*flags, *more])
+        assert code == (2 if refused else 0), errors
+        assert "Traceback" not in errors
+
+
 def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     guest, folder = runs
     importlib.import_module(f"tests.extension.{guest}")

@@ -31,11 +31,11 @@ class Signalling(ImageDataset):
 
     rank, step, batches = 0, 0, 0
 
-    def batch(self, indices: Any) -> dict[str, Tensor]:
+    def read_batch(self, indices: Any) -> dict[str, Tensor]:
         self.batches += len(indices) > 1
         if self.batches == self.step and int(os.environ.get("RANK", "0")) == self.rank:
             os.kill(os.getpid(), signal.SIGUSR1)
-        return super().batch(indices)
+        return super().read_batch(indices)
 
 
 def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tuple[bool, int]:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import LrDecay, TrainingConfig
 from rectified_flow.training.optimizer import BuildOptimizer, build_schedule
@@ -72,6 +73,24 @@ def test_another_optimizer_resumes_byte_equal(
     config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"optimizer": build}
     run_on_ranks(world_size, train_with, config, flowers, parts)
     assert_resumes_alike(world_size, tmp_path, train_with, config, flowers, parts)
+
+
+def refused(config: TrainingConfig, dataset: ImageDataset) -> str:
+    with pytest.raises(UsageError) as refusal:
+        train(config, dataset)
+    return str(refusal.value)
+
+
+def test_another_optimizer_is_recorded_and_does_not_resume_as_the_default(
+    tmp_path: Path, flowers: ImageDataset
+) -> None:
+    config = tiny_config(tmp_path, **FLAGS)
+    run_on_ranks(1, train_with, config, flowers, {"optimizer": SGD, "lr_schedule": halve_and_end_low})
+    recorded = json.loads((tmp_path / "config.json").read_text())["run"]
+    assert "batch_size" in recorded
+    assert not {"learning_rate", "adam_betas", "weight_decay", "lr_warmup_steps", "lr_decay"} & recorded.keys()
+    [sentence] = run_on_ranks(1, refused, replace(config, train_num_steps=12), flowers)
+    assert "was trained by SGD, not AdamW" in sentence
 
 
 def test_warm_up_and_decay_in_closed_form() -> None:

@@ -29,7 +29,8 @@ def pictures(count: int = 40, seed: int = 0) -> list[Tensor]:
 def train_on(dataset: Any, config: TrainingConfig, coupling: Coupling = "independent") -> tuple[str, int]:
     """What a run on ``dataset`` prints, and its last step."""
     torch.manual_seed(0)
-    network = Unet(8, (1, 2), conditions={"labels": Labels(4)}, image_size=8)
+    labelled = isinstance(dataset[0], dict) and "labels" in dataset[0]
+    network = Unet(8, (1, 2), conditions={"labels": Labels(4)} if labelled else None, image_size=8)
     with redirect_stdout(io.StringIO()) as said:
         trainer = Trainer(RectifiedFlow(network, coupling=coupling), dataset, config)
         trainer.train()
@@ -112,3 +113,40 @@ def test_entries_that_the_network_does_not_take_are_ignored(
         config = tiny_config(tmp_path / name, train_num_steps=4, num_samples=0, log_every=1)
         run_on_ranks(world_size, train_on, dataset, config, coupling)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_conditions_that_the_data_lack_and_keys_of_another_name_are_reported(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "a", train_num_steps=1, num_samples=0)
+    [said] = run_on_ranks(1, train_without_labels, config)
+    assert said.count("warning: the network takes labels, which the data do not have: it is trained without") == 1
+    items = [{"image": picture} for picture in pictures()]
+    [sentence] = run_on_ranks(1, refusal_on, items, tiny_config(tmp_path / "b"))
+    assert sentence.startswith("a batch has image, but not images, which the flow is trained on")
+
+
+def train_without_labels(config: TrainingConfig) -> str:
+    network = Unet(8, (1, 2), conditions={"labels": Labels(4)}, image_size=8)
+    dataset: Any = pictures()
+    with redirect_stdout(io.StringIO()) as said:
+        Trainer(RectifiedFlow(network), dataset, config).train()
+    return said.getvalue()
+
+
+def test_a_dataset_of_the_hub_library_trains(tmp_path: Path) -> None:
+    """It has a method ``batch`` of its own."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"images": [picture.tolist() for picture in pictures()]})
+    config = tiny_config(tmp_path, train_num_steps=2, num_samples=0)
+    [(said, step)] = run_on_ranks(1, train_on_rows, rows, config)
+    assert step == 2, said
+
+
+def train_on_rows(rows: Any, config: TrainingConfig) -> tuple[str, int]:
+    return train_on(rows.cast_column("images", _pixels()).with_format("torch"), config)
+
+
+def _pixels() -> Any:
+    from datasets import Array3D
+
+    return Array3D(shape=(3, 8, 8), dtype="uint8")

@@ -72,6 +72,33 @@ def test_plain_draws_resume_byte_equal(tmp_path: Path, flowers: ImageDataset, wo
     assert_resumes_alike(world_size, tmp_path, train_on_plain_draws, straight, flowers)
 
 
+class Normed(nn.Module):
+    """Has running means, which every forward pass in training moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1)
+
+    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.layer(self.norm(images.float() / 255)).square().mean()
+
+
+def train_normed(config: TrainingConfig, dataset: ImageDataset) -> int:
+    """How many batches the running means have seen."""
+    torch.manual_seed(0)
+    flow = Normed()
+    Trainer(flow, dataset, config).train()
+    return int(flow.norm.num_batches_tracked or 0)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_running_means_are_not_moved_by_the_warm_up(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
+    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1, "power_ema": False}
+    straight = tiny_config(tmp_path / "straight", train_num_steps=STEPS, **flags)
+    assert run_on_ranks(world_size, train_normed, straight, flowers) == [STEPS] * world_size
+    assert_resumes_alike(world_size, tmp_path, train_normed, straight, flowers)
+
+
 def assert_resumes_alike(world_size: int, folder: Path, train: Any, straight: TrainingConfig, *more: Any) -> None:
     """Training again from step 4 of a finished run, which has its last step taken away, ends with the same bytes."""
     half = folder / "half"

@@ -68,12 +68,12 @@ def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) ->
 
 def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: PairDataset) -> None:
     assert len(pairs) == COUNT
-    batch = pairs.batch([3, 149, 70])
+    batch = pairs.read_batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
     flow = RectifiedFlow.from_checkpoint(teacher)
     images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
     assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
-    everything = pairs.batch(range(COUNT))
+    everything = pairs.read_batch(range(COUNT))
     assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
     assert len(everything["noise"].flatten(1).unique(dim=0)) == COUNT
     assert 5 < len(everything["labels"].unique()) <= 12

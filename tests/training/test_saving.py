@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rectified_flow.errors import RunError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.saver import Saver
@@ -34,6 +35,30 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch:
     saver.finish()
     saved = [load_file(path / checkpoint.MODEL_FILE) for path in checkpoint.list_checkpoints(tmp_path / "checkpoints")]
     assert sorted(float(each["weight"][0]) for each in saved) == [0, 1]
+
+
+def test_a_last_step_that_the_disk_was_too_slow_for_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_is_free, save = threading.Event(), checkpoint.save
+
+    def save_late(*arguments: Any, **settings: Any) -> Path:
+        assert disk_is_free.wait(10)
+        return save(*arguments, **settings)
+
+    monkeypatch.setattr(checkpoint, "save", save_late)
+    warnings: list[str] = []
+    config = TrainingConfig(output_dir=tmp_path, rank_timeout=0.1)
+    saver = Saver(config, draw=lambda: None, warn=warnings.append)
+    weights = {checkpoint.MODEL_FILE: {"weight": torch.zeros(3)}}
+    saver.save(1, weights, {})
+    saver.save(2, weights, {})
+    disk_is_free.set()
+    assert [warning.startswith("warning: step 2 is not saved") for warning in warnings] == [True]
+    with pytest.raises(RunError, match="could not save the last step"):
+        saver.finish()
+    saver.save(3, weights, {})
+    assert saver.finish() == config.checkpoints / "step_00000003"
 
 
 def test_saving_leaves_no_workers_behind(tmp_path: Path) -> None:
