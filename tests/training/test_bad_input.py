@@ -73,7 +73,7 @@ def test_image_size_not_divisible(world_size: int) -> None:
 @both
 def test_dataset_smaller_than_the_global_batch(world_size: int, pictures: Path) -> None:
     flags = f"{TINY} --dataset_path {pictures} --global_batch_size 64"
-    assert_refused(world_size, flags, "20 images, fewer than one global batch")
+    assert_refused(world_size, flags, "20 items, fewer than one global batch")
 
 
 @both
