@@ -48,7 +48,8 @@ class Run:
         progress: Callable[[], tuple[int, int]],
     ) -> None:
         self.accelerator, self.config, self.progress = accelerator, config, progress
-        self.flow, self.dataset, self.document = flow, dataset, document
+        self.dataset, self.document = dataset, document
+        self.flow_description, self._undescribed = _describe(flow)
         self.folder = RunFolder(config)
         self.log, self.saver = cast(RunLog, Silent()), cast(Saver, Silent())
 
@@ -67,14 +68,6 @@ class Run:
         run = identify_run(self.config, fingerprint_of(self.dataset), batch.total, precision)
         length = len(self.dataset)  # type: ignore[arg-type]
         return choose_checkpoint(self.config, run, length, self.flow_description, self.print)
-
-    @property
-    def flow_description(self) -> dict[str, Any] | None:
-        """The contents of ``flow.json``; None for a flow with parts that are not registered."""
-        try:
-            return describe(self.flow)
-        except DescriptionError:
-            return None
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar."""
@@ -155,7 +148,13 @@ class Run:
         self.log = RunLog(self.accelerator, self.config, self.document, step, warn=self.print)
         self.saver = Saver(self.config, draw=self.log.draw_loss, warn=self.print)
         self.log.start_trackers(self.folder.run_id, program_flags(self.document))
-        try:
-            describe(self.flow)
-        except DescriptionError as error:
-            self.print(f"warning: sample.py cannot build this flow from its checkpoints: {error}")
+        if self.flow_description is None:
+            self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
+
+
+def _describe(flow: nn.Module) -> tuple[dict[str, Any] | None, str]:
+    """The contents of ``flow.json``; for a flow with parts that are not registered None, and the reason."""
+    try:
+        return describe(flow), ""
+    except DescriptionError as error:
+        return None, str(error)
