@@ -32,8 +32,12 @@ class Saver:
         self._skipped = False
         self._copies: dict[tuple[str, str], Tensor] = {}
 
-    def save(self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False) -> None:
+    def save(
+        self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False, prune: bool = True
+    ) -> None:
         """Copy ``tensors`` and write them in the background; arguments as in :func:`checkpoint.save`.
+
+        Unless ``prune`` is false, older checkpoints are then removed, as the config says.
 
         If the disk is still busy with the checkpoint before after half of the run's rank timeout, this one is left out.
         """
@@ -49,7 +53,7 @@ class Saver:
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
         self._skipped = False
-        self._writing = self._thread.submit(self._write, step, copies, documents, best)
+        self._writing = self._thread.submit(self._write, step, copies, documents, best, prune)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait for the checkpoint in writing and return it; None if there is none, or it could not be written.
@@ -86,7 +90,7 @@ class Saver:
             self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
         return self._copies[file, name].copy_(value)
 
-    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool) -> Path:
+    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool, prune: bool) -> Path:
         folder, config = self.config.checkpoints, self.config
         self.draw()
         try:
@@ -95,7 +99,8 @@ class Saver:
                 keep_snapshots(folder)
             except OSError as error:
                 self.warn(f"warning: could not keep a snapshot of the averages of step {step} ({error})")
-            checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
+            if prune:
+                checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
             return path
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")

@@ -9,13 +9,16 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from ema_pytorch import EMA
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import require
+from rectified_flow.errors import RunError, require
 from rectified_flow.flows.saved import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.training.averages import PowerAverages
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+LARGEST_WEIGHT = 1e6
+"""A trained weight beyond this is what an explosion left, finite or not: nothing is learned from there."""
 COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
 
 
@@ -76,16 +79,29 @@ class TrainingState:
             if average is not None:
                 average.update()
 
+    def require_sound(self) -> None:
+        """Check the trained weights and their averages, and wait for the device to do so.
+
+        Raises:
+            RunError: if one of them is not finite, or larger than any that training makes.
+        """
+        weights: Mapping[str, Tensor] = self.parameters
+        for tensors in (weights, *self._averages().values()):
+            largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
+            if not largest <= LARGEST_WEIGHT:
+                raise RunError(
+                    f"the weights exploded by step {self.step} (the largest is {largest:.1e}), so they are not "
+                    "saved and training ended; the checkpoints of earlier steps are kept: lower --learning_rate, or "
+                    "clip gradients with --max_grad_norm"
+                )
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """A checkpoint's tensors by file; frozen parameters are in the model's file only."""
-        files = {
+        return {
             checkpoint.MODEL_FILE: checkpoint.own_weights(network_of(self.flow)),
             OPTIMIZER_FILE: {name: value for name, value in self._moments().items() if isinstance(value, Tensor)},
+            **self._averages(),
         }
-        if self.ema is not None:
-            frozen = checkpoint.frozen_names(network_of(self.flow))  # the average itself requires no gradient
-            files[checkpoint.EMA_FILE] = checkpoint.without(network_of(self.ema.ema_model).state_dict(), frozen)
-        return files if self.power is None else files | self.power.tensors()
 
     def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
         """Everything else of the state, as JSON can hold it; ``sums`` are this state's, by rank."""
@@ -100,6 +116,14 @@ class TrainingState:
             "optimizer": type(self.optimizer.optimizer).__name__,
             **({"optimizer_numbers": numbers} if numbers else {}),
         }
+
+    def _averages(self) -> dict[str, dict[str, Tensor]]:
+        """The averages' tensors by file."""
+        files = {} if self.power is None else self.power.tensors()
+        if self.ema is not None:
+            frozen = checkpoint.frozen_names(network_of(self.flow))  # the average itself requires no gradient
+            files[checkpoint.EMA_FILE] = checkpoint.without(network_of(self.ema.ema_model).state_dict(), frozen)
+        return files
 
     def _moments(self) -> dict[str, Any]:
         """The optimizer's state by parameter and name; in common optimizers tensors, numbers and None."""

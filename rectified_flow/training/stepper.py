@@ -157,8 +157,8 @@ class Stepper:
         if state.bad_in_a_row >= self.config.max_bad_steps:
             raise RunError(
                 f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "
-                f"training ended at step {pending.number + 1}; their images are in bad_steps.jsonl, and the last "
-                "checkpoint is good: lower --learning_rate or --max_grad_norm, or inspect those items"
+                f"training ended at step {pending.number + 1}; their images are in bad_steps.jsonl, and earlier "
+                "checkpoints are kept: lower --learning_rate or --max_grad_norm, or inspect those items"
             )
 
 

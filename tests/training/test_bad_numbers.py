@@ -16,10 +16,11 @@ from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.optimizer import BuildOptimizer
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
-from tests.training.runs import metrics, tiny_config
+from tests.training.runs import build_trainer, metrics, tiny_config
 
 KINDS = ("loss", "loss alone", "gradient alone")
 STEPS = 12
@@ -61,6 +62,10 @@ def build(
 def weights(trainer: Trainer) -> Tensor:
     modules = [trainer.flow, trainer.averaged_flow]
     return torch.cat([p.detach().flatten() for module in modules for p in module.parameters()]).clone()
+
+
+def checkpoints(output_dir: Path) -> list[str]:
+    return [path.name for path in sorted((output_dir / "checkpoints").glob("step_*"))]
 
 
 def train_with_bad_steps(
@@ -147,8 +152,7 @@ def test_too_many_bad_steps_in_a_row_end_the_run(tmp_path: Path, flowers: ImageD
         assert sentence.startswith("3 steps in a row")
         assert "step 7" in sentence
         assert bad_steps == 5
-    saved = [path.name for path in sorted((tmp_path / "checkpoints").glob("step_*"))]
-    assert saved == ["step_00000002", "step_00000004", "step_00000006"]
+    assert checkpoints(tmp_path) == ["step_00000002", "step_00000004", "step_00000006"]
     assert json.loads((tmp_path / "status.json").read_text())["state"] == "failed"
 
 
@@ -185,3 +189,51 @@ def test_a_loss_scale_that_is_too_large_is_no_bad_number(tmp_path: Path, flowers
     rows = metrics(tmp_path)
     assert (rows[-1]["scaler_skips"], rows[-1]["bad_steps"]) == (counters["skips"], 1)
     assert rows[-1]["learning_rate"] == pytest.approx(1e-3 * min(1, counters["updates"] / 5))
+
+
+@pytest.mark.parametrize("use_ema", [True, False])
+def test_weights_that_exploded_are_not_saved(tmp_path: Path, flowers: ImageDataset, use_ema: bool) -> None:
+    def schedule(updates: int, _total: int) -> float:
+        return 1e33 if updates == 3 else 1.0
+
+    config = tiny_config(
+        tmp_path, train_num_steps=STEPS, num_samples=0, save_every=1, keep_checkpoints=2, max_grad_norm=0,
+        log_every=100, use_ema=use_ema,
+    )  # fmt: skip
+    with pytest.raises(RunError, match=r"exploded by step 4 .* not saved") as problem:
+        build_trainer(config, flowers, lr_schedule=schedule).train()
+    assert "--learning_rate" in str(problem.value)
+    assert checkpoints(tmp_path) == ["step_00000002", "step_00000003"]
+
+
+def test_an_average_that_is_not_finite_is_not_saved(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, save_every=2, log_every=100)
+    trainer = build_trainer(config, flowers)
+    take = trainer.stepper.take
+
+    def take_and_spoil(batches: Iterator[dict[str, Tensor]]) -> None:
+        take(batches)
+        if trainer.state.step == 3:
+            next(p for p in trainer.averaged_flow.parameters() if p.ndim > 1).data.flatten()[0] = torch.nan
+
+    trainer.stepper.take = take_and_spoil  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="exploded by step 4"):
+        trainer.train()
+    assert checkpoints(tmp_path) == ["step_00000002"]
+
+
+def test_nothing_is_pruned_during_bad_steps(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, save_every=1, keep_checkpoints=1)
+    kept: dict[int, list[str]] = {}
+
+    class Watch(Callback):
+        def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+            trainer.run.saver.wait()
+            kept[trainer.state.step] = checkpoints(tmp_path)
+
+    trainer = build(config, flowers, "loss", (4, 5))
+    trainer.callbacks.append(Watch())
+    trainer.train()
+    assert kept[3] == ["step_00000003"]
+    assert kept[5] == ["step_00000003", "step_00000004", "step_00000005"]
+    assert kept[6] == ["step_00000006"]
