@@ -22,6 +22,7 @@ from rectified_flow.data.image_store import (
     hash_contents,
 )
 from rectified_flow.files import flush_folder, replace_file
+from rectified_flow.machine import require_disk
 
 NOISE_FILE, RECIPE_FILE, PROGRESS_FILE = "noise.float16", "recipe.json", "progress.json"
 
@@ -74,12 +75,15 @@ class PairWriter:
 
         Raises:
             OSError: if the files cannot be created.
+            UsageError: if the disk has no room for them.
         """
         if self.path.exists():
             shutil.rmtree(self.path)  # damaged
         progress = self.stage / PROGRESS_FILE
         if progress.exists():
             return int(json.loads(progress.read_text())["done"])
+        needed = 3 * self._row * self.length
+        require_disk(needed, self.path.parent, f"{self.length} pairs", "draw fewer, or make room")
         self.stage.mkdir(parents=True, exist_ok=True)
         for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, 2 * self._row)):
             with (self.stage / name).open("wb") as file:

@@ -4,8 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rectified_flow.errors import require, require_natural
+from rectified_flow.machine import require_memory
 
 FeatureNetwork = Literal["inception", "efficientnet_lite0"]
+BYTES_PER_FEATURES = 5120
+"""Of a picture's features, at least: 1280 of them in float32."""
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,5 @@ class EvaluationConfig:
             self.evaluation_samples >= 2,
             f"--evaluation_samples is {self.evaluation_samples}; a distance needs at least 2",
         )
+        what = f"--evaluation_samples {self.evaluation_samples}"
+        require_memory(self.evaluation_samples * BYTES_PER_FEATURES, what, "draw fewer")

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from rectified_flow.errors import require, require_finite, require_natural, require_positive
 from rectified_flow.flags import default_is
+from rectified_flow.runs.config import require_room_for_steps
 
 Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
@@ -73,6 +74,7 @@ class ReflowConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "reflow_pairs", "reflow_steps")
+        require_room_for_steps("reflow_steps", self.reflow_steps or 1)
         for name in ("reflow_pairs", "reflow_steps", "pairs_dir"):
             require(
                 getattr(self, name) is None or self.reflow_from is not None,

@@ -3,6 +3,10 @@
 from dataclasses import dataclass
 
 from rectified_flow.errors import require, require_finite, require_fraction, require_positive
+from rectified_flow.machine import require_memory
+
+BYTES_PER_WEIGHT = 16
+"""In training, at least: the weight, its gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,10 @@ class UnetConfig:
             len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
             f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
         )
+        # A level has at least two blocks down and three up, each of two 3x3 convolutions.
+        weights = sum(2 * (2 + 3) * 9 * (self.dim * mult) ** 2 for mult in self.dim_mults)
+        what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
+        require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the two")
 
     def check_side(self, image_size: int) -> None:
         """Raise a UsageError if the levels cannot halve a side of ``image_size`` px."""

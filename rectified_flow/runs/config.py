@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
 from rectified_flow.flags import default_is
+from rectified_flow.machine import require_memory
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["none", "tensorboard", "wandb"]
@@ -15,6 +16,8 @@ LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
 CHECKPOINTS = "checkpoints"
+BYTES_PER_WORKER = 10_000_000
+"""Of a loader process, at least."""
 SHORTEST_EMA, LONGEST_EMA = 0.02, 0.28
 """Lengths that --power_ema can give: a shorter one amplifies rounding, and equal weights on all steps have 0.289."""
 
@@ -116,6 +119,8 @@ class TrainingConfig:
             all(0 <= beta < 1 for beta in self.adam_betas),
             f"--adam_betas are {self.adam_betas[0]:g} {self.adam_betas[1]:g}; both must be at least 0 and below 1",
         )
+        require_room_for_steps("sample_steps", self.sample_steps or 1)
+        require_memory(self.num_workers * BYTES_PER_WORKER, f"--num_workers {self.num_workers}", "start fewer")
         require(self.seed < 2**32, f"--seed is {self.seed}; it must be below 2**32")
         require(
             self.lr_decay != "rsqrt" or self.lr_warmup_steps > 0,
@@ -162,3 +167,8 @@ class TrainingConfig:
         if self.num_epochs is not None:
             return step + max(0, ceil((self.num_epochs * dataset_length - images_seen) / batch.total))
         return self.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
+
+
+def require_room_for_steps(name: str, steps: int) -> None:
+    """Raise a UsageError if the grid of times of this flag, a float64 for each step, cannot fit into memory."""
+    require_memory(8 * steps, f"--{name} {steps}", "take fewer")

@@ -1,0 +1,106 @@
+"""What this process may use of its machine: processors, memory and disk, as the operating system and cgroups allow."""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from rectified_flow.errors import require
+
+CGROUPS = Path("/sys/fs/cgroup")
+SPIN_COUNT = "1000"
+"""Of GNU OpenMP's threads; measured in benchmarks/log.md, "Busy machines"."""
+
+
+def processors() -> int:
+    """Cores that this process may use: the machine's, or fewer by its affinity mask or a cgroup's quota."""
+    limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1, *map(int, _quotas())]
+    if hasattr(os, "sched_getaffinity"):  # macOS and Windows have none
+        limits.append(len(os.sched_getaffinity(0)))
+    return max(1, min(limits))
+
+
+def share_processors() -> None:
+    """Set the number of OpenMP's threads, and how they wait, unless the environment says so. Call before torch loads.
+
+    The processes of a launch on this machine share its cores. A thread that waits for others spins for some
+    microseconds and then sleeps: where another program needs the core, a spinning thread keeps away the one that it
+    waits for.
+    """
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    share = processors() // max(1, int(ranks)) if ranks.isdecimal() else 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or fewer where a cgroup has a limit."""
+    limits = [*_numbers("memory.max"), *_numbers("memory/memory.limit_in_bytes")]
+    return int(min([psutil.virtual_memory().total, *(limit for limit, *_ in limits)]))
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that can still be written below ``folder``, which need not exist yet.
+
+    Raises:
+        OSError: if that cannot be found out.
+    """
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return shutil.disk_usage(existing).free
+
+
+def require_memory(needed: float, what: str, remedy: str) -> None:
+    """Raise a UsageError if ``what`` needs more than the machine's memory.
+
+    Args:
+        needed: the least of it [bytes].
+        what: the subject of the message.
+        remedy: what to do instead.
+    """
+    there = memory()
+    room = f"this machine has {_size(there)}"
+    require(needed <= there, f"{what} would need at least {_size(needed)} of memory, and {room}: {remedy}")
+
+
+def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
+    """Raise a UsageError if ``what`` needs more than the free space of ``folder``; arguments as above."""
+    with suppress(OSError):  # what cannot be found out shows in writing
+        free = free_disk(folder)
+        room = f"{folder} has {_size(free)} left"
+        require(needed <= free, f"{what} would need at least {_size(needed)} of disk, and {room}: {remedy}")
+
+
+def _quotas() -> list[float]:
+    """Processors by each quota that holds for this process."""
+    quotas = [quota / period for quota, period in _numbers("cpu.max")]
+    both = zip(_numbers("cpu/cpu.cfs_quota_us"), _numbers("cpu/cpu.cfs_period_us"), strict=False)
+    return quotas + [quota / period for (quota,), (period,) in both if quota > 0]
+
+
+def _numbers(name: str) -> list[list[float]]:
+    """The numbers in a control file of this process's cgroup and of those that it is in; none where there is no limit.
+
+    The first cgroups had a folder for each controller, which a container sees as its own.
+    """
+    below = ""
+    with suppress(OSError, ValueError):
+        groups = Path("/proc/self/cgroup").read_text().splitlines()
+        below = next((line.removeprefix("0::/") for line in groups if line.startswith("0::")), "")
+    folder, found = CGROUPS / below, []
+    for each in [folder, *folder.parents]:
+        if each.is_relative_to(CGROUPS):
+            with suppress(OSError, ValueError):  # "max" is no limit
+                found.append([float(word) for word in (each / name).read_text().split()])
+    return found
+
+
+def _size(number: float) -> str:
+    """Bytes in the largest unit that they fill."""
+    units = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
+    number, power = min(number, 10**24), 0  # Python's integers may be too large for a float
+    while number >= 1000 and power < len(units) - 1:
+        number, power = number / 1000, power + 1
+    return f"{number:.3g} {units[power]}"
