@@ -6,7 +6,7 @@ held-out set is printed, too, as an upper limit for the class agreement.
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rectified_flow.flows.guidance import Guidance
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.document import data_recipe
+from rectified_flow.runs.document import data_recipe, read_config
 from rectified_flow.spaces.pixels import Pixels
 
 PIXELS = Pixels(horizontal_flip=True)
@@ -110,9 +110,10 @@ def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Modul
 def main(flags: Flags) -> None:
     state = join_processes()
     source = checkpoint.resolve(flags.checkpoint)
-    recipe = data_recipe(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
-    folders = {name: Path(recipe[name]) for name in ("dataset_path", "cache_dir") if recipe.get(name)}
-    pictures = open_dataset(**recipe | folders)
+    recipe = data_recipe(read_config(source / checkpoint.CONFIG_FILE), source)
+    if recipe is None:
+        sys.exit(f"--checkpoint {source} does not say how to open its training data")
+    pictures = open_dataset(**{name: value for name, value in asdict(recipe).items() if value is not None})
     flow = Flow.from_checkpoint(source)
     if not 0 < len(class_names(flow)) <= flags.num_samples:
         sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least one image per class")

@@ -9,6 +9,14 @@ class UsageError(ValueError):
     """Input that a run cannot start with: one sentence naming the flag or file and what to do. Exit code 2."""
 
 
+class DamageError(UsageError):
+    """A file that was written earlier and is now missing, damaged or altered; the sentence names it."""
+
+
+class NewerError(DamageError):
+    """A file of a newer version of this project: not damaged, and to be left as it is."""
+
+
 class RunError(RuntimeError):
     """A failure that ends a run which had started: one sentence on what happened and what to do. Exit code 1."""
 

@@ -1,22 +1,66 @@
 """Files that are whole or absent, folders that can be written, and locks that end with their process."""
 
+import fcntl
 import os
+import shutil
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import file_digest
+from io import BufferedReader
 from pathlib import Path
+from stat import S_IRUSR, S_ISREG, S_IWUSR
+from typing import BinaryIO
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError, require
+
+LARGEST = 2**30
+"""Of a document or log, which is read whole [bytes]."""
+LONGEST_SHOWN = 100
+"""Characters of a path that is refused."""
 
 
 def lock_of(path: Path) -> FileLock:
-    """The operating system's lock on ``path``.
+    """The operating system's lock on ``path``, which everyone may open who may write in its folder.
 
     A marker file in its place would outlive a killed process, so on a file system without locks acquiring this one
     raises NotImplementedError.
+
+    Raises:
+        OSError: if its folder is missing.
     """
-    return FileLock(path, fallback_to_soft=False)
+    mode = path.parent.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
+    return FileLock(path, mode=mode, fallback_to_soft=False)
+
+
+@contextmanager
+def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterator[None]:
+    """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
+
+    Args:
+        path: the lock's file.
+        timeout: to wait for another process that holds it [s].
+        warn: called with a line.
+
+    Raises:
+        Timeout: if it holds it still.
+        UsageError: if the file may not be opened: another process may hold it.
+    """
+    lock = lock_of(path)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise
+    except PermissionError as error:
+        raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
+    except (OSError, NotImplementedError) as error:
+        warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def flush(path: Path) -> None:
@@ -40,6 +84,8 @@ def flush_folder(folder: Path) -> None:
 def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
 
+    Processes that replace the same file at once do so one after the other.
+
     Args:
         path: the file.
         content: bytes, or text for UTF-8.
@@ -49,15 +95,159 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
         OSError: if that fails; the file is then as it was.
     """
     beside = path.with_name(f".{path.name}.tmp")
+    with _create_locked(beside) as file:
+        try:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+
+
+def _create_locked(path: Path) -> BinaryIO:
+    """Create a file that is this process's alone, in the place of whatever is there."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            _clear(path)
+            continue
+        _lock(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return os.fdopen(descriptor, "wb")
+        os.close(descriptor)  # before it was locked, another process took it for a leftover
+
+
+def _clear(path: Path) -> None:
+    """Wait while another process has the file, and remove what a killed one left there, or a link."""
     try:
-        beside.write_bytes(content.encode() if isinstance(content, str) else content)
-        if durable:
-            flush(beside)
-        beside.replace(path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
     except OSError:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
-        raise
+        remove(path)
+        return
+    try:
+        _lock(descriptor)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it points to; it may be missing.
+
+    Raises:
+        OSError: if that fails.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error in reading ``path`` into a sentence.
+
+    Raises:
+        UsageError: if its rights forbid reading it.
+        DamageError: on any other error of the operating system.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise UsageError(f"{error.filename or path} cannot be read ({error.strerror}): change its rights") from error
+    except FileNotFoundError as error:
+        raise DamageError(f"{error.filename or path} is missing") from error
+    except OSError as error:
+        raise DamageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read it: reading a pipe might wait, and a device might never end.
+
+    Raises:
+        OSError: if it cannot be opened, or is something else.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a regular file of at most ``LARGEST`` bytes.
+
+    Raises:
+        UsageError: if its rights forbid reading it.
+        DamageError: if it is missing, too large or something else.
+    """
+    with reading(path), open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise DamageError(f"{path} cannot be read (it has more than {LARGEST} bytes)")
+    return content
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a regular file.
+
+    Raises:
+        UsageError: if its rights forbid reading it.
+        DamageError: if it is missing or something else.
+    """
+    with reading(path), open_regular(path) as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def printable(path: Path | str) -> str:
+    """``path`` for text and JSON: bytes that are not UTF-8, which a file's name may have, as escapes."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def usable_path(name: str, path: Path) -> Path:
+    """``path`` with ``~`` expanded, checked to be one that may exist.
+
+    Args:
+        name: the option that names the path, for the error message.
+        path: a file or folder, there or not.
+
+    Raises:
+        UsageError: if a name in it is too long or not UTF-8, its links lead in circles, the home folder is unknown, or
+            the rights of a folder forbid looking into it.
+    """
+    reason = None
+    try:
+        path = path.expanduser()
+        if printable(path) != str(path):
+            reason = "its name is not UTF-8"
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        reason = str(error.strerror)
+    except (RuntimeError, ValueError) as error:  # of ~ without a home, and of a null byte
+        reason = str(error).rstrip(".")
+    require(reason is None, f"{name} {_shortened(path)} cannot be used ({reason}): choose another path")
+    return path
+
+
+def _shortened(path: Path) -> str:
+    text = printable(path)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def prepare_folder(flag: str, folder: Path) -> Path:

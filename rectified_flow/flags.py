@@ -10,34 +10,78 @@ from typing import Any, get_type_hints
 
 import tyro
 
+from rectified_flow.documents import check_document
+from rectified_flow.files import usable_path
+
 
 def default_is(text: str) -> Any:
     """Annotate a flag whose default is None with the default that a person should read."""
     return tyro.conf.arg(help_behavior_hint=f"(default: {text})")
 
 
-def plain(config: Any) -> dict[str, Any]:
-    """All flags of a config by name, also of configs nested in it, as JSON and trackers can hold them."""
+def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
+    """All flags of a config by name, also of configs nested in it, as JSON and trackers can hold them.
+
+    Args:
+        config: a dataclass of flags.
+        paths: also those that are set to a path.
+    """
     values: dict[str, Any] = {}
     for each in fields(config):
         value = getattr(config, each.name)
-        values |= plain(value) if is_dataclass(value) else {flag_name(each.name): _plain(value)}
+        if is_dataclass(value):
+            values |= plain(value, paths=paths)
+        elif paths or not isinstance(value, Path):
+            values[flag_name(each.name)] = _plain(value)
     return values
 
 
 def names(config_class: type) -> list[str]:
     """The names of all flags of a config, also of configs nested in it."""
-    types = get_type_hints(config_class)
-    return [
-        name
-        for each in fields(config_class)
-        for name in (names(types[each.name]) if is_dataclass(types[each.name]) else [flag_name(each.name)])
-    ]
+    return list(_types(config_class))
+
+
+def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
+    """Flags that were read back from a file, with the types of the fields that they set.
+
+    Args:
+        config_class: the config, whose nested ones have fields too.
+        flags: as :func:`plain` made them; those that the config does not have are left out.
+        source: what an error names.
+
+    Raises:
+        DamageError: if one has another type.
+    """
+    return {
+        name: check_document({name: flags[name]}, dict[str, kind], source)[name]  # type: ignore[valid-type]
+        for name, kind in _types(config_class).items()
+        if name in flags
+    }
+
+
+def _types(config_class: Any) -> dict[str, Any]:
+    """The types of all flags by name."""
+    kinds: dict[str, Any] = {}
+    for name, kind in get_type_hints(config_class).items():
+        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(name): kind}
+    return kinds
 
 
 def flag_name(field: str) -> str:
     """The flag of a field: ``import`` for ``import_``, which Python reserves."""
     return field.removesuffix("_")
+
+
+def check_paths(config: object) -> None:
+    """Expand ``~`` in the flags of this dataclass that are paths.
+
+    Raises:
+        UsageError: if one is none that may exist, see :func:`rectified_flow.files.usable_path`.
+    """
+    for each in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, each.name)
+        if isinstance(value, Path):
+            object.__setattr__(config, each.name, usable_path(f"--{flag_name(each.name)}", value))
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:

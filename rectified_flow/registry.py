@@ -7,8 +7,9 @@ imported because a file names it, and only registered classes are called.
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
+from rectified_flow.documents import misfit
 from rectified_flow.errors import UsageError
 
 C = TypeVar("C", bound=type)
@@ -67,6 +68,7 @@ def build(description: Mapping[str, Any]) -> Any:
             f"the kind {kind!r} is not registered: pass --import MODULE with the Python module that defines it"
         )
     arguments = {name: _built(value) for name, value in description.items() if name != "kind"}
+    _check_arguments(_KINDS[kind], arguments)
     try:
         return _KINDS[kind](**arguments)
     except UsageError:
@@ -86,6 +88,34 @@ def arguments_of(kind: type) -> list[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
     return list(dict.fromkeys(names))
+
+
+def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
+    """Raise a DescriptionError unless a class takes the arguments, and those of this package's have the right types.
+
+    Others may annotate loosely, and refuse for themselves what they cannot take.
+    """
+    unknown = arguments.keys() - arguments_of(kind)
+    if unknown:
+        raise DescriptionError(
+            f"{kind.__name__} cannot be built from its description: it has no argument {min(unknown)!r}; if a newer "
+            "version wrote that, upgrade"
+        )
+    seen: set[str] = set()
+    for each in kind.__mro__:
+        parameters = inspect.signature(vars(each)["__init__"]).parameters if "__init__" in vars(each) else {}
+        if each.__module__.startswith(f"{__package__}."):
+            types = get_type_hints(each.__init__)  # type: ignore[misc]
+            for name in (arguments.keys() & parameters.keys()) - seen:
+                problem = misfit(_with_tuples(arguments[name]), types[name])
+                if problem is not None:
+                    raise DescriptionError(f"{kind.__name__}.{name} is {problem}")
+        seen |= parameters.keys()
+
+
+def _with_tuples(value: Any) -> Any:
+    """Lists as tuples, which any annotation of a sequence takes."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _plain(value: object, name: str) -> Any:

@@ -6,7 +6,10 @@ import os
 import shutil
 import signal
 import time
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +17,9 @@ from torch import nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.manifest import FORMAT, find_damage, write_manifest
+from tests.patience import wait_for
+from tests.test_files import refusing
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,7 +36,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert path == tmp_path / "step_00000007"
     assert torch.equal(checkpoint.load_tensors(path, "model.safetensors")["weight"], torch.full((64, 64), 7.0))
     assert checkpoint.load_document(path, "trainer.json") == {"step": 7}
-    assert checkpoint.find_damage(path) is None
+    assert find_damage(path) is None
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000007"]
 
 
@@ -150,7 +156,7 @@ def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path) -> Non
     for step, damage in ((1, flip_bit), (2, cut), (3, Path.unlink)):
         weights = write(tmp_path, step) / "model.safetensors"
         damage(weights)
-        assert checkpoint.find_damage(weights.parent) is not None
+        assert find_damage(weights.parent) is not None
     warnings: list[str] = []
     with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
         checkpoint.newest_checkpoint(tmp_path, warnings.append)
@@ -192,10 +198,9 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     victim = tmp_path / "executed"
     weights = path / "model.safetensors"
     weights.write_bytes(b"cos\nsystem\n(S'touch " + str(victim).encode() + b"'\ntR.")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = {"size": weights.stat().st_size, "sha256": checkpoint._sha256(weights)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    assert checkpoint.find_damage(path) is None
+    (path / "manifest.json").unlink()
+    write_manifest(path, 1)
+    assert find_damage(path) is None
     with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
         checkpoint.load_tensors(path, "model.safetensors")
     assert not victim.exists()
@@ -206,15 +211,14 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
         folder = tmp_path / str(attempt)
         writer = FORK.Process(target=write_forever, args=(folder,))
         writer.start()
-        while not checkpoint.list_checkpoints(folder):
-            time.sleep(0.001)
+        wait_for("a checkpoint", partial(checkpoint.list_checkpoints, folder), every=0.001)
         time.sleep(0.0071 * attempt)
         assert writer.pid is not None
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
         found = checkpoint.list_checkpoints(folder)
         assert found
-        assert [checkpoint.find_damage(path) for path in found] == [None] * len(found)
+        assert [find_damage(path) for path in found] == [None] * len(found)
         write(folder, 10**7)
         assert not list(folder.glob(f"{checkpoint.STAGE_PREFIX}*")), "what the killed one left was not removed"
 
@@ -236,13 +240,126 @@ def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> N
     )
 
 
-def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [checkpoint.MODEL_FILE, "manifest.json"])
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
-
-    def refuse(file: Path) -> str:  # rights do not bind root
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr(checkpoint, "_sha256", refuse)
-    with pytest.raises(UsageError, match=r"model\.safetensors cannot be read \(Permission denied\): change its rights"):
+    words = rf"{name} cannot be read \(Permission denied\): change its rights"
+    with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
         checkpoint.newest_checkpoint(tmp_path)
     assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other.json", "folder/model.safetensors", "..", "", "a\0b", ".lock"])
+def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 1)
+    (tmp_path / "other.json").write_text("{}")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 2, "sha256": sha256(b"{}").hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "manifest.json is damaged: files." in (find_damage(path) or "")
+
+
+def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / "notes.txt").write_text("a user's own")
+    assert find_damage(path) is None
+    (path / checkpoint.EMA_FILE).write_bytes((path / checkpoint.MODEL_FILE).read_bytes())
+    assert find_damage(path) == "ema.safetensors is not in its manifest"
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_a_device_or_a_pipe_is_not_waited_for(tmp_path: Path, target: str) -> None:
+    path = write(tmp_path, 1)
+    os.mkfifo(tmp_path / "pipe")
+    (path / "trainer.json").unlink()
+    (path / "trainer.json").symlink_to(tmp_path / target)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        checkpoint.load_document(path, "trainer.json")
+    assert find_damage(path) is not None
+
+
+@pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"hashes": "blake3"}])
+def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Else a run would go on from the one before, and remove this one."""
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    with pytest.raises(UsageError, match=r"was written by a newer version of this project .*: upgrade"):
+        checkpoint.newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"../step_00000001\n", b"\xff\xfe", b"", b"step_00000009", None])
+def test_what_best_may_say(tmp_path: Path, content: bytes | None) -> None:
+    folder, best = tmp_path / "checkpoints", tmp_path / "checkpoints/best"
+    write(tmp_path, 1)
+    newest = write(folder, 2)
+    if content is None:
+        best.mkdir()
+    else:
+        best.write_bytes(content)
+    assert checkpoint.best_of(folder) is None
+    checkpoint.prune(newest, keep=1)
+    with pytest.raises(UsageError, match="there is no checkpoint at"):
+        checkpoint.resolve(best)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path: Path) -> None:
+    """A run that trains goes on meanwhile: the next one is read, unless the user named this very one."""
+    folder, read = tmp_path / "checkpoints", list[Path]()
+    write(folder, 1)
+
+    def action(source: Path) -> dict[str, Any]:
+        read.append(source)
+        if len(read) < 3:  # between finding and reading it
+            write(folder, checkpoint.step_of(source) + 1, keep=1)
+        checkpoint.load_tensors(source, "model.safetensors")
+        return checkpoint.load_document(source, "trainer.json")
+
+    assert checkpoint.read(tmp_path, action) == {"step": 3}
+    assert [checkpoint.step_of(source) for source in read] == [1, 2, 3]
+    read.clear()
+    with pytest.raises(UsageError, match=r"no checkpoint at .*step_00000003, which its run may have pruned: pass the"):
+        checkpoint.read(folder / "step_00000003", action)
+
+
+def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def prune_first(path: Path) -> str | None:
+        if checkpoint.step_of(path) < 4:
+            write(tmp_path, checkpoint.step_of(path) + 1, keep=1)
+        return find_damage(path)
+
+    monkeypatch.setattr(checkpoint, "find_damage", prune_first)
+    warnings: list[str] = []
+    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == tmp_path / "step_00000004"
+    assert not warnings
+
+
+def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"nothing\.json is missing"):
+        checkpoint.read(tmp_path, lambda source: checkpoint.load_document(source, "nothing.json"))
+
+
+def test_links_in_the_place_of_a_staging_folder_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("step_00000001", "step_00000007", "step_00000001.old"):
+        (folder / f"{checkpoint.STAGE_PREFIX}{name}").symlink_to(victim)
+    for _ in range(2):
+        path = write(folder, 1)
+    assert find_damage(path) is None
+    assert [each.name for each in victim.iterdir()] == ["precious"]
+    assert [each.name for each in folder.iterdir()] == ["step_00000001"]
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    (tmp_path / "step_00000009").touch()
+    path = write(tmp_path, 1)
+    assert checkpoint.newest_checkpoint(tmp_path) == path

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import tyro
 
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line, names, plain
-from rectified_flow.runs.document import program_flags, read_document, require_flags
+from rectified_flow.flags import checked, command_line, names, plain
+from rectified_flow.runs.document import program_flags, read_config, require_flags
 
 C = TypeVar("C")
 OVERRIDES = {
@@ -74,12 +74,13 @@ def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
     known = names(config_class)
     if path is None or "config" not in known:
         return []
-    document = read_document(path)
+    document = read_config(path)
     require_flags(document, path)
     flags = program_flags(document)
     unknown = [name for name in flags if name not in known]
     if unknown:
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
+    checked(config_class, flags, path)  # the words of a list could set other flags
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
     modules = flags.pop("import", None)
     if modules and "import" not in given:

@@ -1,6 +1,8 @@
 """A trained flow and how to sample from it: what sample.py and evaluate.py share."""
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import torch
 from accelerate import PartialState
 
 from rectified_flow.cli.flags import ModelConfig, SolverConfig
-from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.guidance import Guidance
@@ -17,33 +19,71 @@ from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.placing import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import CHECKPOINTS
+from rectified_flow.runs.document import read_config
+from rectified_flow.runs.manifest import read_manifest
+from rectified_flow.runs.saved_state import RunIdentity
 from rectified_flow.runs.snapshots import synthesize
 
 
-def load_trained(config: ModelConfig, state: PartialState) -> tuple[Flow, Path]:
-    """The flow of a run or checkpoint, on this process's device, and the checkpoint, the same one on all processes.
+@dataclass(frozen=True)
+class Trained:
+    """All that is read of a checkpoint, which its run may prune at any time."""
+
+    flow: Flow
+    source: Path
+    averaged: bool
+    """Whether the flow has averaged weights."""
+    config: Mapping[str, Any]
+    """The contents of its ``config.json``; empty if there is none."""
+    run: RunIdentity | None
+    """None in a checkpoint of weights alone."""
+
+    def weights_name(self, length: float | None = None) -> str:
+        """Which weights are used, in words; with a ``length``, those of :func:`load_average`."""
+        if length is not None:
+            return f"average of length {length:g}"
+        return "averaged weights" if self.averaged else "last weights"
+
+
+def load_trained(config: ModelConfig, state: PartialState) -> Trained:
+    """The flow of a run or checkpoint, on this process's device, from the same checkpoint on all processes.
 
     Raises:
-        UsageError: if there is none, or it is not a :class:`Flow`.
+        UsageError: if there is none, another one is there on another machine, or it is not a :class:`Flow`.
     """
-    source = on_main(state, lambda: checkpoint.resolve(config.checkpoint))
-    return to_device(Flow.from_checkpoint(source), state.device, config.mixed_precision), source
+
+    def read(source: Path) -> Trained:
+        check_equal(state, lambda: {f"the manifest of {source}": checkpoint.fingerprint(source)})
+        return read_trained(source)
+
+    trained = checkpoint.read(config.checkpoint, read, state)
+    to_device(trained.flow, state.device, config.mixed_precision)
+    return trained
 
 
-def load_average(flow: Flow, source: Path, length: float) -> None:
-    """Give ``flow`` the power-function average of that length at the checkpoint ``source``.
+def read_trained(source: Path) -> Trained:
+    """The flow of the checkpoint ``source``, and what it says about itself.
 
     Raises:
-        UsageError: if the run kept no snapshots to make it from.
+        UsageError: if it is damaged, or holds no :class:`Flow`.
     """
-    network_of(flow).load_state_dict(synthesize(source, length), strict=False)  # frozen weights are in no snapshot
+    files = read_manifest(source).files  # not those that are there: the run may be removing them
+    return Trained(
+        flow=Flow.from_checkpoint(source),
+        source=source,
+        averaged=checkpoint.EMA_FILE in files,
+        config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
+        run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
+    )
 
 
-def weights_name(source: Path, length: float | None = None) -> str:
-    """Which of a checkpoint's weights are used, in words."""
-    if length is not None:
-        return f"average of length {length:g}"
-    return "averaged weights" if checkpoint.has_averages(source) else "last weights"
+def load_average(flow: Flow, snapshots: Mapping[Path, int], length: float) -> None:
+    """Give ``flow`` the power-function average of that length at the last of these snapshots.
+
+    Raises:
+        UsageError: if there are too few for that length.
+    """
+    network_of(flow).load_state_dict(synthesize(snapshots, length), strict=False)  # frozen weights are in none
 
 
 def class_names(flow: Flow) -> list[str]:

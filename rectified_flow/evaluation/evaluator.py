@@ -67,7 +67,7 @@ class Evaluator:
         seed: int = 0,
         batch_size: int = 64,
     ) -> None:
-        require(len(dataset) >= 2, f"{dataset.info['source']} has a single picture; a distance needs at least 2")
+        require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.dataset, self.state = dataset, state
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
@@ -78,9 +78,9 @@ class Evaluator:
         return {
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
-            "dataset": self.dataset.info["source"],
+            "dataset": self.dataset.info.source,
             "split": SPLIT,
-            "image_size": self.dataset.info["image_size"],
+            "image_size": self.dataset.info.image_size,
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,
             "seed": self.seed,

@@ -1,18 +1,22 @@
 """Features of the training images, computed once and saved in the store's folder."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
+from hashlib import sha256
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
+from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.evaluation.features import Features
-from rectified_flow.files import replace_file
+from rectified_flow.files import hash_file, remove, replace_file
 
 
 def reference_features(
@@ -35,12 +39,9 @@ def reference_features(
         progress: called with the number of images of each finished batch.
         batch_size: images per batch.
     """
-    path = dataset.path / f"features-{features.name}.npy"
-    known = None
-    with suppress(OSError, ValueError, EOFError):
-        known = np.load(path, mmap_mode="r")
-    if not any_rank(state, known is None or len(known) != len(dataset)) and known is not None:
-        return torch.from_numpy(np.array(known)) if state.is_main_process else torch.empty(0)
+    known = on_main(state, lambda: _find_saved(dataset, features.name))
+    if known is not None:
+        return torch.from_numpy(np.load(known)) if state.is_main_process else torch.empty(0)
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
     mine = interleaved_share(total, rank, world_size)
     parts = []
@@ -54,5 +55,21 @@ def reference_features(
         content = BytesIO()
         np.save(content, everything.numpy())
         with suppress(OSError):  # if the folder is not writable, features are extracted again next time
+            path = dataset.path / f"features-{features.name}.{sha256(content.getvalue()).hexdigest()}.npy"
             replace_file(path, content.getvalue())
     return everything if state.is_main_process else torch.empty(0)
+
+
+def _find_saved(dataset: ImageDataset, name: str) -> Path | None:
+    """The file of features that are as they were saved: its name has the hash of what is in it."""
+    pattern = re.compile(rf"features-{re.escape(name)}\.([0-9a-f]{{64}})\.npy")
+    for path in sorted(dataset.path.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None:
+            continue
+        if match[1] == hash_file(path):
+            return path
+        tqdm.write(f"warning: {path} was altered; extracting the features of {dataset.info.source} again")
+        with suppress(OSError):
+            remove(path)
+    return None

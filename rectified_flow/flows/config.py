@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rectified_flow.errors import require, require_finite, require_natural, require_positive
-from rectified_flow.flags import default_is
+from rectified_flow.flags import check_paths, default_is
 from rectified_flow.runs.config import require_room_for_steps
 
 Coupling = Literal["independent", "ot", "immiscible"]
@@ -73,6 +73,7 @@ class ReflowConfig:
     """Folder of the pairs; a second run may name that of the first."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_positive(self, "reflow_pairs", "reflow_steps")
         require_room_for_steps("reflow_steps", self.reflow_steps or 1)
         for name in ("reflow_pairs", "reflow_steps", "pairs_dir"):
@@ -110,6 +111,7 @@ class MeanFlowConfig:
     """Start from the weights of this checkpoint or run, of a rectified flow for example."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_finite(self)
         require_positive(self, "time_std", "earlier_std", "weight_epsilon")
         require_natural(self, "weight_power", "guidance_scale")

@@ -29,11 +29,15 @@ class Flow(nn.Module, Saved):
 
     Args:
         network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
-            it takes to their kinds (:mod:`rectified_flow.networks.conditions`). Without one it takes none.
+            it takes to their kinds (:mod:`rectified_flow.networks.conditions`). Without one it takes none. Its method
+            ``check_shape``, if it has one, raises a ValueError for a shape of ``x`` that it does not take.
         space: between stored data and ``x``; :class:`Pixels` if not given.
         condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
         coupling: which noise each datum is trained with: its own, or by ``ot`` or ``immiscible`` a near one, see
             :mod:`rectified_flow.flows.couplings`.
+
+    Raises:
+        ValueError: if the network does not take data of the space's shape, or the probability is none.
     """
 
     sample: Callable[..., Tensor]
@@ -54,8 +58,13 @@ class Flow(nn.Module, Saved):
         coupling: Coupling = "independent",
     ) -> None:
         super().__init__()
+        if not 0 <= condition_dropout <= 1:
+            raise ValueError(f"condition_dropout is {condition_dropout}; it must be in [0, 1]")
         self.network = network
         self.space = space or Pixels()
+        check_shape = getattr(network, "check_shape", None)
+        if check_shape is not None and self.space.shape is not None:
+            check_shape(self.space.shape)
         self.condition_dropout = condition_dropout
         self.coupling = coupling
 
@@ -160,7 +169,7 @@ class Flow(nn.Module, Saved):
 
     def _draw_sample_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
         if self.space.shape is None:
-            raise ValueError("the flow does not know the shape of its data yet: give noise, or a space with a shape")
+            raise UsageError("the flow does not know the shape of its data yet: give noise, or a space with a shape")
         shape = (count, *self.space.shape)
         if generator is not None:
             return torch.randn(shape, device=device, generator=generator)

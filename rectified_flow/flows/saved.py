@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from torch import nn
 
 from rectified_flow.errors import UsageError
+from rectified_flow.files import replace_file
 from rectified_flow.registry import DescriptionError, build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
@@ -51,13 +52,16 @@ def load_flow(path: Path) -> nn.Module:
     Raises:
         UsageError: if there is no checkpoint, it is damaged, or it holds a kind that is not registered.
     """
-    path = checkpoint.resolve(path)
+    return checkpoint.read(path, _load_flow)
+
+
+def _load_flow(path: Path) -> nn.Module:
     if not (path / FLOW_FILE).exists():
         raise UsageError(
             f"checkpoint {path} has no {FLOW_FILE}, as its flow or network was not registered in training: build the "
             "flow by hand and load its weights with rectified_flow.runs.checkpoint.load_averaged"
         )
-    flow = build_flow(checkpoint.load_document(path, FLOW_FILE), path)
+    flow = build_flow(checkpoint.load_description(path), path / FLOW_FILE)
     checkpoint.load_averaged(network_of(flow), path)
     return flow.eval()
 
@@ -71,9 +75,9 @@ def build_flow(description: Mapping[str, Any], source: Path) -> nn.Module:
     for module in OWN_KINDS:
         import_module(f"rectified_flow.{module}")
     try:
-        flow = build(upgraded(description))
-    except (DescriptionError, LookupError, TypeError) as error:
-        raise UsageError(f"{source}: {error if isinstance(error, DescriptionError) else repr(error)}") from error
+        flow = build(upgraded(description, source))
+    except DescriptionError as error:
+        raise UsageError(f"{source}: {error}") from error
     if not isinstance(flow, nn.Module):
         raise UsageError(f"{source} describes a {type(flow).__name__}, not a flow")
     return flow
@@ -152,16 +156,25 @@ class Saved(ModelHubMixin):
 
     def _save_pretrained(self, save_directory: Path) -> None:
         description = self.describe()
-        (save_directory / HUB_CONFIG).write_text(json.dumps(description, indent=1))
         weights = checkpoint.own_weights(network_of(cast(nn.Module, self)))
-        checkpoint.save_tensors(weights, save_directory / checkpoint.MODEL_FILE)
+        replace_file(save_directory / checkpoint.MODEL_FILE, checkpoint.to_bytes(weights))
+        replace_file(save_directory / HUB_CONFIG, json.dumps(description, indent=1))
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **options: Any) -> Self:
+        """The model of a folder or of the hub; options are those of ``hf_hub_download``.
+
+        Raises:
+            UsageError: if a file is damaged, or describes no flow of this class.
+        """
+        # Not by way of the hub's mixin, which reads the config without checking it.
+        return cls._from_pretrained(model_id=str(pretrained_model_name_or_path), **options)
 
     @classmethod
     def _from_pretrained(cls, *, model_id: str, **options: Any) -> Self:
         folder = Path(model_id)
         if not folder.is_dir():
-            wanted = ("revision", "cache_dir", "force_download", "token", "local_files_only")
-            fetch = partial(hf_hub_download, model_id, **{name: options.get(name) for name in wanted})
+            fetch = partial(hf_hub_download, model_id, **options)
             fetch(checkpoint.MODEL_FILE)
             folder = Path(fetch(HUB_CONFIG)).parent
         flow = cls.from_description(checkpoint.load_document(folder, HUB_CONFIG), folder / HUB_CONFIG)

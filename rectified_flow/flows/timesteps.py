@@ -6,7 +6,7 @@ The family includes the logit-normal distribution and the resolution shift ``t' 
 
 from dataclasses import dataclass
 from math import log, sinh
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from rectified_flow import randomness
 from rectified_flow.registry import register
 
 
+@runtime_checkable
 class TimeDistribution(Protocol):
     def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         """Draw times ``[count]`` in [0, 1]."""

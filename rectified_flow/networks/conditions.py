@@ -6,7 +6,7 @@ them in the same way. Training drops them, sampling guides by them, and neither 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from rectified_flow import randomness
 from rectified_flow.registry import register
 
 
+@runtime_checkable
 class Condition(Protocol):
     """A kind of condition. Register it and keep its arguments as attributes, and checkpoints can name it."""
 
@@ -46,6 +47,9 @@ class Labels:
     Args:
         num_classes: number of classes.
         names: names by label, or empty.
+
+    Raises:
+        ValueError: if there are more or fewer names than classes.
     """
 
     num_classes: int
@@ -53,6 +57,8 @@ class Labels:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", tuple(self.names))
+        if len(self.names) not in (0, self.num_classes):
+            raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
 
     def none(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), self.num_classes, device=device)

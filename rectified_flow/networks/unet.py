@@ -19,6 +19,8 @@ from rectified_flow.networks.conditions import Kinds
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
 from rectified_flow.registry import register
 
+MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
+"""In a level, and along a side: what a damaged description might ask for would fill the memory."""
 Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
 
@@ -42,7 +44,8 @@ class Unet(nn.Module):
         dropout: probability inside residual blocks.
 
     Raises:
-        ValueError: if ``image_size`` does not divide, or a condition has the name of another input.
+        ValueError: if ``image_size`` does not divide, a condition has the name of another input, or there are no blocks
+            or channels.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Unet(nn.Module):
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False
         """Whether the backward pass computes a block's activations again instead of keeping them."""
+        if attention_head_dim < 1 or not 0 < blocks_per_level <= MOST_BLOCKS:
+            raise ValueError(f"attention heads need channels, and levels 1 to {MOST_BLOCKS} blocks")
         self.downsampling = 2 ** (len(dim_mults) - 1)
         self._check_side(image_size)
 
@@ -153,6 +158,17 @@ class Unet(nn.Module):
             result: Tensor = checkpoint(block, x, condition, use_reentrant=False)
             return result
         return block(x, condition)
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Check that this Unet takes data of ``shape`` ``(c, h, w)``.
+
+        Raises:
+            ValueError: if it does not.
+        """
+        if len(shape) != 3 or shape[0] != self.channels or not all(0 < side <= MOST_PIXELS for side in shape):
+            raise ValueError(f"this Unet takes data of shape ({self.channels}, h, w), not {tuple(shape)}")
+        for side in shape[1:]:
+            self._check_side(side)
 
     def _check_side(self, side: int) -> None:
         if side % self.downsampling:

@@ -5,27 +5,38 @@ each. It is written beside its place, flushed, and renamed into it. Nothing in i
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from hashlib import file_digest
+from hashlib import blake2b
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any
+from typing import Any, TypeVar
 
+from accelerate import PartialState
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 
-from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import flush, flush_folder, replace_file
+from rectified_flow.distributed.collectives import any_rank, on_main
+from rectified_flow.documents import read_document
+from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.files import flush, flush_folder, open_regular, read_bytes, reading, remove, replace_file
 from rectified_flow.runs.config import CHECKPOINTS
+from rectified_flow.runs.document import upgraded
+from rectified_flow.runs.manifest import MANIFEST, find_damage, read_manifest, write_manifest
+from rectified_flow.runs.saved_state import SavedState
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
-CONFIG_FILE, FLOW_FILE, STATE_FILE, MANIFEST = "config.json", "flow.json", "trainer.json", "manifest.json"
+CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 STAGE_PREFIX = ".writing-"
 BEST = "best"
+NAME = re.compile(r"step_([0-9]{8,})")
+
+T = TypeVar("T")
 
 
 def step_name(step: int) -> str:
@@ -36,6 +47,20 @@ def step_name(step: int) -> str:
 def step_of(path: Path) -> int:
     """The step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step_"))
+
+
+def list_steps(folder: Path) -> list[Path]:
+    """What has the name of a step in ``folder``, oldest first.
+
+    Raises:
+        UsageError: if the folder may not be read.
+    """
+    try:
+        with reading(folder):
+            names = os.listdir(folder)
+    except DamageError:  # it is missing, or no folder
+        return []
+    return [folder / name for name in sorted(names) if NAME.fullmatch(name)]
 
 
 def save(
@@ -60,7 +85,8 @@ def save(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for abandoned in folder.glob(f"{STAGE_PREFIX}*"):
-        shutil.rmtree(abandoned, ignore_errors=True)
+        with suppress(OSError):
+            remove(abandoned)
     path, stage = folder / step_name(step), folder / f"{STAGE_PREFIX}{step_name(step)}"
     stage.mkdir()
     try:
@@ -68,8 +94,7 @@ def save(
             save_tensors(values, stage / name)
         for name, document in documents.items():
             (stage / name).write_text(json.dumps(document, indent=1))
-        files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in stage.iterdir()}
-        (stage / MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=1))
+        write_manifest(stage, step)
         flush_folder(stage)
         if path.exists():
             _remove(path)
@@ -105,16 +130,20 @@ def mark_best(path: Path) -> None:
 
 def best_of(folder: Path) -> Path | None:
     """The checkpoint in ``folder`` that evaluations found the best, if there were any."""
-    with suppress(OSError):
-        best = folder / (folder / BEST).read_text().strip()
-        return best if (best / MANIFEST).exists() else None
+    with suppress(DamageError, UnicodeDecodeError):
+        name = read_bytes(folder / BEST).decode().strip()
+        if NAME.fullmatch(name) and _is_checkpoint(folder / name):
+            return folder / name
     return None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first."""
-    names = re.compile(r"step_\d{8,}")
-    return sorted(path for path in folder.glob("step_*") if names.fullmatch(path.name) and (path / MANIFEST).exists())
+    """The checkpoints in ``folder``, oldest first.
+
+    Raises:
+        UsageError: if the folder may not be read.
+    """
+    return [path for path in list_steps(folder) if _is_checkpoint(path)]
 
 
 def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Path | None:
@@ -128,29 +157,11 @@ def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Pa
         problem = find_damage(path)
         if problem is None:
             return path
+        if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
+            return newest_checkpoint(folder, warn)
         warn(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
         raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
-    return None
-
-
-def find_damage(path: Path) -> str | None:
-    """The damage of the checkpoint at ``path`` in words, or None.
-
-    Raises:
-        UsageError: if a file may not be read, which is no damage.
-    """
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        for name, expected in manifest["files"].items():
-            if (path / name).stat().st_size != expected["size"]:
-                return f"{name} has the wrong size"
-            if _sha256(path / name) != expected["sha256"]:
-                return f"{name} was altered"
-    except PermissionError as error:
-        raise UsageError(f"{error.filename} cannot be read ({error.strerror}): change its rights") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
     return None
 
 
@@ -162,16 +173,53 @@ def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
     """
     if path.name == BEST:
         path = best_of(path.parent) or path
-    if (path / MANIFEST).exists():
+    if _is_checkpoint(path):
         problem = find_damage(path)
-        if problem is not None:
+        if problem is None:
+            return path
+        if _is_checkpoint(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
-        return path
     for folder in (path / CHECKPOINTS, path):
         newest = newest_checkpoint(folder, warn)
         if newest is not None:
             return newest
-    raise UsageError(f"there is no checkpoint at {path}")
+    pruned = ", which its run may have pruned: pass the run's folder for its newest" * bool(NAME.fullmatch(path.name))
+    raise UsageError(f"there is no checkpoint at {path}{pruned}")
+
+
+def read(path: Path, action: Callable[[Path], T], state: PartialState | None = None) -> T:
+    """Call ``action`` with the checkpoint that :func:`resolve` finds, and again if it is pruned meanwhile.
+
+    A run that trains prunes its checkpoints at any time. If ``path`` names the run, the next one is read.
+
+    Args:
+        path: of a checkpoint or a run.
+        action: reads everything that is needed of the checkpoint.
+        state: of the processes, where all call this together; they read the same checkpoint.
+
+    Raises:
+        UsageError: if there is no checkpoint, or it is damaged.
+    """
+    while True:
+        source = resolve(path) if state is None else on_main(state, lambda: resolve(path))
+        failure: Exception | None = None
+        try:
+            result = action(source)
+        except Exception as error:  # of any library that misses a file
+            failure = error
+        pruned = failure is not None and not _is_checkpoint(source)
+        if not (pruned if state is None else any_rank(state, pruned)):
+            if failure is not None:
+                raise failure
+            return result
+
+
+def fingerprint(path: Path) -> str:
+    """What identifies the contents of the checkpoint at ``path``; "missing" if there is none."""
+    try:
+        return blake2b((path / MANIFEST).read_bytes(), digest_size=6).hexdigest()
+    except OSError:
+        return "missing"
 
 
 def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
@@ -180,10 +228,12 @@ def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor
     Raises:
         UsageError: if it is not one.
     """
+    with reading(path / name):
+        open_regular(path / name).close()
     try:
         return load_file(path / name, device=device)
-    except (OSError, SafetensorError) as error:
-        raise UsageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise DamageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
 
 
 def load_weights(network: nn.Module, path: Path, *names: str) -> None:
@@ -217,8 +267,12 @@ def load_averaged(network: nn.Module, path: Path) -> None:
 
 
 def has_averages(path: Path) -> bool:
-    """Whether a checkpoint has averaged weights."""
-    return (path / EMA_FILE).exists()
+    """Whether a checkpoint has averaged weights.
+
+    Raises:
+        UsageError: if its manifest cannot be read, as it was pruned, for example.
+    """
+    return EMA_FILE in read_manifest(path).files
 
 
 def own_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -239,8 +293,30 @@ def without(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:
-    """One of a checkpoint's JSON documents."""
-    return dict(json.loads((path / name).read_text()))
+    """One of a checkpoint's JSON documents.
+
+    Raises:
+        UsageError: if it cannot be read, or is no JSON object.
+    """
+    return read_document(path / name, dict[str, Any])
+
+
+def load_description(path: Path) -> Mapping[str, Any]:
+    """The description of the flow of the checkpoint at ``path``.
+
+    Raises:
+        UsageError: if it cannot be read, or is damaged.
+    """
+    return upgraded(load_document(path, FLOW_FILE), path / FLOW_FILE)
+
+
+def load_state(path: Path) -> SavedState:
+    """The counters of the checkpoint at ``path``.
+
+    Raises:
+        UsageError: if they cannot be read, or make no sense.
+    """
+    return read_document(path / STATE_FILE, SavedState)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
@@ -249,6 +325,11 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
     mode = file.stat().st_mode
     save_file(_unshared(tensors), file)  # leaves a file that nobody else may read
     file.chmod(S_IMODE(mode))
+
+
+def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The contents of a safetensors file of named tensors."""
+    return save_to_bytes(_unshared(tensors))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -263,13 +344,16 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
+def _is_checkpoint(path: Path) -> bool:
+    with reading(path / MANIFEST):
+        return (path / MANIFEST).exists()
+
+
 def _remove(path: Path) -> None:
     """Remove a checkpoint; one that is half removed does not look like one."""
     leaving = path.with_name(f"{STAGE_PREFIX}{path.name}.old")
+    with suppress(OSError):
+        remove(leaving)
     path.rename(leaving)
-    shutil.rmtree(leaving, ignore_errors=True)  # what is left of it goes before the next is written
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):  # what is left of it goes before the next is written
+        remove(leaving)

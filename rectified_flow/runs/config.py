@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
-from rectified_flow.flags import default_is
+from rectified_flow.files import usable_path
+from rectified_flow.flags import check_paths, default_is
 from rectified_flow.machine import require_memory
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
@@ -107,6 +108,9 @@ class TrainingConfig:
         for name in ("output_dir", "checkpoint_dir"):  # a library user may give a string
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, Path(getattr(self, name)))
+        check_paths(self)
+        if self.resume not in ("auto", "never"):
+            object.__setattr__(self, "resume", str(usable_path("--resume", Path(self.resume))))
         require_finite(self)
         require_positive(self, "batch_size", "global_batch_size", "gradient_accumulation_steps", "train_num_steps")
         require_positive(

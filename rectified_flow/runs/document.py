@@ -1,11 +1,12 @@
 """``config.json``: everything a run was made of, each part in its own words, and the flags that start it again."""
 
-import json
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.documents import check_document, read_document
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
@@ -13,6 +14,33 @@ from rectified_flow.runs.config import TrainingConfig
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
     from torch import nn
     from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class RunDocument:
+    """The parts of a ``config.json``."""
+
+    run: dict[str, Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    network: dict[str, Any] | None = None
+    flow: dict[str, Any] | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataRecipe:
+    """The arguments of :func:`rectified_flow.open_dataset` that open a run's data again."""
+
+    dataset: str
+    dataset_path: Path | None = None
+    image_size: int | None = None
+    split: str | None = None
+    cache_dir: Path | None = None
+    skip_broken_images: bool = False
+
+    def __post_init__(self) -> None:
+        if self.image_size is not None and self.image_size < 1:
+            raise ValueError("an image has a side above 0")
 
 
 def run_document(
@@ -62,30 +90,44 @@ def require_flags(document: Mapping[str, Any], path: Path) -> None:
         raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
 
 
-def data_recipe(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of :func:`rectified_flow.open_dataset` for the run's data; empty if it cannot open them."""
+def data_recipe(document: Mapping[str, Any], path: Path) -> DataRecipe | None:
+    """What opens the data of the run whose ``config.json`` is at ``path``; None if nothing can.
+
+    Raises:
+        UsageError: if the recipe is damaged.
+    """
     source = document.get("data", document)
-    names = ("dataset", "dataset_path", "image_size", "split", "cache_dir", "skip_broken_images")
-    return {name: source[name] for name in names if name in source} if "dataset" in source else {}
+    known = {each.name: source[each.name] for each in fields(DataRecipe) if each.name in source}
+    return check_document(known, DataRecipe, path) if "dataset" in source else None
 
 
-def read_document(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, Any]:
     """The ``config.json`` at ``path``.
 
     Raises:
-        UsageError: if it cannot be read.
+        UsageError: if it cannot be read, or is none.
     """
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read as a config.json ({first_line(error)})") from error
+    document = read_document(path, dict[str, Any])
+    if "run" in document:  # version 0.1 had nothing but flags
+        check_document(document, RunDocument, path)
+    return document
 
 
-def upgraded(description: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A flow's description in the form of today; version 0.1 had no kinds of spaces and conditions."""
+def upgraded(description: Mapping[str, Any], source: object) -> Mapping[str, Any]:
+    """A flow's description in the form of today; version 0.1 had no kinds of spaces and conditions.
+
+    Raises:
+        DamageError: if it has not the keys of either; ``source`` is what the error names.
+    """
     if "flow" not in description:
         return description
-    old = dict(description)
+    try:
+        return _upgraded(dict(description))
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise DamageError(f"{source} is damaged: it describes no flow of version 0.1 ({error!r})") from error
+
+
+def _upgraded(old: dict[str, Any]) -> Mapping[str, Any]:
     network = dict(old.pop("network"))
     count, names = network.pop("num_classes"), old.pop("class_names")
     labels = {"labels": {"kind": "Labels", "num_classes": count, "names": names}}

@@ -47,9 +47,9 @@ class RunLog:
         self.accelerator, self.config, self.warn = accelerator, config, warn
         self.folder, self.step = config.output_dir, step
         replace_file(self.folder / CONFIG_FILE, json.dumps(document, indent=1))
-        self._metrics = LineFile(self.folder / "metrics.jsonl", step)
-        self._bad_steps = LineFile(self.folder / "bad_steps.jsonl", step)
-        self.evaluations = LineFile(self.folder / "evaluations.jsonl", step)
+        self._metrics = LineFile(self.folder / "metrics.jsonl", step, warn)
+        self._bad_steps = LineFile(self.folder / "bad_steps.jsonl", step, warn)
+        self.evaluations = LineFile(self.folder / "evaluations.jsonl", step, warn)
 
     def start_trackers(self, run_id: str, flags: Mapping[str, Any]) -> None:
         """Start the trackers that ``--log_with`` names, resuming the run that they know by ``run_id``.
@@ -107,11 +107,10 @@ class RunLog:
         """Add a line to evaluations.jsonl and to the trackers, and plot ``headline`` over the steps."""
         with self._tolerant("evaluations"):
             self.evaluations.add({"step": step, **distances, **settings})
-            rows = [(row["step"], row[headline]) for row in self.evaluations.rows() if headline in row]
-            steps, values = np.array(rows).T
+            steps, values = _columns(self.evaluations.numbers(headline))
             title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
             line: dict[str, Line] = {headline: (steps, values)}
-            draw_lines(self.folder / "evaluations.png", line, title, "step", headline, log_y=len(rows) > 1)
+            draw_lines(self.folder / "evaluations.png", line, title, "step", headline, log_y=len(steps) > 1)
         with self._tolerant("the trackers"):
             self.accelerator.log(dict(distances), step=step)
 
@@ -135,8 +134,7 @@ class RunLog:
     def draw_loss(self) -> None:
         """Plot the loss over the steps."""
         with self._tolerant("loss plot"):
-            rows = [(row["step"], row["loss"]) for row in self._metrics.rows() if "loss" in row]
-            steps, losses = np.array(rows).reshape(-1, 2).T
+            steps, losses = _columns(self._metrics.numbers("loss"))
             lines: dict[str, Line] = {"mean since the line before": (steps, losses)}
             window = max(1, len(losses) // 20)
             if len(losses) > window:
@@ -152,6 +150,11 @@ class RunLog:
             yield
         except Exception as error:  # each tracker has errors of its own
             self.warn(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+
+
+def _columns(numbers: Mapping[int, float]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Steps and values, ``[n]`` each."""
+    return np.array(list(numbers)), np.array(list(numbers.values()))
 
 
 def _is_simple(value: object) -> bool:

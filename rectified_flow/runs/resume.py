@@ -1,19 +1,21 @@
 """Where a run resumes, and whether it is still the same run."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from rectified_flow.data.fingerprint import length_only
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, require
 from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import program_flags, upgraded
+from rectified_flow.runs.document import program_flags, read_config
+from rectified_flow.runs.folder import RunFolder
+from rectified_flow.runs.saved_state import RunIdentity
 
 MAY_CHANGE = ("condition_dropout", "space.horizontal_flip")
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
@@ -22,20 +24,6 @@ SHAPING = (
     *("use_ema", "ema_decay", "power_ema", "compile"),
 )
 """Flags of a run that shape the training and may differ when it resumes."""
-
-
-@dataclass(frozen=True)
-class RunIdentity:
-    """What makes two runs the same run; part of every checkpoint."""
-
-    dataset: str
-    """Fingerprint of the dataset."""
-    seed: int
-    global_batch: int
-    origin: str
-    """The checkpoint or run that ``--resume`` named when the run began, or "new"."""
-    precision: str = ""
-    """Of the forward pass; "" in checkpoints that do not record it."""
 
 
 def precision_name(accelerator: Accelerator) -> str:
@@ -48,6 +36,26 @@ def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precis
     named = config.resume not in ("auto", "never")
     origin = str(Path(config.resume).resolve()) if named else "new"
     return RunIdentity(dataset, config.seed, global_batch, origin, precision)
+
+
+def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
+    """Refuse what would be refused later whatever the data are, before these take hours to prepare.
+
+    Args:
+        config: the run's flags.
+        origin: a checkpoint whose weights the run starts with, if there is one.
+
+    Raises:
+        UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
+            path of ``--resume`` does not exist.
+    """
+    RunFolder(config).prepare()
+    _refuse_second_start(config)
+    resumed = None if config.resume in ("auto", "never") else Path(config.resume)
+    if checkpoint.list_checkpoints(config.checkpoints):
+        resumed = None
+    for path in filter(None, (origin, resumed)):
+        checkpoint.resolve(path, warn=lambda _line: None)
 
 
 def choose_checkpoint(
@@ -71,10 +79,7 @@ def choose_checkpoint(
     """
     folder = config.checkpoints
     if config.resume == "never":
-        if checkpoint.list_checkpoints(folder):
-            raise UsageError(
-                f"{folder} already holds checkpoints: pass --resume auto to resume, or another --output_dir"
-            )
+        _refuse_second_start(config)
         return None, run
     own = checkpoint.newest_checkpoint(folder, warn=report)
     if own is None and config.resume == "auto":
@@ -83,7 +88,7 @@ def choose_checkpoint(
         named = checkpoint.resolve(Path(config.resume), warn=report)
         _compare_flows(flow, named, report, refuse=False)
         return named, run
-    before = RunIdentity(**checkpoint.load_document(own, checkpoint.STATE_FILE)["run"])
+    before = checkpoint.load_state(own).run
     _check_same_run(config, run, before, own, length)
     _compare_flows(flow, own, report, refuse=True)
     for name in ("seed", "global_batch", "precision"):
@@ -92,6 +97,14 @@ def choose_checkpoint(
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     _report_changes(config, own, report)
     return own, replace(run, origin=before.origin)
+
+
+def _refuse_second_start(config: TrainingConfig) -> None:
+    folder = config.checkpoints
+    require(
+        config.resume != "never" or not checkpoint.list_checkpoints(folder),
+        f"{folder} already holds checkpoints: pass --resume auto to resume, or another --output_dir",
+    )
 
 
 def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentity, own: Path, length: int) -> None:
@@ -119,7 +132,7 @@ def _compare_flows(
     """
     if flow is None or not (path / FLOW_FILE).exists():
         return
-    then, now = (_flat(each) for each in (upgraded(checkpoint.load_document(path, FLOW_FILE)), flow))
+    then, now = (flat(each) for each in (checkpoint.load_description(path), flow))
     for name in dict.fromkeys([*then, *now]):
         if then.get(name) == now.get(name) or name == "space.shape" or name.startswith("network."):
             continue
@@ -134,15 +147,15 @@ def _compare_flows(
 
 def _report_changes(config: TrainingConfig, path: Path, report: Callable[[str], object]) -> None:
     """Report the flags that shape the training and are not those of the checkpoint."""
-    then, now = program_flags(checkpoint.load_document(path, checkpoint.CONFIG_FILE)), plain(config)
+    then, now = program_flags(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
     for name in SHAPING:
         if name in then and then[name] != now[name]:
             report(f"note: {name} was {then[name]} and is now {now[name]}")
 
 
-def _flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The description's values by dotted name."""
     values: dict[str, Any] = {}
     for name, value in description.items():
-        values |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
     return values

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,10 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 
 from rectified_flow.data.fingerprint import fingerprint_of
+from rectified_flow.distributed.agreement import check_equal, check_shared
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError
+from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.report import Silent, line
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, step_name
@@ -21,7 +24,8 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import program_flags
 from rectified_flow.runs.folder import RunFolder, RunState
 from rectified_flow.runs.log import RunLog
-from rectified_flow.runs.resume import RunIdentity, choose_checkpoint, identify_run, precision_name
+from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
+from rectified_flow.runs.saved_state import RunIdentity, SavedState
 from rectified_flow.runs.saver import Saver, Tensors
 from rectified_flow.runs.snapshots import drop_snapshots
 
@@ -53,6 +57,22 @@ class Run:
         self.folder = RunFolder(config)
         self.log, self.saver = cast(RunLog, Silent()), cast(Saver, Silent())
 
+    def check_equal(self) -> None:
+        """Check that all processes are about to train the same flow on the same data with the same flags, paths aside.
+
+        Raises:
+            UsageError: if they are not.
+        """
+        check_equal(
+            self.accelerator,
+            lambda: {
+                "the number of items": len(self.dataset),  # type: ignore[arg-type]
+                "the fingerprint of the dataset": self._fingerprint,
+                **{f"--{name}": value for name, value in plain(self.config, paths=False).items()},
+                **flat(self.flow_description or {}),
+            },
+        )
+
     def choose_checkpoint(self) -> Path | None:
         """The checkpoint to load, if there is one, on every process; from then on the run has an identity.
 
@@ -65,9 +85,13 @@ class Run:
     def _choose_checkpoint(self) -> tuple[Path | None, RunIdentity]:
         batch = self.config.split_batch(self.accelerator.num_processes)
         precision = precision_name(self.accelerator)
-        run = identify_run(self.config, fingerprint_of(self.dataset), batch.total, precision)
+        run = identify_run(self.config, self._fingerprint, batch.total, precision)
         length = len(self.dataset)  # type: ignore[arg-type]
         return choose_checkpoint(self.config, run, length, self.flow_description, self.print)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint_of(self.dataset)
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar."""
@@ -76,9 +100,14 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock other runs out of the folder; if this one fails, write why into its status."""
+        """Lock other runs out of the folder, which all processes must share; write into its status why this fails.
+
+        Raises:
+            UsageError: if the folder cannot be written, is not shared, or another run holds it.
+        """
         try:
             on_main(self.accelerator, lambda: self.folder.claim(self.print))
+            check_shared(self.accelerator, self.folder.folders)
             try:
                 yield
             except BaseException as error:
@@ -97,7 +126,7 @@ class Run:
             self.saver.wait()
             self.log.close()
 
-    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool = False) -> Path:
+    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool, prune: bool) -> Path:
         """Write a checkpoint in the background, and return where. If the disk is full, warn and keep the previous one.
 
         Args:
@@ -105,6 +134,7 @@ class Run:
             tensors: by file and name.
             counters: the rest of the training state.
             best: point the name ``best`` to it.
+            prune: remove older checkpoints, as the config says.
         """
         path = self.config.checkpoints / step_name(step)
         if not self.accelerator.is_main_process:
@@ -112,10 +142,10 @@ class Run:
         self.write_status(running=True)
         with suppress(OSError):  # the lines are written with later ones
             self.log.write_lines()
-        documents = {CONFIG_FILE: self.document, STATE_FILE: {**counters, "run": asdict(self.identity)}}
+        documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(SavedState(**counters, run=self.identity))}
         if self.flow_description is not None:
             documents[FLOW_FILE] = self.flow_description
-        self.saver.save(step, tensors, documents, best=best)
+        self.saver.save(step, tensors, documents, best=best, prune=prune)
         return path
 
     def finish(self) -> dict[str, Path]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rectified_flow.errors import RunError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.snapshots import keep_snapshots
@@ -97,7 +97,7 @@ class Saver:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
             try:
                 keep_snapshots(folder)
-            except OSError as error:
+            except (OSError, UsageError) as error:
                 self.warn(f"warning: could not keep a snapshot of the averages of step {step} ({error})")
             if prune:
                 checkpoint.prune(path, config.keep_checkpoints, config.keep_every)

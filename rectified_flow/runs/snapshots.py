@@ -7,15 +7,17 @@ the last tenth or so. From snapshots of two of them, least squares give the aver
 
 import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from ema_pytorch.post_hoc_ema import sigma_rel_to_gamma, solve_weights
 from torch import Tensor
 
-from rectified_flow.errors import UsageError
-from rectified_flow.files import flush_folder
+from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.files import flush_folder, remove
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.manifest import MANIFEST, find_damage, read_manifest, write_part
 
 LENGTHS = (0.05, 0.10)
 """Of the two averages that are kept."""
@@ -31,67 +33,105 @@ def file_of(length: float) -> str:
 
 def keep_snapshots(checkpoints: Path) -> None:
     """Link the averages of every checkpoint in the folder to a snapshot, which stays when the checkpoint is pruned."""
+    names = (*map(file_of, LENGTHS), checkpoint.STATE_FILE)
     for each in checkpoint.list_checkpoints(checkpoints):
-        files = [each / name for name in (*map(file_of, LENGTHS), checkpoint.STATE_FILE)]
         snapshot = checkpoints / SNAPSHOTS / each.name
-        if snapshot.exists() or not all(file.exists() for file in files):
+        if snapshot.exists():
+            continue
+        try:
+            manifest = read_manifest(each)
+        except DamageError:
+            continue
+        if not manifest.files.keys() >= set(names):
             continue
         stage = snapshot.with_name(f"{checkpoint.STAGE_PREFIX}{each.name}")
-        shutil.rmtree(stage, ignore_errors=True)
+        remove(stage)
         stage.mkdir(parents=True)
-        for file in files:
+        for name in names:
             try:
-                os.link(file, stage / file.name)
+                os.link(each / name, stage / name)
             except OSError:  # a file system without hard links
-                shutil.copyfile(file, stage / file.name)
+                shutil.copyfile(each / name, stage / name)
+        write_part(manifest, stage, names)
         flush_folder(stage)
         stage.rename(snapshot)
 
 
 def drop_snapshots(checkpoints: Path, after: int) -> None:
     """Remove the snapshots of later steps than ``after``, which a run that resumes there makes again."""
-    for each in (checkpoints / SNAPSHOTS).glob("step_*"):
+    for each in checkpoint.list_steps(checkpoints / SNAPSHOTS):
         if checkpoint.step_of(each) > after:
-            shutil.rmtree(each)
+            remove(each)
 
 
-def find_shares(path: Path, length: float) -> list[tuple[Path, str, float]]:
-    """Folder and file of each average that was kept up to the checkpoint ``path``, and its share in one of ``length``.
+def intact_snapshots(path: Path, warn: Callable[[str], object] = print) -> dict[Path, int]:
+    """The snapshots up to the checkpoint ``path``, oldest first, and after how many updates each was made.
 
     Args:
         path: the checkpoint.
+        warn: called with a line on each damaged snapshot, which is left out.
+
+    Raises:
+        UsageError: if that of the checkpoint itself is missing or damaged, or one may not be read.
+    """
+    folder = path.parent / SNAPSHOTS
+    snapshots = [each for each in checkpoint.list_steps(folder) if each.name <= path.name]
+    if not snapshots or snapshots[-1].name != path.name:
+        raise UsageError(f"there are no averages of {path.name} in {folder}: train with --power_ema to have some")
+    intact: dict[Path, int] = {}
+    for each in snapshots:
+        try:
+            intact[each] = _check(each)
+        except DamageError as error:
+            if each.name == path.name:
+                raise
+            warn(f"warning: {error}; they are left out")
+    return intact
+
+
+def _check(snapshot: Path) -> int:
+    """The updates after which a snapshot was made; a DamageError if it is damaged."""
+    if (snapshot / MANIFEST).exists():  # earlier versions wrote none
+        problem = find_damage(snapshot)
+        if problem is not None:
+            raise DamageError(f"the averages {snapshot} are damaged: {problem}")
+    return checkpoint.load_state(snapshot).updates
+
+
+def find_shares(snapshots: Mapping[Path, int], length: float) -> list[tuple[Path, str, float]]:
+    """Folder and file of each average that was kept, and its share in one of ``length`` after the last update.
+
+    Args:
+        snapshots: those of a checkpoint, see :func:`intact_snapshots`.
         length: standard deviation of the average's profile, as a share of the run, from ``SHORTEST_EMA`` to
             ``LONGEST_EMA``.
 
     Raises:
-        UsageError: if there are no snapshots, or too few for that length.
+        UsageError: if there are too few snapshots for that length.
     """
-    folder = path.parent / SNAPSHOTS
-    snapshots = [each for each in sorted(folder.glob("step_*")) if each.name <= path.name]
-    if not snapshots or snapshots[-1].name != path.name:
-        raise UsageError(f"there are no averages of {path.name} in {folder}: train with --power_ema to have some")
-    by_updates = {float(checkpoint.load_document(each, checkpoint.STATE_FILE)["updates"]): each for each in snapshots}
+    by_updates = {float(updates): each for each, updates in snapshots.items()}
     by_updates.pop(0.0, None)  # nothing was averaged yet
+    *_, last = snapshots
     if not by_updates:
-        raise UsageError(f"{path} has not been trained yet, so there is nothing to average")
+        raise UsageError(f"{last} has not been trained yet, so there is nothing to average")
     counts = list(by_updates)
     at, now = torch.tensor(counts).repeat_interleave(len(LENGTHS)), torch.tensor([counts[-1]])
     gammas = torch.tensor([sigma_rel_to_gamma(each) for each in LENGTHS]).repeat(len(counts))
     solved = solve_weights(at, gammas, now, torch.tensor([sigma_rel_to_gamma(length)])).flatten()
     if not abs(solved.sum() - 1) < POOR_FIT:
         raise UsageError(
-            f"an average of length {length:g} cannot be made of the {len(counts)} snapshots of {path}: take one nearer "
-            f"to {LENGTHS[0]:g}, or train with a smaller --save_every"
+            f"an average of length {length:g} cannot be made of the {len(counts)} snapshots up to {last}: take one "
+            f"nearer to {LENGTHS[0]:g}, or train with a smaller --save_every"
         )
     shares = (solved / solved.sum()).tolist()  # so that constants stay as they are
     sources = [(each, file_of(kept)) for each in by_updates.values() for kept in LENGTHS]
     return [(*source, share) for source, share in zip(sources, shares, strict=True)]
 
 
-def synthesize(path: Path, length: float) -> dict[str, Tensor]:
-    """The average of that length at a checkpoint, from the snapshots up to it; see :func:`find_shares`."""
+def synthesize(snapshots: Mapping[Path, int], length: float) -> dict[str, Tensor]:
+    """The average of that length at a checkpoint, from its snapshots; see :func:`find_shares`."""
     total: dict[str, Tensor] = {}
-    for snapshot, file, share in find_shares(path, length):
+    for snapshot, file, share in find_shares(snapshots, length):
         for name, value in checkpoint.load_tensors(snapshot, file).items():
             total[name] = total.get(name, 0) + share * value.double()
     return {name: value.float() for name, value in total.items()}

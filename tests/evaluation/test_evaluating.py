@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,15 @@ from PIL import Image
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.evaluate import _training_pictures, evaluate
 from rectified_flow.cli.flags import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import data_recipe, run_document
+from rectified_flow.runs.document import DataRecipe, data_recipe, run_document
+from rectified_flow.runs.saved_state import RunIdentity, SavedState
 from rectified_flow.runs.snapshots import keep_snapshots
 from rectified_flow.training.averages import PowerAverages
 from tests.flows.test_saved import FLOWS
@@ -74,7 +77,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
     source = checkpoint.resolve(run)
     config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
     network = FLOWS["rectified"]().network
-    kept, state = PowerAverages(network), {"run": {"dataset": "the fingerprint of others"}}
+    kept, run_of_others = PowerAverages(network), RunIdentity("the fingerprint of others", 0, 8, "new")
     for updates in (10, 20):
         for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
@@ -84,7 +87,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
         documents = {
             checkpoint.CONFIG_FILE: config,
             FLOW_FILE: flow,
-            checkpoint.STATE_FILE: state | {"updates": updates},
+            checkpoint.STATE_FILE: asdict(SavedState(updates, run_of_others)),
         }
         checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
     keep_snapshots(tmp_path / "checkpoints")
@@ -155,9 +158,11 @@ def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_training_pictures_of_a_run_of_version_0_1_are_found(run: Path) -> None:
     """Its config.json had nothing but flags."""
     new = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
-    recipe = {name: value for name, value in data_recipe(new).items() if name != "split"}
-    assert data_recipe({**recipe, "dim": 64, "use_cfg": True, "seed": 0}) == recipe
-    assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}) == {}
+    recipe = data_recipe(new, run)
+    assert recipe == DataRecipe("unused", run / "pictures", 8, "train", run / "cache")
+    old = {name: value for name, value in new["data"].items() if name != "split"}
+    assert data_recipe({**old, "dim": 64, "use_cfg": True, "seed": 0}, run) == replace(recipe, split=None)
+    assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}, run) is None
 
 
 def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) -> None:
@@ -168,10 +173,10 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     documents = {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
     with pytest.raises(UsageError, match="does not say how to open its training data: pass a folder"):
-        _training_pictures(MeasureConfig(), path, flow)
+        _training_pictures(MeasureConfig(), read_trained(path))
     given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
-    expected = _training_pictures(MeasureConfig(), source, flow)
-    assert _training_pictures(given, path, flow).fingerprint == expected.fingerprint
+    expected = _training_pictures(MeasureConfig(), read_trained(source))
+    assert _training_pictures(given, read_trained(path)).fingerprint == expected.fingerprint
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

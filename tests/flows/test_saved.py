@@ -1,6 +1,7 @@
 """A flow comes back from what was saved of it, without being told anything."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
+from tests.test_files import refusing
 
 OLD_RUNS = Path(__file__).parent.parent / "old_runs"
 """Runs of version 0.1."""
@@ -149,6 +151,51 @@ def test_as_the_hub_has_it(flow: Flow, tmp_path: Path) -> None:
     assert "in 2 classes" in card
     assert "of 8 px" in card
     assert json.dumps(flow.describe(), indent=1) in card
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"null", r"config\.json is damaged: it is null"),
+        (b"\xff\xfe", r"config\.json cannot be read"),
+        (b"{}", r"config\.json: the kind None is not registered"),
+        (b'{"flow": "RectifiedFlow"}', r"config\.json is damaged: it describes no flow of version 0\.1"),
+        (None, r"config\.json is missing"),
+    ],
+)
+def test_a_damaged_folder_of_the_hub(tmp_path: Path, content: bytes | None, words: str) -> None:
+    FLOWS["rectified"]().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.unlink()
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        Flow.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", checkpoint.MODEL_FILE])
+def test_a_folder_of_the_hub_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    FLOWS["rectified"]().save_pretrained(tmp_path)
+    with refusing(monkeypatch, name), pytest.raises(UsageError, match=rf"{name} cannot be read .*: change its rights"):
+        Flow.from_pretrained(tmp_path)
+
+
+def test_a_model_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = FLOWS["rectified"]()
+    flow.save_pretrained(tmp_path)
+    weights = (tmp_path / checkpoint.MODEL_FILE).read_bytes()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space"):
+            flow.save_pretrained(tmp_path)
+    assert (tmp_path / checkpoint.MODEL_FILE).read_bytes() == weights
+    assert not list(tmp_path.glob(".*"))
+    flow.save_pretrained(tmp_path)
+    same(Flow.from_pretrained(tmp_path), flow)
 
 
 class Own(nn.Module):

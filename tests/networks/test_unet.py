@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from rectified_flow.networks.conditions import Labels, Vector
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
+from tests.patience import PATIENCE
 
 
 def small(**settings: object) -> Unet:
@@ -159,7 +160,7 @@ def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     """
     run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert run.returncode == 0, run.stderr
     assert all(float(difference) < 1e-5 for difference in run.stdout.split()), run.stdout

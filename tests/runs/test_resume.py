@@ -12,6 +12,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE
 from rectified_flow.runs.document import run_document
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
+from rectified_flow.runs.saved_state import SavedState
 
 
 def unet() -> Unet:
@@ -27,7 +28,7 @@ def save(flow: Flow, config: TrainingConfig) -> None:
     documents = {
         CONFIG_FILE: run_document(config, flow, [], None),  # type: ignore[arg-type]
         FLOW_FILE: flow.describe(),
-        STATE_FILE: {"run": asdict(run)},
+        STATE_FILE: asdict(SavedState(4, run)),
     }
     checkpoint.save(config.checkpoints, 4, {}, documents)
 

@@ -1,0 +1,77 @@
+"""Flags that are paths: a home folder is found, and what can be no path is refused by name, in every config."""
+
+import os
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.errors import UsageError
+
+
+def parts(config_class: type) -> dict[str, type]:
+    """All dataclasses of flags that a config is composed of, by name."""
+    nested = [kind for kind in get_type_hints(config_class).values() if is_dataclass(kind)]
+    return {config_class.__name__: config_class} | {kind.__name__: kind for kind in nested if isinstance(kind, type)}
+
+
+PARTS = {
+    name: part
+    for each in (TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig)
+    for name, part in parts(each).items()
+}
+FLAGS = [
+    (part, name)
+    for part in PARTS.values()
+    for name, kind in get_type_hints(part).items()
+    if (kind is Path or Path in get_args(kind)) and name != "config"  # which is read before there is a config
+] + [(PARTS["TrainingConfig"], "resume")]
+
+
+def given(part: type, flag: str, path: str) -> Any:
+    others = {"reflow_from": Path("run")} if flag == "pairs_dir" else {}
+    return part(**{flag: path if flag == "resume" else Path(path)}, **others)
+
+
+def test_all_paths_are_known() -> None:
+    assert {name for _, name in FLAGS} >= {
+        *("dataset_path", "cache_dir", "output_dir", "checkpoint_dir", "resume", "checkpoint", "reflow_from"),
+        *("pairs_dir", "init_from", "from_images", "save_pretrained"),
+    }
+
+
+@pytest.mark.parametrize(("part", "flag"), FLAGS)
+def test_a_path_that_cannot_be_is_refused_by_the_name_of_its_flag(part: type, flag: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    for path, reason in {
+        f"{tmp_path}/{'x' * 300}": "File name too long",
+        f"{tmp_path}/{'x/' * 3000}": "File name too long",
+        f"{tmp_path}/loop/run": "Too many levels of symbolic links",
+        "~no such user/run": "Could not determine home directory",
+        f"{tmp_path}/{os.fsdecode(bytes([233]))}": "its name is not UTF-8",
+        f"{tmp_path}/\0": "embedded null byte",
+    }.items():
+        with pytest.raises(UsageError) as refusal:
+            given(part, flag, path)
+        sentence = str(refusal.value)
+        assert sentence.startswith(f"--{flag} ")
+        assert sentence.endswith(f" cannot be used ({reason}): choose another path")
+        assert len(sentence) < 250
+
+
+@pytest.mark.parametrize(("part", "flag"), FLAGS)
+def test_a_home_folder_is_found(part: type, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert str(getattr(given(part, flag, "~/run"), flag)) == f"{tmp_path}/run"
+    assert str(getattr(given(part, flag, "run"), flag)) == "run"
+
+
+def test_a_folder_that_may_not_be_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(UsageError, match=r"--dataset_path /pictures cannot be used \(Permission denied\)"):
+        given(PARTS["DataConfig"], "dataset_path", "/pictures")
