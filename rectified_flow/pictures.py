@@ -5,22 +5,26 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, PngImagePlugin
 from torch import Tensor
 
 from rectified_flow.errors import RunError
-from rectified_flow.files import replace_file
+from rectified_flow.files import open_regular, replace_file
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+"""A PNG may hold a long text, such as the settings of the program that made it; all texts have a limit together."""
 
 
-def open_picture(source: Path | IO[bytes] | str) -> Image.Image:
+def open_picture(source: Path | IO[bytes]) -> Image.Image:
     """Open a picture without decoding it yet.
 
     Raises:
-        OSError: if it is none, or of another format than :data:`FORMATS`.
+        OSError: if it is none, is no regular file, or is of another format than :data:`FORMATS`.
     """
+    if isinstance(source, Path):
+        open_regular(source).close()
     return Image.open(source, formats=FORMATS)
 
 
@@ -49,5 +53,5 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     try:
         replace_file(path, encode_picture(pixels, path.suffix, **options), durable=False)
     except OSError as error:
-        raise RunError(f"could not write {path} ({error}): make room, and run the same command again") from error
+        raise RunError(f"could not write {path} ({error}): make room, or choose another folder") from error
     return path

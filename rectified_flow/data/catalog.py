@@ -1,13 +1,15 @@
 """Open the dataset that the flags name."""
 
+import os
 from pathlib import Path
 
-from rectified_flow.data.huggingface import HuggingFaceSource, is_dataset_folder
+from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import ImageSource, open_store
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError
+from rectified_flow.files import usable_path
 
 
 def open_dataset(
@@ -47,14 +49,14 @@ def open_dataset(
 
 def _find_source(dataset: str, folder: Path | None, image_size: int, split: str, skip: bool) -> ImageSource:
     if folder is not None:
-        folder = folder.expanduser().resolve()
+        folder = usable_path("--dataset_path", folder).resolve()
         if not folder.is_dir():
             raise UsageError(f"--dataset_path {folder} is not a folder")
-        if is_dataset_folder(folder):
+        if find_dataset_file(folder) is not None:
             return HuggingFaceSource(folder, split)
         return ImageFolder(folder, skip_unreadable=skip)
     if dataset == SYNTHETIC_FLOWERS:
         return SyntheticFlowers(2 * image_size)
-    if Path(dataset).is_dir():
+    if os.path.isdir(dataset):
         raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     return HuggingFaceSource(dataset, split)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Annotated
 
 from rectified_flow.errors import require_positive
-from rectified_flow.flags import default_is
+from rectified_flow.flags import check_paths, default_is
 
 OXFORD_FLOWERS = "nelorth/oxford-flowers"
 
@@ -28,4 +28,5 @@ class DataConfig:
     """Where decoded images are kept."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_positive(self, "image_size")

@@ -3,18 +3,22 @@
 import io
 import logging
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
 from rectified_flow.data.flower_names import true_names
-from rectified_flow.data.image_folder import files_fingerprint, find_files
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
+from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.files import printable
 from rectified_flow.pictures import open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
+MOST_CLASSES = 100_000
+"""Of a column of numbers without names; larger numbers are dates or ids."""
 
 
 class HuggingFaceSource:
@@ -30,7 +34,7 @@ class HuggingFaceSource:
 
     def __init__(self, source: str | Path, split: str = "train") -> None:
         self.source, self.split = source, split
-        self.name = f"{Path(source).name if isinstance(source, Path) else source} {split}"
+        self.name = f"{printable(source.name) if isinstance(source, Path) else source} {split}"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -46,6 +50,11 @@ class HuggingFaceSource:
         if names := getattr(feature, "names", None):
             return true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
+        require(
+            largest < MOST_CLASSES,
+            f"the column {self._label_column} of {self.name} has the number {largest}, which is taken for a class: "
+            f"number the classes from 0 (there may be {MOST_CLASSES}), or give the column another name",
+        )
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
@@ -53,22 +62,33 @@ class HuggingFaceSource:
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         row = self._rows[index]
-        image = row[self._image_column]
-        content = io.BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+        image = row[self._image_column] or {"bytes": b"", "path": None}
+        content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
         label = None if self._label_column is None else row[self._label_column]
         return open_picture(content), -1 if label is None else int(label)
 
     def describe(self, index: int) -> str:
         return f"row {index} of {self.name}"
 
+    def _find_file(self, path: str | None) -> Path:
+        """The file that a row names in place of its picture's bytes.
+
+        Raises:
+            ValueError: if it is not among the dataset's own files: a table from elsewhere may name any file.
+        """
+        import datasets
+        import huggingface_hub
+
+        caches = (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE)
+        folders = [self.source] if isinstance(self.source, Path) else [Path(folder) for folder in caches]
+        file = Path(folders[0], path or "").resolve()
+        if not any(file.is_relative_to(folder.resolve()) for folder in folders):
+            raise ValueError(f"the row names {file}, a file outside the dataset's folder")
+        return file
+
     @cached_property
     def _image_column(self) -> str:
-        import datasets
-
-        for column, feature in self._rows.features.items():
-            if isinstance(feature, datasets.Image):
-                return str(column)
-        raise UsageError(f"{self.name} has no image column, only {', '.join(self._rows.features)}")
+        return _image_columns(self._rows)[0]
 
     @cached_property
     def _label_column(self) -> str | None:
@@ -88,9 +108,11 @@ class HuggingFaceSource:
         import datasets
 
         rows = self._load()
-        for column, feature in rows.features.items():
-            if isinstance(feature, datasets.Image):
-                rows = rows.cast_column(column, datasets.Image(decode=False))
+        columns = _image_columns(rows)
+        if not columns:
+            raise UsageError(self._no_images(rows))
+        for column in columns:
+            rows = rows.cast_column(column, datasets.Image(decode=False))
         return rows
 
     def _load(self) -> Any:
@@ -112,6 +134,19 @@ class HuggingFaceSource:
             raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
         return splits[self.split]
 
+    def _no_images(self, rows: Any) -> str:
+        found, advice = f"no image column, only {', '.join(rows.features)}", "pass another dataset"
+        flag = "--dataset"
+        if isinstance(self.source, Path):
+            flag, advice = "--dataset_path", "pass a folder of pictures"
+            pictures, table = find_images(self.source, unreadable=[]), find_dataset_file(self.source)
+            if pictures and table is not None:
+                advice = f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
+        return (
+            f"{flag} {self.source} has {found}: {advice}, or make a column of encoded pictures one with datasets' "
+            "cast_column(NAME, datasets.Image())"
+        )
+
     def _why_not(self, error: Exception, offline: bool) -> str:
         reason = first_line(error)
         if isinstance(self.source, Path):
@@ -121,6 +156,12 @@ class HuggingFaceSource:
             f"--dataset {self.source} could not be loaded from the hub: {check}; to train without a download, pass "
             "--dataset synthetic-flowers or your own --dataset_path FOLDER"
         )
+
+
+def _image_columns(rows: Any) -> list[str]:
+    import datasets
+
+    return [column for column, feature in rows.features.items() if isinstance(feature, datasets.Image)]
 
 
 def _hub_answers(dataset: str) -> bool:
@@ -136,7 +177,8 @@ def _hub_answers(dataset: str) -> bool:
     return True
 
 
-def is_dataset_folder(folder: Path) -> bool:
-    """Whether ``folder`` contains a dataset in one of the hub's layouts rather than image files."""
-    saved = any((folder / name).exists() for name in SAVED_TO_DISK)
-    return saved or any(file.suffix in TABLE_SUFFIXES for file in find_files(folder, unreadable=[]))
+def find_dataset_file(folder: Path) -> Path | None:
+    """A file that makes ``folder`` a dataset in one of the hub's layouts rather than a folder of image files."""
+    saved = (folder / name for name in SAVED_TO_DISK if (folder / name).exists())
+    tables = (file for file in find_files(folder, unreadable=[]) if file.suffix in TABLE_SUFFIXES)
+    return next(chain(saved, tables), None)

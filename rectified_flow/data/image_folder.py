@@ -1,6 +1,7 @@
 """A folder of images, with or without a subfolder per class."""
 
 import os
+from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
+from rectified_flow.files import printable
 from rectified_flow.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
@@ -26,19 +28,21 @@ class ImageFolder:
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
         self.path = path
-        self.name = path.name
+        self.name = printable(path.name)
         unreadable: list[OSError] = []
         self.files = find_images(path, unreadable if skip_unreadable else None)
         if unreadable:
-            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {unreadable[0].filename}")
+            first = printable(unreadable[0].filename)
+            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
         if not self.files:
             kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
             raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
         labelled = all(len(part) > 1 for part in parts)
-        self.class_names = sorted({part[0] for part in parts}) if labelled else []
-        number = {name: label for label, name in enumerate(self.class_names)}
+        classes = sorted({part[0] for part in parts}) if labelled else []
+        self.class_names = [printable(name) for name in classes]
+        number = {name: label for label, name in enumerate(classes)}
         self._labels = [number.get(part[0], -1) for part in parts]
 
     def __len__(self) -> int:
@@ -48,7 +52,7 @@ class ImageFolder:
         return open_picture(self.files[index]), self._labels[index]
 
     def describe(self, index: int) -> str:
-        return str(self.files[index])
+        return printable(self.files[index])
 
 
 def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
@@ -87,9 +91,9 @@ def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Pa
         )
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     if errors and unreadable is None:
+        name = printable(errors[0].filename)
         raise UsageError(
-            f"the folder {errors[0].filename} cannot be read ({errors[0].strerror}): change its rights, or pass "
-            "--skip_broken_images"
+            f"the folder {name} cannot be read ({errors[0].strerror}): change its rights, or pass --skip_broken_images"
         )
     if unreadable is not None:
         unreadable += errors
@@ -100,6 +104,15 @@ def files_fingerprint(folder: Path, files: list[Path]) -> str:
     """A hash of each file's path relative to ``folder``, its size and its modification time."""
     digest = blake2b(digest_size=16)
     for file in files:
-        status = file.stat() if file.exists() else file.lstat()  # a dangling link is a broken image
-        digest.update(f"{file.relative_to(folder)}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        size, time = _size_and_time(file)
+        digest.update(f"{file.relative_to(folder)}\0{size}\0{time}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Bytes and nanoseconds; of a link that leads nowhere, which is a broken image, its own."""
+    for stat in (os.stat, os.lstat):
+        with suppress(OSError):
+            status = stat(file)
+            return status.st_size, status.st_mtime_ns
+    return -1, -1  # in a folder whose rights forbid even that

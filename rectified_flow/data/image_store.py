@@ -4,23 +4,62 @@ A store is a folder: ``images.uint8`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (
 ``info.json`` has a hash of the contents, and size and time of each file, by which a later change is noticed.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rectified_flow.documents import read_document, write_document
+from rectified_flow.errors import DamageError
+from rectified_flow.files import open_regular, reading
 from rectified_flow.networks.conditions import Condition, Labels
 
 IMAGES_FILE, LABELS_FILE, INFO_FILE = "images.uint8", "labels.npy", "info.json"
+Positive = Annotated[int, Field(gt=0, lt=2**53)]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What a file of a store was when it was written."""
+
+    size: int
+    """Bytes."""
+    time: int
+    """Of its last change [s]."""
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """``info.json``."""
+
+    content: str
+    """Hash of the pixels and labels."""
+    source: str
+    """Of the images, for display."""
+    length: Positive
+    image_size: Positive
+    class_names: list[str] = field(default_factory=list)
+    """By label; empty without labels."""
+    skipped: list[str] = field(default_factory=list)
+    """Broken images that were left out."""
+    files: dict[str, FileInfo] = field(default_factory=dict)
+    sha256: str = ""
+    """Of this document; earlier versions did not record it."""
+
+    def __post_init__(self) -> None:
+        images = self.files.get(IMAGES_FILE)
+        if images is not None and images.size != 3 * self.length * self.image_size**2:
+            raise ValueError(f"{images.size} bytes are not {self.length} images of {self.image_size} px")
 
 
 class ImageDataset(Dataset[dict[str, Tensor]]):
@@ -37,28 +76,30 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
     def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.recipe = dict(recipe or {})
-        self._length: int = self.info["length"]
+        self._length = self.info.length
 
     @cached_property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> StoreInfo:
         """The contents of the store's ``info.json``."""
-        return dict(json.loads((self.path / INFO_FILE).read_text()))
+        return read_document(self.path / INFO_FILE, StoreInfo)
 
     @cached_property
     def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """All images, a read-only memory map ``[n, 3, s, s]``."""
-        side = self.info["image_size"]
-        return np.memmap(self.path / IMAGES_FILE, np.uint8, "r", shape=(len(self), 3, side, side))
+        side = self.info.image_size
+        with reading(self.path / IMAGES_FILE):
+            return np.memmap(self.path / IMAGES_FILE, np.uint8, "r", shape=(len(self), 3, side, side))
 
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """All labels, a read-only memory map ``[n]``."""
-        return np.load(self.path / LABELS_FILE, mmap_mode="r")
+        with reading(self.path / LABELS_FILE):
+            return np.load(self.path / LABELS_FILE, mmap_mode="r")
 
     @property
     def class_names(self) -> list[str]:
         """Names by label; empty if there are no labels."""
-        return list(self.info["class_names"])
+        return list(self.info.class_names)
 
     @property
     def conditions(self) -> dict[str, Condition]:
@@ -70,12 +111,12 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
     def description(self) -> str:
         """The pictures in a line for a person."""
         labels = f", {len(self.class_names)} classes" if self.class_names else ""
-        return f"{self.info['source']}: {len(self)} images of {self.info['image_size']} px{labels}"
+        return f"{self.info.source}: {len(self)} images of {self.info.image_size} px{labels}"
 
     @property
     def fingerprint(self) -> str:
         """Hash of all pixels and labels: equal data has equal fingerprints, wherever it came from."""
-        return str(self.info["content"])
+        return self.info.content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The items of ``indices`` with a leading batch dimension, in one read."""
@@ -105,24 +146,41 @@ def find_damage(path: Path) -> str | None:
     """The damage of the store at ``path`` in words, or None.
 
     Sizes and times are compared; only where a time differs, as after copying, the contents are read.
+
+    Raises:
+        UsageError: if a file may not be read, which is no damage.
     """
     try:
-        info = json.loads((path / INFO_FILE).read_text())
-        stats = {name: (path / name).stat() for name in info["files"]}
-        for name, made in info["files"].items():
-            if stats[name].st_size != made["size"]:
-                return f"{name} has {stats[name].st_size} bytes, and had {made['size']}"
+        info = read_document(path / INFO_FILE, StoreInfo)
+        stats = {name: _stat(path / name) for name in (IMAGES_FILE, LABELS_FILE, *info.files)}
+        for name, made in info.files.items():
+            if stats[name].st_size != made.size:
+                return f"{name} has {stats[name].st_size} bytes, and had {made.size}"
         # Whole seconds: some file systems keep no more.
-        if all(int(stats[name].st_mtime) == made["time"] for name, made in info["files"].items()):
-            return None
-        if hash_contents(path, *info["files"]) != info["content"]:
-            return "other pixels or labels"
-        with suppress(OSError):  # read-only: the contents are read each time
-            for name, made in info["files"].items():
-                os.utime(path / name, (made["time"], made["time"]))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
+        if any(int(stats[name].st_mtime) != made.time for name, made in info.files.items()):
+            if _hash_of(path, info) != info.content:
+                return "other pixels or labels"
+            with suppress(OSError):  # read-only: the contents are read each time
+                for name, made in info.files.items():
+                    os.utime(path / name, (made.time, made.time))
+        if not info.sha256:
+            with suppress(OSError):
+                write_document(path / INFO_FILE, asdict(info))
+    except DamageError as error:
+        return str(error)
     return None
+
+
+def _hash_of(path: Path, info: StoreInfo) -> str | None:
+    """Hash of what is in a store now; None if its labels cannot even be read."""
+    with reading(path), suppress(ValueError, EOFError):
+        return hash_contents(path, *info.files)
+    return None
+
+
+def _stat(path: Path) -> os.stat_result:
+    with reading(path), open_regular(path) as file:
+        return os.fstat(file.fileno())
 
 
 def describe_files(path: Path, *names: str) -> dict[str, dict[str, int]]:

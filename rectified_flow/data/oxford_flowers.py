@@ -1,5 +1,6 @@
 """Oxford Flowers 102, pickle-safe."""
 
+import os
 from pathlib import Path
 
 from rectified_flow.data.catalog import open_dataset
@@ -30,7 +31,7 @@ class OxfordFlowersDataset(ImageDataset):
         cache_dir: Path | None = None,
         skip_broken_images: bool = False,
     ) -> None:
-        folder = Path(source) if Path(source).is_dir() else None
+        folder = Path(source) if os.path.isdir(source) else None
         opened = open_dataset(
             str(source),
             folder,

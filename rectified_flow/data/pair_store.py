@@ -1,16 +1,17 @@
 """Pairs of noise and the image that a flow generated from it, in memory maps: an image store with ``noise.float16``."""
 
-import json
 import os
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from rectified_flow.data.image_store import (
     IMAGES_FILE,
@@ -21,10 +22,23 @@ from rectified_flow.data.image_store import (
     find_damage,
     hash_contents,
 )
-from rectified_flow.files import flush_folder, replace_file
+from rectified_flow.documents import read_document, write_document
+from rectified_flow.errors import DamageError
+from rectified_flow.files import flush_folder, reading, remove
 from rectified_flow.machine import require_disk
 
 NOISE_FILE, RECIPE_FILE, PROGRESS_FILE = "noise.float16", "recipe.json", "progress.json"
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``progress.json``."""
+
+    done: Annotated[int, Field(ge=0)]
+    """Pairs that are written."""
+    sha256: str = ""
+    """Of this document; earlier versions did not record it."""
 
 
 class PairDataset(ImageDataset):
@@ -37,7 +51,8 @@ class PairDataset(ImageDataset):
     @cached_property
     def noise(self) -> np.ndarray[Any, np.dtype[np.float16]]:
         """All noise, a read-only memory map ``[n, 3, s, s]``."""
-        return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
+        with reading(self.path / NOISE_FILE):
+            return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         return {**super().read_batch(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
@@ -58,11 +73,15 @@ class PairWriter:
         self._row = 3 * image_size * image_size
 
     @staticmethod
-    def recipe_of(path: Path) -> dict[str, Any] | None:
-        """The recipe of the store at ``path``, complete or not; None if the store has not been started."""
+    def recipe_of(path: Path, schema: type[R]) -> R | None:
+        """The recipe of the store at ``path``, complete or not; None if the store has not been started.
+
+        Raises:
+            UsageError: if it cannot be read, or does not fit the ``schema``.
+        """
         for folder in (path, path.with_name(f"{path.name}.drawing")):
             if (folder / RECIPE_FILE).exists():
-                return dict(json.loads((folder / RECIPE_FILE).read_text()))
+                return read_document(folder / RECIPE_FILE, schema)
         return None
 
     @property
@@ -70,7 +89,7 @@ class PairWriter:
         """Whether the store exists and is undamaged."""
         return self.path.exists() and find_damage(self.path) is None
 
-    def begin(self, recipe: dict[str, Any]) -> int:
+    def begin(self, recipe: Mapping[str, Any]) -> int:
         """Create the files unless they exist, and return the number of pairs written so far. Call in one process only.
 
         Raises:
@@ -78,17 +97,20 @@ class PairWriter:
             UsageError: if the disk has no room for them.
         """
         if self.path.exists():
-            shutil.rmtree(self.path)  # damaged
+            remove(self.path)  # damaged
         progress = self.stage / PROGRESS_FILE
         if progress.exists():
-            return int(json.loads(progress.read_text())["done"])
+            try:
+                return min(read_document(progress, Progress).done, self.length)
+            except DamageError as error:
+                tqdm.write(f"warning: {error}; drawing all pairs again")
         needed = 3 * self._row * self.length
         require_disk(needed, self.path.parent, f"{self.length} pairs", "draw fewer, or make room")
         self.stage.mkdir(parents=True, exist_ok=True)
         for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, 2 * self._row)):
             with (self.stage / name).open("wb") as file:
                 file.truncate(self.length * size)
-        replace_file(self.stage / RECIPE_FILE, json.dumps(recipe, indent=1))
+        write_document(self.stage / RECIPE_FILE, recipe)
         self.reached(0)
         return 0
 
@@ -107,7 +129,7 @@ class PairWriter:
 
     def reached(self, done: int) -> None:
         """Record that the first ``done`` pairs are written. Call in one process only."""
-        replace_file(self.stage / PROGRESS_FILE, json.dumps({"done": done}))
+        write_document(self.stage / PROGRESS_FILE, {"done": done})
 
     def finish(self, labels: np.ndarray[Any, np.dtype[np.int64]], class_names: list[str], source: str) -> None:
         """Give the store its final name, once all pairs are written. Call in one process only.
@@ -127,7 +149,7 @@ class PairWriter:
             "class_names": class_names,
             "files": describe_files(self.stage, *files),
         }
-        (self.stage / INFO_FILE).write_text(json.dumps(info, indent=1))
+        write_document(self.stage / INFO_FILE, info)
         flush_folder(self.stage)
         self.stage.rename(self.path)
         (self.path / PROGRESS_FILE).unlink(missing_ok=True)

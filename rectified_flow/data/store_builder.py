@@ -4,7 +4,6 @@ The name of a store contains a hash of everything that determines its contents. 
 therefore gets a store of its own.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,8 +18,10 @@ from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
 from rectified_flow.data.image_store import IMAGES_FILE, INFO_FILE, LABELS_FILE, describe_files, find_damage
+from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import flush_folder, lock_of
+from rectified_flow.files import flush_folder, lock_of, remove, usable_path
+from rectified_flow.machine import require_disk
 from rectified_flow.progress import progress_bar
 
 STORE_VERSION = 2
@@ -50,9 +51,14 @@ class ImageSource(Protocol):
 
 
 def default_cache_dir() -> Path:
-    """The default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder."""
+    """The default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder.
+
+    Raises:
+        UsageError: if there can be no such folder: the user may have no home.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    return Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow")).expanduser()
+    path = Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow"))
+    return usable_path("the default --cache_dir", path)
 
 
 def open_store(
@@ -72,24 +78,24 @@ def open_store(
             folder is not writable.
     """
     key = _key(source, image_size, skip_broken_images)
-    cache_dir = cache_dir or default_cache_dir()
+    cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{_slug(source.name)}-{image_size}px-{key}"
-    if path.exists() and find_damage(path) is None:
-        return path
     try:
+        if path.exists() and find_damage(path) is None:
+            return path
         cache_dir.mkdir(parents=True, exist_ok=True)
         with lock_of(Path(f"{path}.lock")):
             damage = find_damage(path) if path.exists() else None
             if damage is not None:
                 tqdm.write(f"warning: the image store {path} was changed ({damage}); rebuilding it")
-                shutil.rmtree(path)
+                remove(path)
             if not path.exists():
                 _Build(source, image_size, skip_broken_images).into(path)
         return path
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot write the image store {path}: {reason}; pass a writable folder with --cache_dir"
+            f"the image store {path} cannot be read and written ({reason}): pass a writable folder with --cache_dir"
         ) from error
 
 
@@ -102,8 +108,11 @@ class _Build:
     def into(self, path: Path) -> None:
         if len(self.source) == 0:
             raise UsageError(f"{self.source.name} holds no images")
+        pixels = len(self.source) * 3 * self.image_size**2
+        what = f"{len(self.source)} images of --image_size {self.image_size}"
+        require_disk(pixels, path.parent, what, "lower --image_size, or pass a --cache_dir with more room")
         stage = path.with_name(f"{path.name}.building")
-        shutil.rmtree(stage, ignore_errors=True)  # left by a killed build: we hold the lock
+        remove(stage)  # left by a killed build: we hold the lock
         stage.mkdir()
         try:
             self._write(stage)
@@ -114,6 +123,7 @@ class _Build:
             raise
 
     def _write(self, stage: Path) -> None:
+        class_names = self.source.class_names
         labels: list[int] = []
         broken: list[str] = []
         content = blake2b(digest_size=16)
@@ -137,11 +147,11 @@ class _Build:
             "source": self.source.name,
             "length": len(labels),
             "image_size": self.image_size,
-            "class_names": self.source.class_names if min(labels) >= 0 else [],
+            "class_names": class_names if min(labels) >= 0 else [],
             "skipped": broken,
             "files": describe_files(stage, IMAGES_FILE, LABELS_FILE),
         }
-        (stage / INFO_FILE).write_text(json.dumps(info, indent=1))
+        write_document(stage / INFO_FILE, info)
 
     def _decoded(self) -> Iterator[tuple[bytes | None, int]]:
         """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
@@ -156,13 +166,17 @@ class _Build:
     def _decode(self, index: int) -> tuple[bytes | None, int]:
         try:
             image, label = self.source.load(index)
+            classes = len(self.source.class_names)
+            if not -1 <= label < classes:
+                raise ValueError(f"its label is {label}, and the {classes} classes are numbered from 0")
             return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1).tobytes(), label
         except Exception as error:  # decoders raise exceptions of many types
             if self.skip_broken_images:
                 return None, -1
+            reason = getattr(error, "strerror", None) or first_line(error)
+            remedy = "change its rights" if isinstance(error, PermissionError) else "remove it"
             raise UsageError(
-                f"broken image {self.source.describe(index)} ({first_line(error)}): "
-                "remove it, or pass --skip_broken_images"
+                f"broken image {self.source.describe(index)} ({reason}): {remedy}, or pass --skip_broken_images"
             ) from error
 
 

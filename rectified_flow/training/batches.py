@@ -1,16 +1,22 @@
 """The micro-batches of a rank, from its place in the stream on."""
 
+import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
+from multiprocessing.reduction import ForkingPickler
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
 from rectified_flow.distributed.collectives import broadcast, gather_rows
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.interruption import leave_signals_to_parent
 from rectified_flow.randomness import BatchRows, deterministic
@@ -20,18 +26,93 @@ from rectified_flow.runs.config import TrainingConfig
 def load(
     dataset: Dataset[Any], length: int, config: TrainingConfig, batch: GlobalBatch, rank: int, position: int
 ) -> Iterator[dict[str, Any]]:
-    """Endless micro-batches of one rank, from the ``position``-th item of the stream on."""
+    """Endless micro-batches of one rank, from the ``position``-th item of the stream on.
+
+    Raises:
+        RunError: if the loader processes cannot be started.
+    """
     loader = DataLoader(
         Batches(dataset),
         batch_sampler=StreamSampler(length, config.seed, batch, rank, position),
-        collate_fn=as_they_are,
+        collate_fn=Parcel if config.num_workers else as_they_are,
         num_workers=config.num_workers,
         multiprocessing_context=config.multiprocessing_context,
         persistent_workers=config.persistent_workers,
         pin_memory=config.pin_memory,
         worker_init_fn=leave_signals_to_parent,
     )
-    return iter(loader)
+    batches = _start(loader)
+    try:
+        yield from batches
+    finally:
+        if config.num_workers:
+            batches._shutdown_workers()  # type: ignore[attr-defined]  # an error's traceback may keep them
+
+
+def _start(loader: DataLoader[Any]) -> Iterator[dict[str, Any]]:
+    try:
+        return iter(loader)
+    except OSError as error:
+        for frame, _ in walk_tb(error.__traceback__):
+            half = frame.f_locals.get("self")
+            if isinstance(half, _MultiProcessingDataLoaderIter):  # whose own clean-up expects a whole one
+                half._shutdown = True
+                for worker in getattr(half, "_workers", ()):
+                    worker.kill()
+        raise RunError(
+            f"the loader processes could not be started ({error.strerror}): pass fewer --num_workers, or raise the "
+            "limits of processes and open files (ulimit) and the shared memory (docker run --shm-size)"
+        ) from error
+
+
+class Parcel:
+    """A batch that a loader process hands over, and that arrives as the batch itself.
+
+    It is pickled here, which puts its tensors into shared memory, so that an error reaches the training process. The
+    thread that writes into the queue would only print it, and the training process would wait for ever.
+
+    Args:
+        batch: a dict of tensors.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self._content = bytes(ForkingPickler.dumps(dict(batch)))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._content,)
+
+
+LOADER_ERRORS = {
+    "shared memory": "have too little shared memory: give them more (docker run --shm-size), or pass fewer "
+    "--num_workers; 0 needs none",
+    "Too many open files": "may not open enough files: raise the limit (ulimit -n), or pass fewer --num_workers",
+    "is killed by signal": "ended early, perhaps for want of memory: pass fewer --num_workers; 0 needs none",
+    "exited unexpectedly": "ended early, perhaps for want of memory: pass fewer --num_workers; 0 needs none",
+}
+"""What torch says of loader processes, and what to say of them."""
+
+
+@contextmanager
+def explain_loader_errors() -> Iterator[None]:
+    """Turn the failure of a loader process, which may arrive anywhere inside the block, into a sentence.
+
+    Raises:
+        RunError: if it lacks memory or open files, or was killed.
+        UsageError: as RunError, if the process raised one with a sentence of its own.
+    """
+    try:
+        yield
+    except (RuntimeError, UsageError, OSError) as error:
+        lines = str(error).strip().splitlines()
+        if not any(name in line for line in lines for name in ("DataLoader worker", "with the workers")):
+            raise
+        if isinstance(error, RunError | UsageError):
+            raise type(error)(lines[-1].partition(": ")[2]) from error
+        for said, sentence in LOADER_ERRORS.items():
+            for line in lines:
+                if said in line:
+                    raise RunError(f"the loader processes {sentence} ({line.strip()})") from error
+        raise
 
 
 def checked(

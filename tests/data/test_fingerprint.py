@@ -70,7 +70,7 @@ def test_a_dataset_that_knows_its_fingerprint_is_not_read(flowers: ImageDataset)
     dataset = Listed([])
     dataset.fingerprint = "mine"  # type: ignore[attr-defined]
     assert fingerprint_of(dataset) == "mine"
-    assert fingerprint_of(flowers) == flowers.info["content"]
+    assert fingerprint_of(flowers) == flowers.info.content
 
 
 def test_few_of_many_items_are_read() -> None:

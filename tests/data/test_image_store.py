@@ -7,6 +7,7 @@ import pickle
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,28 +20,31 @@ from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.image_store import ImageDataset, find_damage
 from rectified_flow.data.store_builder import fit, open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
+from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.conditions import Labels
+from tests.patience import PATIENCE, wait_for
+from tests.test_files import refusing
 
 FORK = multiprocessing.get_context("fork")
 
 
 class Slow(SyntheticFlowers):
-    """Counts how many pictures are decoded, and takes its time over each."""
+    """Counts how many pictures are decoded, and takes its time over each; at one it may hang."""
 
-    def __init__(self, count: int, decoded: Path) -> None:
+    def __init__(self, count: int, decoded: Path, hang_at: int | None = None) -> None:
         super().__init__(8, count=count)
-        self.decoded = decoded
+        self.decoded, self.hang_at = decoded, hang_at
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         with self.decoded.open("a") as file:
             file.write(".")
-        time.sleep(0.005)
+        time.sleep(PATIENCE if index == self.hang_at else 0.005)
         return super().load(index)
 
 
-def open_slow(cache_dir: Path, decoded: Path) -> ImageDataset:
-    return ImageDataset(open_store(Slow(100, decoded), 4, cache_dir=cache_dir))
+def open_slow(cache_dir: Path, decoded: Path, hang_at: int | None = None) -> ImageDataset:
+    return ImageDataset(open_store(Slow(100, decoded, hang_at), 4, cache_dir=cache_dir))
 
 
 def test_items_and_batches(flowers: ImageDataset) -> None:
@@ -92,9 +96,8 @@ def test_pixels_are_shared_not_copied(tmp_path: Path) -> None:
     path.mkdir()
     pixels = 48 * 2**20
     np.ones(pixels, np.uint8).tofile(path / "images.uint8")
-    (path / "info.json").write_text(
-        json.dumps({"length": pixels // (3 * 64 * 64), "image_size": 64, "class_names": []})
-    )
+    info = {"content": "", "source": "ones", "length": pixels // (3 * 64 * 64), "image_size": 64}
+    write_document(path / "info.json", info)
     dataset = ImageDataset(path)
     dataset.read_batch([0])
     shared, private = mapped_memory()
@@ -118,17 +121,16 @@ def test_one_process_builds_while_others_wait(tmp_path: Path) -> None:
     for builder in builders:
         builder.start()
     for builder in builders:
-        builder.join(30)
+        builder.join(PATIENCE)
         assert builder.exitcode == 0
     assert len(decoded.read_text()) == 100
 
 
 def test_a_build_that_was_killed_is_done_again(tmp_path: Path) -> None:
     cache, decoded = tmp_path / "cache", tmp_path / "decoded"
-    builder = FORK.Process(target=open_slow, args=(cache, decoded))
+    builder = FORK.Process(target=open_slow, args=(cache, decoded, 30))
     builder.start()
-    while not decoded.exists() or len(decoded.read_text()) < 20:
-        time.sleep(0.002)
+    wait_for("20 pictures", lambda: decoded.exists() and len(decoded.read_text()) >= 20)
     assert builder.pid is not None
     os.kill(builder.pid, signal.SIGKILL)
     builder.join()
@@ -182,7 +184,7 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
     assert len(dataset) == 4
     assert dataset.images.shape == (4, 3, 4, 4)
     assert dataset.images[:, 0, 0, 0].tolist() == [0, 50, 150, 200]
-    assert dataset.info["skipped"] == [str(tmp_path / "2.png")]
+    assert dataset.info.skipped == [str(tmp_path / "2.png")]
 
 
 def test_all_images_broken(tmp_path: Path) -> None:
@@ -215,6 +217,66 @@ def test_a_store_with_other_pixels_is_noticed(tmp_path: Path) -> None:
         file.write(b"\x00\x01")
     os.utime(path / "images.uint8", (1, 1))
     assert find_damage(path) == "other pixels or labels"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("length", "20"),
+        ("length", 19),
+        ("length", 10**30),
+        ("image_size", -4),
+        ("class_names", {"0": "a"}),
+        ("content", None),
+        ("files", []),
+        ("files", {"images.uint8": 7}),
+        ("class_names", ["b", "a"]),
+        ("later", 1),
+    ],
+)
+def test_a_store_with_other_words_about_it_is_built_again(tmp_path: Path, key: str, value: Any) -> None:
+    source = SyntheticFlowers(8, count=20)
+    path = open_store(source, 4, cache_dir=tmp_path)
+    whole = (path / "info.json").read_text()
+    (path / "info.json").write_text(json.dumps(json.loads(whole) | {key: value}))
+    assert "info.json" in (find_damage(path) or "")
+    assert open_store(source, 4, cache_dir=tmp_path) == path
+    assert find_damage(path) is None
+    assert json.loads((path / "info.json").read_text())[key if key != "later" else "length"] != value
+
+
+def test_no_byte_of_the_words_about_a_store_changes_unnoticed(tmp_path: Path) -> None:
+    file = open_store(SyntheticFlowers(8, count=2), 4, cache_dir=tmp_path) / "info.json"
+    whole = file.read_bytes()
+    expected = ImageDataset(file.parent).info
+    for place in range(len(whole)):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        if find_damage(file.parent) is None:  # a space of another kind
+            assert ImageDataset(file.parent).info == expected
+    file.write_bytes(whole)
+    assert find_damage(file.parent) is None
+
+
+def test_a_store_of_an_earlier_version_is_not_built_again(tmp_path: Path) -> None:
+    """Its info.json has no hash, and gets one."""
+    file = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path) / "info.json"
+    info = json.loads(file.read_text())
+    seal = info.pop("sha256")
+    file.write_text(json.dumps(info))
+    assert find_damage(file.parent) is None
+    assert json.loads(file.read_text())["sha256"] == seal
+    file.write_text(file.read_text().replace("sunflower", "moonflower"))
+    assert find_damage(file.parent) == f"{file} was altered"
+
+
+def test_a_store_that_may_not_be_read_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SyntheticFlowers(8, count=4)
+    path = open_store(source, 4, cache_dir=tmp_path)
+    for name in ("info.json", "images.uint8"):
+        words = rf"{name} cannot be read \(Permission denied\): change its rights"
+        with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
+            open_store(source, 4, cache_dir=tmp_path)
+    assert find_damage(path) is None
 
 
 def test_a_copied_store_is_read_once_and_then_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

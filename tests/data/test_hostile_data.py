@@ -1,0 +1,220 @@
+"""Pictures, names, labels and rows that are not as they should be: a sentence names each, and nothing waits for it."""
+
+import io
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import closing
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow  # type: ignore[import-untyped]
+import pyarrow.parquet  # type: ignore[import-untyped]
+import pytest
+from PIL import Image
+
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.huggingface import HuggingFaceSource
+from rectified_flow.data.image_folder import ImageFolder, files_fingerprint
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store_builder import default_cache_dir, open_store
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.errors import DamageError, UsageError
+from tests.test_files import refusing
+
+LATIN = os.fsdecode(b"caf\xe9")
+"""A name as Python reads it from a disk whose names are in Latin-1."""
+
+
+def picture() -> bytes:
+    content = io.BytesIO()
+    Image.new("RGB", (10, 8), (50, 100, 200)).save(content, "PNG")
+    return content.getvalue()
+
+
+def save_picture(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(picture())
+    return path
+
+
+def save_table(folder: Path, feature: Any, labels: Sequence[int], paths: Sequence[str] = ()) -> Path:
+    """A Parquet file with any numbers in a column that is said to be ``feature``; rows with a path have no bytes."""
+    images: list[dict[str, Any]] = [{"bytes": None, "path": path} for path in paths]
+    images = images or [{"bytes": picture(), "path": None}] * len(labels)
+    schema = datasets.Features({"image": datasets.Image(), "label": feature}).arrow_schema
+    folder.mkdir()
+    table = pyarrow.Table.from_pydict({"image": images, "label": list(labels)}, schema)
+    pyarrow.parquet.write_table(table, folder / "train.parquet")
+    return folder
+
+
+NUMBER, PETS = datasets.Value("int64"), datasets.ClassLabel(names=["cat", "dog"])
+
+
+def test_names_that_are_not_utf8_are_read_and_written_down_as_escapes(tmp_path: Path) -> None:
+    for file in (f"{LATIN}/1.png", f"tea/{LATIN}.png"):
+        save_picture(tmp_path / "pics" / file)
+    (tmp_path / "pics/tea" / f"{LATIN} 2.png").write_bytes(b"no picture")
+    with pytest.raises(UsageError, match=r"broken image .*/tea/caf\\udce9 2.png \(cannot identify") as refusal:
+        open_dataset("", tmp_path / "pics", image_size=4)
+    refusal.value.args[0].encode()
+    dataset = open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)
+    assert dataset.class_names == ["caf\\udce9", "tea"]
+    assert dataset.labels.tolist() == [0, 1]
+    assert dataset.info.skipped == [f"{tmp_path}/pics/tea/caf\\udce9 2.png"]
+
+
+def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    save_picture(tmp_path / LATIN / "1.png")
+    (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
+    assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
+    with pytest.raises(UsageError, match=r"--dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+        open_dataset("", tmp_path / LATIN, image_size=4)
+
+
+def test_fingerprints_of_utf8_names_are_those_of_existing_stores(tmp_path: Path) -> None:
+    file = save_picture(tmp_path / "café/花.png")
+    status = file.stat()
+    content = f"café/花.png\0{status.st_size}\0{status.st_mtime_ns}\n".encode()
+    assert files_fingerprint(tmp_path, [file]) == blake2b(content, digest_size=16).hexdigest()
+
+
+def test_the_name_of_a_store_is_as_long_as_file_systems_allow(tmp_path: Path) -> None:
+    source = SyntheticFlowers(8, count=2)
+    source.name = "\N{CJK UNIFIED IDEOGRAPH-20000}" * 300  # four bytes each
+    assert open_store(source, 4, cache_dir=tmp_path).exists()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop"])
+def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    save_picture(tmp_path / "pics/1.png")
+    odd = tmp_path / "pics/2.png"
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        if kind == "pipe":
+            os.mkfifo(odd)
+        elif kind == "socket":
+            monkeypatch.chdir(odd.parent)  # the name of a socket is short
+            server.bind(odd.name)
+        else:
+            odd.symlink_to("/dev/zero" if kind == "device" else odd)
+        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip"):
+            open_dataset("", tmp_path / "pics", image_size=4)
+        assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
+
+
+def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("1.png", "2.png"):
+        save_picture(tmp_path / "pics" / name)
+    with refusing(monkeypatch, "2.png"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): change its rights, or pass --skip_broken"):
+            open_dataset("", tmp_path / "pics", image_size=4)
+        assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
+
+
+def test_a_picture_in_a_folder_that_lists_names_only_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = save_picture(tmp_path / "pics/1.png")
+    stat = os.stat
+
+    def refuse(path: Any, **options: Any) -> os.stat_result:
+        if Path(path) == hidden:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    monkeypatch.setattr(os, "lstat", refuse)
+    with refusing(monkeypatch, "1.png"), pytest.raises(UsageError, match=r"1\.png \(Permission denied\): change its"):
+        open_dataset("", tmp_path / "pics", image_size=4)
+
+
+def test_a_cache_that_may_not_be_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    with pytest.raises(UsageError, match=r"cannot be read and written \(Permission denied\): pass .* --cache_dir"):
+        open_store(SyntheticFlowers(8, count=2), 4, cache_dir=tmp_path)
+
+
+def test_a_user_without_a_home_is_told_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECTIFIED_FLOW_CACHE", "~no such user/cache")
+    with pytest.raises(UsageError, match=r"the default --cache_dir ~no such user/cache cannot be used \(Could not"):
+        default_cache_dir()
+
+
+def test_a_store_that_is_gone_when_its_pixels_are_read(tmp_path: Path) -> None:
+    path = open_store(SyntheticFlowers(8, count=2), 4, cache_dir=tmp_path)
+    for name in ("labels.npy", "images.uint8"):
+        dataset = ImageDataset(path)
+        (path / name).unlink()
+        with pytest.raises(DamageError, match=f"{name} is missing"):
+            dataset.read_batch([0])
+
+
+@pytest.mark.parametrize(
+    ("feature", "labels", "sentence"),
+    [
+        (
+            NUMBER,
+            [0, 20240131],
+            r"the column label of set train has the number 20240131, .*: number the classes",
+        ),
+        (NUMBER, [0, 10**18], "has the number 1000000000000000000"),
+        (NUMBER, [3, 0, -5], r"broken image row 2 of set train \(its label is -5, and the 4 classes are numbered"),
+        (PETS, [1, 7, 0], r"broken image row 1 of set train \(its label is 7, and the 2 classes are numbered from 0\)"),
+    ],
+)
+def test_labels_that_cannot_be_classes(tmp_path: Path, feature: Any, labels: list[int], sentence: str) -> None:
+    folder = save_table(tmp_path / "set", feature, labels)
+    with pytest.raises(UsageError, match=sentence):
+        open_dataset("", folder, image_size=4)
+    if "broken" in sentence:
+        dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
+        assert 0 <= dataset.labels.min() <= dataset.labels.max() < len(dataset.class_names)
+        assert len(dataset.info.skipped) == 1
+
+
+def test_a_row_names_no_file_but_the_datasets_own(tmp_path: Path) -> None:
+    outside = save_picture(tmp_path / "secret.png")
+    paths = ["within.png", str(outside), "../secret.png", "link.png", "/dev/zero", "pipe.png", ""]
+    folder = save_table(tmp_path / "set", NUMBER, [0] * len(paths), paths)
+    save_picture(folder / "within.png")
+    (folder / "link.png").symlink_to(outside)
+    os.mkfifo(folder / "pipe.png")
+    source = HuggingFaceSource(folder)
+    assert source.load(0)[0].size == (10, 8)
+    for index, reason in ((1, "outside"), (2, "outside"), (3, "outside"), (4, "outside"), (5, "pipe.png is not a reg")):
+        with pytest.raises((ValueError, OSError), match=reason):
+            source.load(index)
+    dataset = open_dataset("", folder, image_size=4, skip_broken_images=True)
+    assert dataset.info.skipped == [f"row {index} of set train" for index in range(1, len(paths))]
+
+
+def test_a_row_of_a_hub_dataset_names_a_file_of_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    source, file = HuggingFaceSource("some/pictures"), str(tmp_path / "cache/downloads/1.png")
+    assert source._find_file(file) == Path(file)
+    with pytest.raises(ValueError, match="a file outside the dataset's folder"):
+        source._find_file(str(tmp_path / "1.png"))
+
+
+def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"], "size": [1]}).to_parquet(tmp_path / "words.parquet")
+    with pytest.raises(UsageError) as refusal:
+        open_dataset("", tmp_path, image_size=4)
+    assert str(refusal.value) == (
+        f"--dataset_path {tmp_path} has no image column, only text, size: pass a folder of pictures, or make a column "
+        "of encoded pictures one with datasets' cast_column(NAME, datasets.Image())"
+    )
+    save_picture(tmp_path / "1.png")
+    with pytest.raises(UsageError, match=r"train on the 1 image files there, move words\.parquet out of the folder"):
+        open_dataset("", tmp_path, image_size=4)
+
+
+def test_a_link_in_a_circle_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
+    save_picture(tmp_path / "1.png")
+    before = ImageFolder(tmp_path).fingerprint
+    (tmp_path / "2.png").symlink_to("2.png")
+    assert ImageFolder(tmp_path).fingerprint != before
