@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test test-all soak bench check install clean
+.PHONY: help demo test test-all soak several-machines bench check install clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 install: $(READY)  ## create .venv and install requirements.txt
 
@@ -25,6 +25,9 @@ test-all: $(READY_DEV)  ## run the slow ones, too: the compiler works for minute
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10
+
+several-machines: $(READY_DEV)  ## train on two network namespaces, and under Slurm if it is installed: needs root
+	$(BIN)/python -m tests.several_machines
 
 bench: $(READY_DEV)  ## measure speed beside a peer, some 20 minutes of a quiet machine
 	$(call install_into_venv,-e ".[benchmark]")

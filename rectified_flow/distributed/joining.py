@@ -1,21 +1,31 @@
 """Process-group setup."""
 
 import os
+import platform
+import socket
 import sys
+import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rectified_flow.errors import UsageError
+from rectified_flow.distributed.waiting import Meeting, reported
+from rectified_flow.errors import RunError, UsageError, first_line
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
+
+POLL = 0.1
+"""Seconds between two looks for other processes; a signal ends the wait in between."""
+
+LOOPBACK = "127."
 
 OTHER_WAYS = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
 """Unsupported training backends that a launcher may request, by the name in its environment variable."""
@@ -27,8 +37,12 @@ def join_processes() -> PartialState:
     Raises:
         UsageError: if there are more processes than GPUs, if the processes do not see each other and would each train
             alone, or if the launcher is configured to shard the weights.
+        RunError: if the other processes do not come, or no connection to them is possible.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if "RANK" in os.environ:
+        # Launchers of one process per machine leave it out, and without it accelerate finds no backend for GPUs.
+        os.environ.setdefault("LOCAL_RANK", "0")
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not torch.accelerator.is_available() or (world_size > 1 and torch.backends.mps.is_available()):
         # Without this, accelerate creates no process group, and each process runs as if it were the only one.
@@ -63,12 +77,95 @@ def _meet(cpu: bool, world_size: int) -> None:
     still holds the addresses of the dead processes. (On several machines the restart count is not shared, and torchrun
     must create a new store: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.)
     """
-    store, rank, _ = next(rendezvous("env://", timeout=STARTUP_TIMEOUT))
+    rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = _open_store(rank, address)
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
         store = PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     device = None if cpu else torch.accelerator.current_accelerator()
     backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
+    meeting = Meeting(store, "joining", rank, world_size)
+    absent = f"at {address[0]}:{address[1]}, where it has not come yet: is it started, and can it reach that address?"
+    with meeting.attended(absent=absent, slow=lambda: f"to connect to each other: {_remedy(address)}"):
+        patience = time.monotonic() + STARTUP_TIMEOUT.total_seconds()
+        while not meeting.is_complete:
+            if time.monotonic() > patience:
+                raise RunError(f"not all of {world_size} processes came within {STARTUP_TIMEOUT}: start all at once")
+            time.sleep(POLL)
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
+        except RuntimeError as error:
+            if "connectFullMesh" not in str(error):
+                raise
+            raise RunError(
+                f"rank {rank} on {platform.node()} could not connect to the other processes ({first_line(error)}): "
+                f"{_remedy(address)}"
+            ) from error
+
+
+def _open_store(rank: int, address: tuple[str, int]) -> Store:
+    """The store at which the processes meet, hosted by rank 0 or its launcher."""
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank > 0 or hosted:
+        _await_answer(rank, address)
+    # Without waiting for the others: a Meeting does that, and says for whom.
+    return TCPStore(
+        *address,
+        is_master=rank == 0 and not hosted,
+        timeout=STARTUP_TIMEOUT,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _await_answer(rank: int, address: tuple[str, int]) -> None:
+    """Return when a server answers at ``address``; torch's own attempts cannot be interrupted, and give no reason."""
+    reason: OSError | None = None
+
+    def awaited() -> str | None:
+        if os.environ["LOCAL_RANK"] != "0":
+            return None
+        return f"rank 0 at {address[0]}:{address[1]}, which gives rank {rank} on {platform.node()} no answer ({reason})"
+
+    patience = time.monotonic() + STARTUP_TIMEOUT.total_seconds()
+    with reported(awaited):
+        while time.monotonic() < patience:
+            try:
+                socket.create_connection(address, timeout=10).close()
+                return
+            except OSError as error:
+                reason = error
+            time.sleep(POLL)
+    raise RunError(f"no answer from rank 0 at {address[0]}:{address[1]} within {STARTUP_TIMEOUT} ({reason})")
+
+
+def _remedy(address: tuple[str, int]) -> str:
+    """What to do where processes cannot connect: gloo connects to the addresses that hostnames resolve to."""
+    interface = f"set GLOO_SOCKET_IFNAME={_interface(address)}, the network interface between the machines, on each"
+    with suppress(OSError):
+        own = socket.gethostbyname(socket.gethostname())
+        if own.startswith(LOOPBACK):
+            return (
+                f"the hostname {socket.gethostname()} resolves to {own} on its own machine, and no other machine can "
+                f"connect to that address; {interface}"
+            )
+    return (
+        "they connect to random ports of the addresses that their hostnames resolve to; open all ports between the "
+        f"machines, or {interface}"
+    )
+
+
+def _interface(address: tuple[str, int]) -> str:
+    """This machine's network interface towards ``address``, or else the first one that is no loopback."""
+    own = ""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        own = probe.getsockname()[0]
+    found = {
+        name: [each.address for each in addresses if each.family == socket.AF_INET]
+        for name, addresses in psutil.net_if_addrs().items()
+    }
+    usable = {name: each for name, each in found.items() if each and not each[0].startswith(LOOPBACK)}
+    return next((name for name, addresses in usable.items() if own in addresses), next(iter(usable), "eth0"))
 
 
 def _refuse(sentence: str, speaks: bool) -> NoReturn:

@@ -1,0 +1,94 @@
+"""Processes on several machines that were given different things are refused at the start, once, by name."""
+
+import os
+from pathlib import Path
+
+import pytest
+from accelerate import PartialState
+
+from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.distributed import agreement
+from rectified_flow.errors import UsageError
+from tests.programs import program
+from tests.ranks import run_on_ranks
+from tests.training.runs import tiny_config, tiny_dataset, train
+
+TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --train_num_steps 1"
+
+
+def own(*of_each_rank: object) -> object:
+    """What this rank was given."""
+    return of_each_rank[PartialState().process_index]
+
+
+def train_apart(folders: list[Path], counts: list[int], seeds: list[int]) -> str:
+    """The refusal of a program of one's own, with this folder, number of pictures and seed on each rank."""
+    agreement.SHARED_TIMEOUT = 0.5
+    folder, count, seed = (own(*each) for each in (folders, counts, seeds))
+    config = tiny_config(Path(str(folder)), seed=seed, train_num_steps=1, num_samples=0)
+    try:
+        train(config, tiny_dataset(Path(f"{folder}.cache"), int(str(count))))
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("names", "counts", "seeds", "expected"),
+    [
+        ("aa", [40, 37], [0, 0], ["the number of items is 37, not 40", "the fingerprint of the dataset is "]),
+        ("aa", [40, 40], [0, 1], ["--seed is 1, not 0"]),
+        ("ab", [40, 40], [0, 0], ["--output_dir", "b is not shared: rank 1"]),
+        ("aa", [40, 40], [0, 0], []),
+    ],
+)
+def test_a_trainer_refuses_ranks_that_differ(
+    tmp_path: Path, names: str, counts: list[int], seeds: list[int], expected: list[str]
+) -> None:
+    folders = [tmp_path / name for name in names]
+    refusals = run_on_ranks(2, train_apart, folders, counts, seeds)
+    assert refusals[0] == refusals[1]
+    assert bool(refusals[0]) == bool(expected)
+    for words in expected:
+        assert words in refusals[0]
+    trained = (tmp_path / "a/checkpoints/step_00000001").exists()
+    assert trained == (not expected)
+
+
+def call_apart(name: str, commands: list[str]) -> tuple[int, str]:
+    return program(name, str(own(*commands)).split())
+
+
+@pytest.mark.parametrize(
+    ("name", "commands", "expected"),
+    [
+        ("train_oxford.py", ["{} --dim 16 --output_dir {}/a", "{} --output_dir {}/b"], "--dim is 8, not 16"),
+        ("train_mean_flow.py", ["{} --dry_run", "{} --dry_run --num_samples 3"], "--num_samples is 3, not 64"),
+        ("sample.py", ["--seed 1", "--seed 2"], "--seed is 2, not 1"),
+        ("evaluate.py", ["", "--num_samples 5"], "--num_samples is 5, not 10000"),
+    ],
+)
+def test_programs_refuse_different_flags(tmp_path: Path, name: str, commands: list[str], expected: str) -> None:
+    given = [words.format(TINY, tmp_path) for words in commands]
+    ended = run_on_ranks(2, call_apart, name, given)
+    assert [code for code, _ in ended] == [2, 2]
+    written = "".join(text for _, text in ended)
+    assert written.count(expected) == 1, written
+    assert "output_dir" not in written, "paths may differ"
+
+
+def test_sampling_refuses_different_checkpoints_at_one_place(tmp_path: Path, flowers: ImageDataset) -> None:
+    """As where each machine has a run of its own under one name."""
+    for name, seed in (("a", 0), ("b", 1)):
+        run_on_ranks(1, train, tiny_config(tmp_path / name, seed=seed, train_num_steps=1, num_samples=0), flowers)
+    ended = run_on_ranks(2, sample_apart, tmp_path)
+    assert [code for code, _ in ended] == [2, 2]
+    written = "".join(text for _, text in ended)
+    assert written.count("the manifest of") == 1, written
+
+
+def sample_apart(folder: Path) -> tuple[int, str]:
+    (folder / f"at-{own(0, 1)}").mkdir()
+    os.chdir(folder / f"at-{own(0, 1)}")
+    Path("run").symlink_to(folder / str(own("a", "b")))
+    return program("sample.py", ["--checkpoint", "run", "--num_samples", "2", "--steps", "1"])
