@@ -3,13 +3,15 @@
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 ECHO = 1.0
 """Seconds within which a second signal counts as a duplicate of the first, for example one forwarded by a launcher."""
+STOPPED = "stopped as requested; run the same command to start again"
 
 
 class Interrupted(KeyboardInterrupt):
@@ -18,6 +20,7 @@ class Interrupted(KeyboardInterrupt):
 
 class _Requests:
     deferring = False
+    raised = False
     request: str | None = None
     requested_at = 0.0
     launcher: int | None = None
@@ -33,24 +36,54 @@ def stop_on_signals() -> Iterator[None]:
     A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. If the launcher
     is killed and leaves its processes behind, this counts as a stop request, too.
     """
-    _requests.request = None
+    _requests.request, _requests.raised = None, False
     _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    try:
+        with _handling_signals(_request_end):
+            yield
+    except Exception as error:
+        if not _requests.raised:
+            raise
+        raise Interrupted(_requests.request) from error  # a library made an error of its own of it
+    finally:
+        _requests.request = _requests.launcher = None
+
+
+@contextmanager
+def exit_on_signals(code: int | None = None) -> Iterator[None]:
+    """Inside the block, the :data:`SIGNALS` end the process at once.
+
+    For imports, in which an exception may get lost or leave a module half made.
+
+    Args:
+        code: the exit code, after a sentence on stderr; if None, the signal kills the process.
+    """
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        _write(f"{STOPPED}\n")
+        os._exit(code or 0)
+
+    with _handling_signals(signal.SIG_DFL if code is None else leave):
+        yield
+
+
+@contextmanager
+def _handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     heeded = [number for number in SIGNALS if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP; keep that
     for number in heeded:
-        signal.signal(number, _request_end)
+        signal.signal(number, handler)
     try:
         yield
     finally:
         for number in heeded:
             signal.signal(number, before[number])
-        _requests.request = _requests.launcher = None
 
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
     """Inside the block, a signal only sets a flag. The code inside polls the flag and saves before it stops."""
-    _requests.deferring = True
+    _requests.deferring, _requests.raised = True, False
     try:
         yield
     finally:
@@ -91,11 +124,16 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
         return
     _requests.request, _requests.requested_at = signal.Signals(number).name, now
     if not _requests.deferring:
+        _requests.raised = True
         raise Interrupted(_requests.request)
+    _write(
+        f"\n{_requests.request} received: finishing this step and saving a checkpoint. "
+        "Press Ctrl-C again to quit immediately.\n"
+    )
+
+
+def _write(text: str) -> None:
+    """Write to stderr, once for all processes; not by ``print``, which the signal may have interrupted."""
     if os.environ.get("RANK", "0") == "0":
-        notice = (
-            f"\n{_requests.request} received: finishing this step and saving a checkpoint. "
-            "Press Ctrl-C again to quit immediately.\n"
-        )
-        with suppress(OSError):  # not print: the signal may have interrupted one
-            os.write(2, notice.encode())
+        with suppress(OSError):
+            os.write(2, text.encode())

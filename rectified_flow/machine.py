@@ -1,6 +1,7 @@
-"""What this process may use of its machine: processors, memory and disk, as the operating system and cgroups allow."""
+"""What this process may use of its machine: processors, memory, disk and open files, by the system and by cgroups."""
 
 import os
+import resource
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,8 @@ from rectified_flow.errors import require
 CGROUPS = Path("/sys/fs/cgroup")
 SPIN_COUNT = "1000"
 """Of GNU OpenMP's threads; measured in benchmarks/log.md, "Busy machines"."""
+
+ENOUGH_OPEN_FILES, FEWEST_OPEN_FILES = 4096, 64
 
 
 def processors() -> int:
@@ -71,6 +74,26 @@ def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
         free = free_disk(folder)
         room = f"{folder} has {_size(free)} left"
         require(needed <= free, f"{what} would need at least {_size(needed)} of disk, and {room}: {remedy}")
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, of which each loader process, connection and library takes some.
+
+    Raises:
+        UsageError: if the limit cannot be raised to :data:`FEWEST_OPEN_FILES`.
+    """
+    unlimited = resource.RLIM_INFINITY
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == unlimited or soft >= ENOUGH_OPEN_FILES:
+        return
+    with suppress(OSError, ValueError):  # a system may have a limit of its own
+        raised = ENOUGH_OPEN_FILES if hard == unlimited else min(ENOUGH_OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    require(
+        soft >= FEWEST_OPEN_FILES,
+        f"this process may have {soft} files open, and needs {FEWEST_OPEN_FILES} or more: raise the limit (ulimit -n)",
+    )
 
 
 def _quotas() -> list[float]:

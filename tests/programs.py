@@ -34,7 +34,7 @@ def program(name: str, argv: list[str], variables: dict[str, str] | None = None)
 
 def assert_refused(name: str, world_size: int, flags: str, *expected: str, **variables: str) -> None:
     """The script, with these variables set, must end on every rank with code 2, and say once what is expected."""
-    results = run_on_ranks(world_size, program, name, flags.split(), variables, deadline=40)
+    results = run_on_ranks(world_size, program, name, flags.split(), variables)
     assert [code for code, _ in results] == [2] * world_size, results
     written = "".join(text for _, text in results)
     assert "Traceback" not in written

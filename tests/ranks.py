@@ -1,8 +1,8 @@
 """Run a function on several ranks of a real process group, in a fraction of a second.
 
 A fork server imports everything once. The ranks fork from it and use a file as their store, so no ports are involved.
-There are three timeouts: that of the process group, a stack dump in each rank, and the parent's deadline, at which all
-ranks are killed.
+What hangs ends after :data:`~tests.patience.PATIENCE`: the process group, each rank with a stack dump, and the parent,
+which kills all ranks.
 """
 
 import contextlib
@@ -19,8 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-COLLECTIVE_TIMEOUT = 30.0
-DEADLINE = 90.0
+from tests.patience import PATIENCE
 
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -33,21 +32,21 @@ _context.set_forkserver_preload(
 )  # fmt: skip
 
 
-def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, deadline: float = DEADLINE) -> list[Any]:
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(*args)`` on every rank of a gloo group and return the results by rank."""
     with tempfile.TemporaryDirectory() as meeting:
         processes, pipes = [], []
         for rank in range(world_size):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_rank, args=(rank, world_size, f"{meeting}/store", theirs, function, args, deadline)
+                target=_rank, args=(rank, world_size, f"{meeting}/store", theirs, function, args)
             )
             process.start()
             theirs.close()
             processes.append(process)
             pipes.append(ours)
         try:
-            return _collect(processes, pipes, deadline)
+            return _collect(processes, pipes)
         finally:
             for process in processes:
                 if process.is_alive() and process.pid is not None:
@@ -56,8 +55,8 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, dead
                 process.join()
 
 
-def _collect(processes: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:
-    until = time.monotonic() + deadline
+def _collect(processes: list[Any], pipes: list[Connection]) -> list[Any]:
+    until = time.monotonic() + PATIENCE
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         if time.monotonic() > until:
@@ -82,10 +81,9 @@ def _rank(
     pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    deadline: float,
 ) -> None:
     os.setsid()
-    faulthandler.dump_traceback_later(deadline, exit=True)
+    faulthandler.dump_traceback_later(PATIENCE, exit=True)
     import torch
     import torch.distributed as dist
     from accelerate import PartialState
@@ -99,8 +97,9 @@ def _rank(
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
             os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
             store = FileStore(store_path, world_size)
-            timeout = datetime.timedelta(seconds=COLLECTIVE_TIMEOUT)
+            timeout = datetime.timedelta(seconds=PATIENCE)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+            dist.barrier()  # a rank that ended at once would break the connection that another is still making
         assert PartialState(cpu=True).num_processes == world_size
         # Plain pickle: tensors travel by value, so that this process may end before they are read.
         pipe.send_bytes(pickle.dumps((function(*args), None)))

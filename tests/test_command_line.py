@@ -13,6 +13,7 @@ from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import names, plain
+from tests.patience import PATIENCE
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
@@ -97,9 +98,12 @@ def test_a_flag_overrides_those_that_would_outlive_it(
             "sets flags that this program does not have: objective",
         ),
         ('{"run": {"seed": 1}, "data": {}}', "is of a run that no program started"),
-        ("seed: 1", "cannot be read as a config.json"),
-        ("[1]", "cannot be read as a config.json"),
-        (None, "cannot be read as a config.json (No such file"),
+        ("seed: 1", "config.json cannot be read (Invalid JSON: "),
+        ("[1]", "config.json is damaged: it is [1], but input should be "),
+        (None, "config.json is missing"),
+        ('{"run": {"seed": 1}, "flags": [1]}', "config.json is damaged: flags is [1], but input should be "),
+        ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
+        ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
         ('{"seed": -1}', "--seed is -1; it must not be below 0"),
     ],
 )
@@ -118,7 +122,7 @@ def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
     results = run_on_ranks(2, program, "train_oxford.py", ["--config", f"{tmp_path}/none.json"])
     assert [code for code, _ in results] == [2, 2]
     written = "".join(text for _, text in results)
-    assert written.count("none.json cannot be read as a config.json") == 1
+    assert written.count("none.json is missing") == 1
     assert len(written.strip().splitlines()) == 1
 
 
@@ -160,10 +164,21 @@ finally:
     slow = {{"torch", "accelerate", "datasets", "matplotlib"}} & sys.modules.keys()
     print("imported", sorted(slow), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines()[-1] == "imported []"
     assert "usage:" in done.stdout if code == 0 else "Unrecognized options" in done.stderr
+
+
+def test_signals_are_heeded_before_anything_slow_is_imported() -> None:
+    source = """
+import sys
+before = set(sys.modules)
+from rectified_flow.cli import programs
+print(sorted({module.split(".")[0] for module in sys.modules.keys() - before} - sys.stdlib_module_names))
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.strip() == "['rectified_flow']"
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
@@ -211,3 +226,27 @@ def test_a_run_does_not_write_into_its_own_pictures(
         parse(TrainRectifiedFlow, "Train a flow.", words)
     outside = ["--dataset_path", ".", "--output_dir", "../runs", f"--{flag}", "../pictures-2"]
     assert parse(TrainRectifiedFlow, "Train a flow.", outside).data.dataset_path == Path()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TrainRectifiedFlow, ["--image_size", "100000"]),
+        (TrainRectifiedFlow, ["--dim", "1000000"]),
+        (TrainRectifiedFlow, ["--dim", "1" + "0" * 400]),
+        (TrainRectifiedFlow, ["--batch_size", "100000000000000"]),
+        (TrainRectifiedFlow, ["--num_samples", "1000000000000000"]),
+        (TrainRectifiedFlow, ["--num_workers", "10000000"]),
+        (TrainMeanFlow, ["--sample_steps", "1000000000000"]),
+        (TrainMeanFlow, ["--evaluation_samples", "1000000000000"]),
+        (TrainRectifiedFlow, ["--reflow_steps", "1000000000000", "--reflow_from", "runs/a"]),
+        (SampleConfig, ["--steps", "1000000000000"]),
+        (EvaluateConfig, ["--steps", "1", "1000000000000"]),
+        (EvaluateConfig, ["--num_samples", "1000000000000"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_what_no_memory_can_hold_is_refused(config: type[Any], words: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"would need at least .* of memory, and this machine has") as refused:
+        parse(config, "A program.", words)
+    assert words[0] in str(refused.value)

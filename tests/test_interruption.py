@@ -3,21 +3,29 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from rectified_flow import interruption
+from rectified_flow.cli import launch
 from rectified_flow.flows.solvers import integrate
 from rectified_flow.interruption import (
     ECHO,
+    STOPPED,
     Interrupted,
     defer_signals,
+    exit_on_signals,
     raise_if_stop_requested,
     stop_on_signals,
     stop_requested,
 )
+from tests.patience import PATIENCE, wait_for
 
 FORK = multiprocessing.get_context("fork")
 
@@ -36,7 +44,8 @@ def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
     assert signal.getsignal(number) == before
 
 
-def test_the_same_request_by_two_ways_is_one() -> None:
+def test_the_same_request_by_two_ways_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruption, "ECHO", PATIENCE)
     with stop_on_signals(), defer_signals():
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
@@ -77,12 +86,11 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, second: signal.Signals) ->
     process.start()
     assert process.pid is not None
     for present in (True, False):
-        while ready.exists() != present:
-            time.sleep(0.01)
+        wait_for("the child's mark", ready.exists if present else lambda: not ready.exists())
         time.sleep(0.0 if present else 1.1 * ECHO)
         assert process.is_alive()
         os.kill(process.pid, signal.SIGINT if present else second)
-    process.join(5)
+    process.join(PATIENCE)
     assert process.exitcode == -second
 
 
@@ -107,3 +115,57 @@ def test_sampling_is_given_up_between_steps() -> None:
     with stop_on_signals(), defer_signals(), pytest.raises(Interrupted):
         integrate(velocity, torch.ones(1), [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "euler")
     assert calls == 3
+
+
+def ended(function: Callable[..., object], *arguments: object) -> int | None:
+    """The exit code of a process that calls it, or the negative number of the signal that killed the process."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def import_meanwhile(code: int | None, number: int) -> None:
+    with stop_on_signals(), exit_on_signals(code):
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:
+            sys.exit(99)  # a module that catches everything
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_is_not_interrupted_but_ended(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended(import_meanwhile, None, number) == -number
+    assert capfd.readouterr().err == ""
+    assert ended(import_meanwhile, 7, number) == 7
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+
+
+def start_program(folder: Path, flags: list[str]) -> None:
+    sys.argv, sys.path = ["program.py", *flags], [str(folder), *sys.path]
+    launch.run("interrupted_module:main", "rectified_flow.cli.flags:SampleConfig", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--interrupted_exit_code", "143"], 143)])
+def test_a_signal_amid_the_imports_of_a_program_is_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, flags: list[str], code: int
+) -> None:
+    interrupt = f"import os, signal\ntry:\n os.kill(os.getpid(), signal.{name})\nexcept BaseException: 1 / 0\n"
+    (tmp_path / "interrupted_module.py").write_text(interrupt)
+    assert ended(start_program, tmp_path, flags) == code
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+    assert ended(start_program, tmp_path, [*flags, "--import", "interrupted_module"]) == code
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+
+
+def test_an_error_that_a_library_makes_of_a_request_is_a_request() -> None:
+    def translate() -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RecursionError
+
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_on_signals():
+        translate()
+    with pytest.raises(RecursionError), stop_on_signals(), defer_signals():
+        translate()  # the request waits, and the error is one of saving

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,15 @@ import torch
 from rectified_flow import machine
 from rectified_flow.cli import launch
 from rectified_flow.errors import UsageError
-from rectified_flow.machine import free_disk, memory, processors, require_disk, require_memory, share_processors
+from rectified_flow.machine import (
+    allow_open_files,
+    free_disk,
+    memory,
+    processors,
+    require_disk,
+    require_memory,
+    share_processors,
+)
 
 HOUSE = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
 
@@ -118,7 +127,30 @@ def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     require_disk(0, folder, "--flag 1", "lower it")
     assert 0 < free_disk(folder) < 10**21
-    with pytest.raises(
-        UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has"
-    ):
+    with pytest.raises(UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has"):
         require_disk(10**21, folder, "--flag 1", "lower it")
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "then"),
+    [(256, 1 << 20, 4096), (256, resource.RLIM_INFINITY, 4096), (64, 1024, 1024), (8192, 8192, 8192), (64, 64, 64)],
+)
+def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, then: int) -> None:
+    limits = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, new: limits.__setitem__(slice(None), new))
+    allow_open_files()
+    assert limits == [then, hard]
+
+
+@pytest.mark.parametrize("hard", [16, 1024])
+def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, hard: int) -> None:
+    def fail(*_arguments: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (16, hard))
+    monkeypatch.setattr(resource, "setrlimit", fail)
+    with pytest.raises(
+        UsageError, match=r"may have 16 files open, and needs 64 or more: raise the limit \(ulimit -n\)"
+    ):
+        allow_open_files()

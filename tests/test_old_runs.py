@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.patience import PATIENCE
 from tests.training.runs import losses
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +65,7 @@ def start(program: str, *arguments: str, folder: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=PATIENCE,
         check=False,
     )
     assert done.returncode == 0, done.stdout

@@ -11,8 +11,9 @@ from PIL import Image
 
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.flags import SampleConfig
-from rectified_flow.cli.sample import sample
+from rectified_flow.cli.sample import LOCK_FILE, sample
 from rectified_flow.errors import RunError
+from rectified_flow.files import lock_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.pictures import write_picture
@@ -110,6 +111,7 @@ REFUSED = [
     ("--classes 2", "there is no class 2: pass names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
+    ("--num_samples 1000000000000000", "--num_samples 1000000000000000 would need at least"),
     ("--noise_level 2", "--noise_level is 2.0"),
     ("--noise_level 0.5", "--noise_level needs --from_images: pass some"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
@@ -151,6 +153,18 @@ def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path)
     assert_refused("sample.py", 1, f"{flags} 2", "holds 1 picture of an earlier call")
     assert program("sample.py", f"{flags} 4".split())[0] == 0
     assert len(pictures(tmp_path)) == 5
+
+
+@both
+def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path, world_size: int) -> None:
+    with lock_of(tmp_path / LOCK_FILE):
+        assert_refused(
+            "sample.py",
+            world_size,
+            f"--checkpoint {run} --output_dir {tmp_path}",
+            f"another process draws pictures into --output_dir {tmp_path}: wait for its end, or choose another folder",
+        )
+    assert not list(tmp_path.glob("*.png"))
 
 
 def write_on_a_full_disk(folder: Path) -> str:

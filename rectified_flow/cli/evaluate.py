@@ -9,31 +9,36 @@ from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.processes import join
 from rectified_flow.cli.trained import (
+    Trained,
     autocast,
     class_names,
     load_average,
     load_trained,
     run_folder_of,
     solver_options,
-    weights_name,
 )
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.distributed.joining import join_processes
-from rectified_flow.errors import RunError, UsageError, first_line, require
+from rectified_flow.distributed.agreement import check_equal
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.documents import read_document
+from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
-from rectified_flow.files import prepare_folder, replace_file
-from rectified_flow.flows.flow import Flow
+from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
 from rectified_flow.report import line
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.document import data_recipe, program_flags
-from rectified_flow.runs.snapshots import find_shares
+from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
+from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 
 RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
+LOCK_FILE = ".evaluation.lock"
+LOCK_TIMEOUT = 60.0
+"""Seconds to wait for other processes that add their results; each takes milliseconds."""
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -43,23 +48,26 @@ def evaluate(config: EvaluateConfig) -> None:
         UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
         RunError: if the results cannot be written.
     """
-    state, measure = join_processes(), config.measure
+    state, measure = join(config), config.measure
     set_seed(measure.seed)
-    flow, source = load_trained(config.model, state)
+    trained = load_trained(config.model, state)
+    flow, source = trained.flow, trained.source
     options = solver_options(config.solver, flow, source)
+    snapshots = on_main(state, lambda: intact_snapshots(source, tqdm.write)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
-        find_shares(source, wanted)  # or say now that it cannot be made
+        find_shares(snapshots, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", measure.output_dir or run_folder_of(source))
-    results = _known_results(folder)
-    dataset = _training_pictures(measure, source, flow)
+    _known_results(folder)  # or say now that they cannot be read
+    dataset = _training_pictures(measure, trained)
+    check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     names = class_names(flow)
     require(
         not names or names == dataset.class_names,
-        f"{source} was trained on different classes than {dataset.info['source']}; pass its training images with "
+        f"{source} was trained on different classes than {dataset.info.source}; pass its training images with "
         "--dataset_path",
     )
-    if state.is_main_process and not _are_those_of(dataset, source):
-        tqdm.write(f"warning: {dataset.info['source']} is not, or no longer, what {source} was trained on")
+    if state.is_main_process and not _are_those_of(dataset, trained):
+        tqdm.write(f"warning: {dataset.info.source} is not, or no longer, what {source} was trained on")
     evaluator = Evaluator(
         dataset,
         measure.feature_network,
@@ -71,16 +79,15 @@ def evaluate(config: EvaluateConfig) -> None:
     new = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
         if length is not None:
-            load_average(flow, source, length)
+            load_average(flow, snapshots, length)
         with autocast(config.model, state.device):
             generated = evaluator.generate(flow, **options, steps=steps)
         if not state.is_main_process:
             continue
-        settings = _settings(config, source, length, steps) | evaluator.settings
+        settings = _settings(config, trained, length, steps) | evaluator.settings
         result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated)}
-        results = [*(each for each in results if each | {"distances": None} != settings | {"distances": None}), result]
         new.append(result)
-        _write_down(folder, results)
+        _write_down(folder, result)
         _show_neighbours(folder, evaluator, generated)
         tqdm.write(_describe(result))
     state.wait_for_everyone()
@@ -91,38 +98,35 @@ def evaluate(config: EvaluateConfig) -> None:
             tqdm.write(line("plot", plot))
 
 
-def _training_pictures(config: MeasureConfig, source: Path, flow: Flow) -> ImageDataset:
-    recipe = data_recipe(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
-    folder = config.dataset_path or recipe.get("dataset_path")
+def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
+    source = trained.source
+    recipe = data_recipe(trained.config, source / checkpoint.CONFIG_FILE)
     require(
-        bool(recipe) or folder is not None,
+        recipe is not None or config.dataset_path is not None,
         f"{source} does not say how to open its training data: pass a folder with --dataset_path",
     )
-    cache_dir = config.cache_dir or recipe.get("cache_dir")
+    recipe = recipe or DataRecipe("")
     return open_dataset(
-        recipe.get("dataset", ""),
-        None if folder is None else Path(folder),
-        image_size=recipe.get("image_size") or (flow.space.shape or (0,))[-1],
-        cache_dir=None if cache_dir is None else Path(cache_dir),
-        skip_broken_images=recipe.get("skip_broken_images", False),
-        split=recipe.get("split", SPLIT),
+        recipe.dataset,
+        config.dataset_path or recipe.dataset_path,
+        image_size=recipe.image_size or (trained.flow.space.shape or (0,))[-1],
+        cache_dir=config.cache_dir or recipe.cache_dir,
+        skip_broken_images=recipe.skip_broken_images,
+        split=recipe.split or SPLIT,
     )
 
 
-def _are_those_of(dataset: ImageDataset, source: Path) -> bool:
+def _are_those_of(dataset: ImageDataset, trained: Trained) -> bool:
     """Whether a checkpoint was trained on these pictures, as far as it says; a reflow run knows only its pairs."""
-    if not (source / checkpoint.STATE_FILE).exists():
-        return True
-    flags = program_flags(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
-    run = checkpoint.load_document(source, checkpoint.STATE_FILE)["run"]
-    return flags.get("reflow_from") is not None or run["dataset"] == dataset.fingerprint
+    reflows = program_flags(trained.config).get("reflow_from") is not None
+    return trained.run is None or reflows or trained.run.dataset == dataset.fingerprint
 
 
-def _settings(config: EvaluateConfig, source: Path, length: float | None, steps: int) -> dict[str, Any]:
+def _settings(config: EvaluateConfig, trained: Trained, length: float | None, steps: int) -> dict[str, Any]:
     """How the pictures were drawn."""
     return {
-        "checkpoint": str(source),
-        "weights": weights_name(source, length),
+        "checkpoint": str(trained.source),
+        "weights": trained.weights_name(length),
         "steps": steps,
         "solver": config.solver.solver or "default",
         "time_grid": config.solver.time_grid,
@@ -143,16 +147,18 @@ def _describe(result: dict[str, Any]) -> str:
 def _known_results(folder: Path) -> list[dict[str, Any]]:
     path = folder / RESULTS_FILE
     try:
-        results = json.loads(path.read_text()) if path.exists() else []
-        return [dict(each) for each in results]
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} cannot be read ({first_line(error)}): move it away, or pass --output_dir") from error
+        return read_document(path, list[dict[str, Any]]) if path.exists() else []
+    except DamageError as error:
+        raise UsageError(f"{error}: move it away, or pass --output_dir") from error
 
 
-def _write_down(folder: Path, results: list[dict[str, Any]]) -> None:
-    path = folder / RESULTS_FILE
+def _write_down(folder: Path, result: dict[str, Any]) -> None:
+    """Add ``result`` to those that are there by now, in the place of one with the same settings."""
+    path, others = folder / RESULTS_FILE, {"distances": None}
     try:
-        replace_file(path, json.dumps(results, indent=1))
+        with locked(folder / LOCK_FILE, LOCK_TIMEOUT, tqdm.write):
+            results = [each for each in _known_results(folder) if each | others != result | others]
+            replace_file(path, json.dumps([*results, result], indent=1))
     except OSError as error:
         raise RunError(f"could not write {path} ({error}): name another folder with --output_dir") from error
 

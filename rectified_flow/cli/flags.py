@@ -8,8 +8,8 @@ import tyro
 
 from rectified_flow.data.config import DataConfig
 from rectified_flow.errors import require, require_finite, require_natural, require_positive
-from rectified_flow.evaluation.config import EvaluationConfig, FeatureNetwork
-from rectified_flow.flags import default_is
+from rectified_flow.evaluation.config import BYTES_PER_FEATURES, EvaluationConfig, FeatureNetwork
+from rectified_flow.flags import check_paths, default_is
 from rectified_flow.flows.config import (
     CouplingConfig,
     MeanFlowConfig,
@@ -18,8 +18,9 @@ from rectified_flow.flows.config import (
     Solver,
     TimeGrid,
 )
+from rectified_flow.machine import require_memory
 from rectified_flow.networks.config import UnetConfig
-from rectified_flow.runs.config import LONGEST_EMA, SHORTEST_EMA, TrainingConfig
+from rectified_flow.runs.config import LONGEST_EMA, SHORTEST_EMA, TrainingConfig, require_room_for_steps
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,15 @@ class ProgramConfig:
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows or data spaces of your own."""
+    interrupted_exit_code: int = 0
+    """Exit code after a signal asked for the end; 143 where Kubernetes, Ray or a script shall start it again."""
+
+    def __post_init__(self) -> None:
+        code = self.interrupted_exit_code
+        require(
+            0 <= code <= 255 and code not in (1, 2),
+            f"--interrupted_exit_code is {code}; it must be 0 or from 3 to 255, as 1 and 2 mean errors",
+        )
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ class TrainRectifiedFlow:
     def __post_init__(self) -> None:
         self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
+        check_room(self.data, self.run)
         self.rectified_flow.check_times(self.times)
         require(
             self.reflow.reflow_from is None or self.coupling.coupling == "independent",
@@ -84,6 +95,7 @@ class TrainMeanFlow:
     def __post_init__(self) -> None:
         self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
+        check_room(self.data, self.run)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         require(
             self.network.use_cfg or guidance == (1, 0),
@@ -103,6 +115,7 @@ class ModelConfig:
     """Precision of the network."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_positive(self, "batch_size")
 
 
@@ -156,8 +169,10 @@ class PicturesConfig:
     """Also write the model into this folder, with a card, ready for the Hugging Face hub."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_finite(self)
         require_positive(self, "num_samples", "steps")
+        require_room_for_steps("steps", self.steps or 1)
         check_seed(self.seed)
         level = self.noise_level
         require(level is None or 0 < level <= 1, f"--noise_level is {level}; it must be above 0 and at most 1")
@@ -204,10 +219,14 @@ class MeasureConfig:
     """Where evaluation.json goes."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_finite(self)
         check_seed(self.seed)
         require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
+        require_memory(self.num_samples * BYTES_PER_FEATURES, f"--num_samples {self.num_samples}", "draw fewer")
         require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
+        for steps in self.steps:
+            require_room_for_steps("steps", steps)
         for name in ("steps", "ema_lengths"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"--{name} {values} contains duplicates")
@@ -234,13 +253,25 @@ def check_folders(data: DataConfig, run: TrainingConfig) -> None:
     """Raise a UsageError if a run would write into its own training pictures."""
     if data.dataset_path is None:
         return
-    pictures = data.dataset_path.expanduser().resolve()
+    pictures = data.dataset_path.resolve()
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": data.cache_dir}
     for flag, folder in written.items():
         require(
-            folder is None or not folder.expanduser().resolve().is_relative_to(pictures),
+            folder is None or not folder.resolve().is_relative_to(pictures),
             f"--{flag} {folder} lies inside --dataset_path {data.dataset_path}, where the run's own files would become "
             "training pictures: choose a folder outside",
+        )
+
+
+def check_room(data: DataConfig, run: TrainingConfig) -> None:
+    """Raise a UsageError if a batch of pictures, or those of a preview, cannot fit into memory."""
+    picture = 3 * data.image_size**2
+    for name in ("batch_size", "num_samples"):
+        count = getattr(run, name) or 1
+        require_memory(
+            count * picture,
+            f"{count} picture{'s' * (count > 1)} of --image_size {data.image_size}",
+            f"lower --image_size or --{name}",
         )
 
 

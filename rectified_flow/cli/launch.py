@@ -1,81 +1,130 @@
 """Start and end a program: alone, or as one of the processes of torchrun or accelerate launch.
 
-The command line is parsed before torch is imported, so that ``--help`` and a mistyped flag answer at once.
+The command line is parsed before torch is imported, so that ``--help`` and a mistyped flag answer at once. This module
+itself imports next to nothing: until :func:`run` heeds signals, Ctrl-C would end in a traceback.
 """
 
+import argparse
 import atexit
+import errno
 import importlib
 import os
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from threading import Thread, Timer
+from typing import Any
 
-from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import ProgramConfig
 from rectified_flow.errors import RunError, UsageError, first_line
-from rectified_flow.interruption import stop_on_signals
-from rectified_flow.progress import tolerate_closed_streams
+from rectified_flow.interruption import STOPPED, exit_on_signals, stop_on_signals
+from rectified_flow.streams import open_missing_streams, tolerant_streams
 
 EXPLANATION_TIMEOUT = 10.0
 """Seconds that torchrun's other workers leave to rank 0 to explain a mistyped flag, before they exit too."""
+LEAVING_TIMEOUT = 10.0
+"""Seconds that a process which ends waits for an answer of the others."""
+
+REMEDIES = {
+    errno.EACCES: "change its rights",
+    errno.EPERM: "change its rights",
+    errno.EROFS: "choose another folder",
+    errno.ENAMETOOLONG: "choose a shorter name",
+    errno.ELOOP: "its links lead in a circle",
+    errno.EIO: "check the disk",
+    errno.ESTALE: "check the disk",
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+}
+"""What to do about errors of the operating system that no program can foresee everywhere."""
 
 
-class Config(Protocol):
-    """All flags of a program."""
-
-    @property
-    def program(self) -> ProgramConfig: ...
-
-
-def run(main: str, config_class: type[Any], description: str) -> None:
+def run(main: str, config_class: str, description: str) -> None:
     """Parse the command line, call ``main`` with the config in every process, and exit with a code.
 
-    The end of one process ends all: the first that exits explains why, once. The code is 0 for a run that finished or
-    was asked to stop, 2 for a :class:`UsageError`, 1 for all else. Only an unforeseen error has a traceback.
+    The end of one process ends all: the first that exits explains why, once. The code is 0 for a run that finished,
+    ``--interrupted_exit_code`` for one that was asked to stop, 2 for a :class:`UsageError`, 1 for all else. Only an
+    unforeseen error has a traceback. A signal that comes before the command line is parsed, or as the program leaves,
+    kills the process.
 
     Args:
-        main: ``module:function``, imported after parsing.
-        config_class: all flags of the program.
+        main: ``module:function``, imported after parsing; it returns False if it was asked to stop.
+        config_class: ``module:class`` of all flags of the program.
         description: for ``--help``.
     """
+    open_missing_streams()
+    with tolerant_streams(), exit_on_signals():
+        _prepare_process()
+        config = _parse(_find(config_class), description)
+        _exit(*_call(main, config))
+
+
+def _prepare_process() -> None:
+    from rectified_flow.machine import share_processors
+
+    share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-    program = os.path.basename(sys.argv[0])
-    config = _parse(config_class, description, program)
-    code, orderly = 0, True
+
+
+def _call(main: str, config: Any) -> tuple[int, bool]:
+    """The exit code, and whether all processes end here alike."""
+    stopped = config.program.interrupted_exit_code
     try:
-        with tolerate_closed_streams(), stop_on_signals():
-            _function(main)(config)
+        with stop_on_signals():
+            with exit_on_signals(stopped):
+                function = _find(main)
+            return (stopped if function(config) is False else 0), True
     except UsageError as error:
-        code = _agreed_code(f"{program}: error: {error}", code=2)
+        return _agreed_code(f"{_program()}: error: {error}", code=2), True
     except RunError as error:
-        code = _agreed_code(f"{program}: {error}", code=1)
+        return _agreed_code(f"{_program()}: {error}", code=1), True
     except KeyboardInterrupt:
-        code, orderly = _agreed_code("stopped as requested; run the same command to start again", code=0), False
+        return _agreed_code(STOPPED, code=stopped), False
     except Exception as error:
-        code = _agreed_code(_explain(error), code=1)
-    _exit(code, orderly)
+        return _agreed_code(_explain(error), code=1), True
 
 
-def _parse(config_class: type[Any], description: str, program: str) -> Any:
+def _program() -> str:
+    return os.path.basename(sys.argv[0])
+
+
+def _parse(config_class: type[Any], description: str) -> Any:
+    from rectified_flow.cli.command_line import parse
+    from rectified_flow.machine import allow_open_files
+
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(config_class, description, quiet=not speaks)
-        _import_modules(config.program.import_)
+        config = parse(config_class, description, _without_local_rank(sys.argv[1:]), quiet=not speaks)
+        allow_open_files()
+        with exit_on_signals(config.program.interrupted_exit_code):
+            _import_modules(config.program.import_)
         return config
     except UsageError as error:
         if speaks:
-            print(f"{program}: error: {error}", file=sys.stderr, flush=True)
+            print(f"{_program()}: error: {error}", file=sys.stderr, flush=True)
         code = 2
     except SystemExit as explained:
         code = int(explained.code or 0)
     if not speaks and code != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(EXPLANATION_TIMEOUT)  # torchrun ends all workers with the first that exits
     sys.exit(code)
+
+
+def _without_local_rank(arguments: list[str]) -> list[str]:
+    """The command line without the flag that torch.distributed.launch adds; LOCAL_RANK, if unset, is its value."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--local-rank", "--local_rank", type=int)
+    try:
+        found, others = finder.parse_known_args(arguments)
+    except argparse.ArgumentError:  # without a number, which the real parser explains
+        return arguments
+    if found.local_rank is not None:
+        os.environ.setdefault("LOCAL_RANK", str(found.local_rank))
+    return others
 
 
 def _import_modules(names: tuple[str, ...]) -> None:
@@ -96,18 +145,16 @@ def _import_modules(names: tuple[str, ...]) -> None:
             ) from error
 
 
-def _function(name: str) -> Callable[[Any], None]:
-    module, _, function = name.partition(":")
-    found: Callable[[Any], None] = getattr(importlib.import_module(module), function)
-    return found
+def _find(name: str) -> Any:
+    module, _, member = name.partition(":")
+    return getattr(importlib.import_module(module), member)
 
 
 def _agreed_code(sentence: str, code: int) -> int:
     """The first process to get here prints ``sentence``, and its ``code`` is that of all."""
     first, agreed = _agree_in_leaving(code)
     if first:
-        with suppress(OSError):
-            print(sentence, file=sys.stderr, flush=True)
+        print(sentence, file=sys.stderr, flush=True)
     return agreed
 
 
@@ -121,13 +168,15 @@ def _exit(code: int, orderly: bool) -> None:
         sys.exit(code)
     import torch.distributed as dist
 
-    if code == 0:
+    if code != 1:
         atexit._run_exitfuncs()
         if orderly:  # else others may be in a collective, and this would wait for them
+            limit = Timer(LEAVING_TIMEOUT, os._exit, [code])
+            limit.daemon = True
+            limit.start()
             dist.destroy_process_group()
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
@@ -137,9 +186,17 @@ def _agree_in_leaving(code: int) -> tuple[bool, int]:
         return True, code
     import torch.distributed as dist
 
-    with suppress(Exception):  # the store goes with the process that hosts it
-        mine = f"{dist.get_rank()} {code}"
-        leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
+    mine, leader = f"{dist.get_rank()} {code}", ""
+
+    def find_leader() -> None:
+        nonlocal leader
+        with suppress(Exception):  # the store goes with the process that hosts it
+            leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
+
+    call = Thread(target=find_leader, daemon=True)  # it never returns if the network does not answer
+    call.start()
+    call.join(LEAVING_TIMEOUT)
+    if leader:
         return leader == mine, int(leader.split()[1])
     return code == 1, code  # bad input that process has explained; of its death nobody has spoken
 
@@ -154,6 +211,18 @@ def _explain(error: Exception) -> str:
     import torch.distributed as dist
 
     rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+    if _is_out_of_memory(error):
+        return f"{rank}out of memory ({first_line(error)}): lower --batch_size, --image_size or --dim"
     if isinstance(error, RuntimeError) and ("gloo" in str(error) or isinstance(error, dist.DistError)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
+    if isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
+        file = error.filename2 or error.filename  # of a renamed file, the one that was to be
+        return f"{_program()}: {rank}{file}: {error.strerror}; {REMEDIES[error.errno]}"
     return rank + "".join(traceback.format_exception(error))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether a device's, torch's, numpy's or Python's memory is full; torch has no class for that of the CPU."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)

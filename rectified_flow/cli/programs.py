@@ -1,6 +1,5 @@
 """The programs, as scripts at the top of the project and as console commands of the installed package."""
 
-from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.launch import run
 
 
@@ -8,7 +7,7 @@ def train_oxford() -> None:
     """``train_oxford.py`` and ``rectified-flow-train``."""
     run(
         "rectified_flow.cli.train:train_rectified_flow",
-        TrainRectifiedFlow,
+        "rectified_flow.cli.flags:TrainRectifiedFlow",
         "Train a rectified flow on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.\n\n"
         "Start it with python on one device, and with torchrun or accelerate launch on several. The same command "
         "resumes from the newest checkpoint.",
@@ -19,7 +18,7 @@ def train_mean_flow() -> None:
     """``train_mean_flow.py`` and ``rectified-flow-train-mean-flow``."""
     run(
         "rectified_flow.cli.train:train_mean_flow",
-        TrainMeanFlow,
+        "rectified_flow.cli.flags:TrainMeanFlow",
         "Train a mean flow, which generates in one step, on Oxford Flowers, or on your own pictures with "
         "--dataset_path FOLDER.\n\nStart it with python on one device, and with torchrun or accelerate launch on "
         "several. The same command resumes from the newest checkpoint.",
@@ -30,7 +29,7 @@ def sample() -> None:
     """``sample.py`` and ``rectified-flow-sample``."""
     run(
         "rectified_flow.cli.sample:sample",
-        SampleConfig,
+        "rectified_flow.cli.flags:SampleConfig",
         "Draw pictures from a trained flow: numbered PNGs and a grid of them.\n\nThe model is built from the "
         "description in its checkpoint. Start it with torchrun or accelerate launch to draw on several devices.",
     )
@@ -40,7 +39,7 @@ def evaluate() -> None:
     """``evaluate.py`` and ``rectified-flow-evaluate``."""
     run(
         "rectified_flow.cli.evaluate:evaluate",
-        EvaluateConfig,
+        "rectified_flow.cli.flags:EvaluateConfig",
         "Measure how near a trained flow's pictures are to the pictures it was trained on.\n\nDistances are printed "
         "and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share the work "
         "between several devices.",

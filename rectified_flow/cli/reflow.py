@@ -4,9 +4,9 @@ Liu et al. 2022, arXiv:2209.03003, section 2.2. A run keeps its pairs and their 
 checkpoint of the flow that drew them is gone.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,15 @@ from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.pair_store import PairDataset, PairWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import RunError, UsageError, require
+from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.files import lock_of, prepare_folder
-from rectified_flow.flags import plain
+from rectified_flow.flags import checked, plain
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.placing import to_device
 from rectified_flow.progress import progress_bar
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.document import program_flags
+from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.training.accelerator import choose_precision
 
 BATCH_SIZE = 64
@@ -41,6 +41,25 @@ FOLDERS = ("dataset_path", "cache_dir")
 LOCK_TIMEOUT = 10.0
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that shapes the pairs."""
+
+    source: str
+    """The checkpoint of the flow that draws them."""
+    pairs: int
+    steps: int
+    """Intervals that each picture is drawn in."""
+    seed: int
+    precision: str
+    pictures: str
+    """Fingerprint of the training pictures."""
+    flags: dict[str, Any]
+    """Of the run of that flow, those that are inherited."""
+    sha256: str = ""
+    """Of this document; earlier versions did not record it."""
+
+
 def with_teacher_flags(config: TrainRectifiedFlow) -> TrainRectifiedFlow:
     """The flags of a run that reflows another: data and network are those of the checkpoint it starts from.
 
@@ -49,11 +68,8 @@ def with_teacher_flags(config: TrainRectifiedFlow) -> TrainRectifiedFlow:
     """
     source, flags = on_main(PartialState(), lambda: _find_source(config))
     data = {name: flags[name] for name in ("dataset", "image_size", "skip_broken_images")}
-    for name in FOLDERS:
-        if getattr(config.data, name) is None and flags.get(name) is not None:
-            data[name] = Path(flags[name])
-    network = {"dim": flags["dim"], "dim_mults": tuple(flags["dim_mults"])}
-    network |= {name: flags[name] for name in ("dropout", "use_cfg")}
+    data |= {name: getattr(config.data, name) or flags[name] for name in FOLDERS}
+    network = {name: flags[name] for name in ("dim", "dim_mults", "dropout", "use_cfg")}
     return replace(
         config,
         data=replace(config.data, **data),
@@ -76,6 +92,11 @@ def open_pairs(config: TrainRectifiedFlow, pictures: ImageDataset) -> PairDatase
     """
     state = PartialState()
     count = config.reflow.reflow_pairs or DEFAULT_PAIRS
+    batch = config.run.split_batch(state.num_processes)
+    require(
+        count >= batch.total,
+        f"--reflow_pairs {count} is fewer than one global batch ({batch}): pass more, or a smaller --batch_size",
+    )
     writer = PairWriter(_folder(config), count, config.data.image_size)
     recipe = _recipe(config, pictures, count)
     with ExitStack() as held:
@@ -94,52 +115,73 @@ def _folder(config: TrainRectifiedFlow) -> Path:
 def _find_source(config: TrainRectifiedFlow) -> tuple[Path, dict[str, Any]]:
     """The checkpoint to reflow, and the flags that come with it; of existing pairs, those of their recipe."""
     named = config.reflow.reflow_from or Path()
-    known = PairWriter.recipe_of(_folder(config))
+    _refuse_other_run(config)
+    known = PairWriter.recipe_of(_folder(config), Recipe)
     if known is not None:
-        source = Path(known["source"])
+        source = Path(known.source)
         require(
             source.resolve().is_relative_to(named.resolve()),
             f"{_folder(config)} holds pairs of {source}: choose another --output_dir to reflow {named}",
         )
-        return source, known["flags"]
-    source = checkpoint.resolve(named)
-    try:
-        before = program_flags(checkpoint.load_document(source, checkpoint.CONFIG_FILE))
-        return source, {name: before[name] for name in (*INHERITED, *FOLDERS)}
-    except (OSError, LookupError) as error:
-        raise UsageError(f"--reflow_from {source} was not trained by train_oxford.py ({error})") from error
+        return source, _inherited(known.flags, _folder(config))
+    return checkpoint.read(named, lambda source: (source, _inherited(_flags_of(source), source)))
 
 
-def _recipe(config: TrainRectifiedFlow, pictures: ImageDataset, count: int) -> dict[str, Any]:
-    """Everything that shapes the pairs."""
+def _refuse_other_run(config: TrainRectifiedFlow) -> None:
+    """Refuse the folder of a run that reflows nothing, such as that of the flow itself, before pairs are drawn."""
+    folder = config.run.checkpoints
+    for newest in checkpoint.list_checkpoints(folder)[-1:]:
+        with suppress(DamageError):  # of which the run itself will say more
+            require(
+                _flags_of(newest).get("reflow_from") is not None,
+                f"{folder} holds checkpoints of a run without --reflow_from: choose another --output_dir",
+            )
+
+
+def _flags_of(source: Path) -> dict[str, Any]:
+    path = source / checkpoint.CONFIG_FILE
+    return program_flags(read_config(path)) if path.exists() else {}
+
+
+def _inherited(flags: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Those of the flags of ``source`` that a run takes over."""
+    wanted = (*INHERITED, *FOLDERS)
+    missing = [name for name in wanted if name not in flags]
+    names = ", ".join(missing)
+    require(not missing, f"--reflow_from {source} was not trained by train_oxford.py: it lacks the flags {names}")
+    return checked(TrainRectifiedFlow, {name: flags[name] for name in wanted}, source)
+
+
+def _recipe(config: TrainRectifiedFlow, pictures: ImageDataset, count: int) -> Recipe:
     flags = plain(config)
-    return {
-        "source": str(config.reflow.reflow_from),
-        "pairs": count,
-        "steps": config.reflow.reflow_steps or RectifiedFlow.default_steps,
-        "seed": config.run.seed,
-        "precision": "bf16" if choose_precision(config.run, PartialState().device) == "bf16" else "float32",
-        "pictures": pictures.fingerprint,
-        "flags": {name: flags[name] for name in (*INHERITED, *FOLDERS)},
-    }
+    return Recipe(
+        source=str(config.reflow.reflow_from),
+        pairs=count,
+        steps=config.reflow.reflow_steps or RectifiedFlow.default_steps,
+        seed=config.run.seed,
+        precision="bf16" if choose_precision(config.run, PartialState().device) == "bf16" else "float32",
+        pictures=pictures.fingerprint,
+        flags={name: flags[name] for name in (*INHERITED, *FOLDERS)},
+    )
 
 
-def _begin(writer: PairWriter, recipe: dict[str, Any], held: ExitStack) -> int | None:
+def _begin(writer: PairWriter, recipe: Recipe, held: ExitStack) -> int | None:
     """Lock other runs out; the number of pairs that are there, or None if all are there, undamaged."""
     prepare_folder("pairs_dir", writer.path.parent)
     try:
         held.enter_context(lock_of(Path(f"{writer.path}.lock")).acquire(timeout=LOCK_TIMEOUT))
-        known = PairWriter.recipe_of(writer.path)
+        known = PairWriter.recipe_of(writer.path, Recipe)
         whole = writer.is_whole
         # Complete pairs are taken as they are, in whichever precision this machine would draw them.
         shaped_by = ("pairs", "steps", "seed", "pictures", *(() if whole else ("precision",)))
         for name in shaped_by if known is not None else ():
+            then, now = getattr(known, name), getattr(recipe, name)
             require(
-                (known or {}).get(name) == recipe[name],
-                f"the pairs in {writer.path} were drawn with other {name} ({(known or {}).get(name)} there, "
-                f"{recipe[name]} now): choose another --output_dir, or --pairs_dir",
+                then == now,
+                f"the pairs in {writer.path} were drawn with other {name} ({then} there, {now} now): choose another "
+                "--output_dir, or --pairs_dir",
             )
-        return None if whole else writer.begin(recipe)
+        return None if whole else writer.begin(asdict(recipe))
     except Timeout as error:
         raise UsageError(
             f"another run draws the pairs {writer.path}: wait for its end, or choose another --output_dir"
@@ -155,13 +197,13 @@ class _Drawing:
     def __init__(
         self,
         config: TrainRectifiedFlow,
-        recipe: dict[str, Any],
+        recipe: Recipe,
         state: PartialState,
         writer: PairWriter,
         pictures: ImageDataset,
     ) -> None:
         self.recipe, self.state, self.writer, self.pictures = recipe, state, writer, pictures
-        self.bf16 = recipe["precision"] == "bf16"
+        self.bf16 = recipe.precision == "bf16"
         self.source = config.reflow.reflow_from or Path()
         self.teacher = to_device(
             RectifiedFlow.from_checkpoint(self.source), state.device, "bf16" if self.bf16 else "no"
@@ -169,7 +211,7 @@ class _Drawing:
         labels = self.teacher.conditions.get("labels")
         require(
             not isinstance(labels, Labels) or list(labels.names) == pictures.class_names,
-            f"{self.source} was trained on different classes than {pictures.info['source']}; pass its training images "
+            f"{self.source} was trained on different classes than {pictures.info.source}; pass its training images "
             "with --dataset_path",
         )
 
@@ -203,11 +245,11 @@ class _Drawing:
     def _write(self, numbers: Sequence[int]) -> None:
         device = self.state.device
         bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        with randomness.deterministic(randomness.Samples(self.recipe["seed"], numbers), device), bf16:
+        with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), device), bf16:
             shape = (len(numbers), *(self.teacher.space.shape or ()))
             noise = randomness.randn("sample noise", shape, device).half().float()  # as it is stored
             given: dict[str, Any] = {} if self._labels is None else {"labels": self._labels[list(numbers)]}
-            images = self.teacher.sample(noise=noise, steps=self.recipe["steps"], **given)
+            images = self.teacher.sample(noise=noise, steps=self.recipe.steps, **given)
         self.writer.write(numbers[0], self.teacher.space.draw(images).cpu(), noise.cpu())
 
     @cached_property
@@ -215,7 +257,7 @@ class _Drawing:
         """A label for each pair, in the shares of the training pictures."""
         if "labels" not in self.teacher.conditions:
             return None
-        source = randomness.generator("cpu", self.recipe["seed"], "labels of pairs")
+        source = randomness.generator("cpu", self.recipe.seed, "labels of pairs")
         rows = torch.randint(len(self.pictures), (self.writer.length,), generator=source)
         return torch.from_numpy(self.pictures.labels[rows.numpy()])
 

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Callable, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from filelock import Timeout
 from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags import SampleConfig
+from rectified_flow.cli.processes import join
 from rectified_flow.cli.trained import (
     autocast,
     class_names,
@@ -24,27 +27,32 @@ from rectified_flow.cli.trained import (
     run_folder_of,
     solver_name,
     solver_options,
-    weights_name,
 )
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store_builder import fit
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.agreement import check_shared
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError, UsageError, first_line, require
-from rectified_flow.files import prepare_folder
+from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
+from rectified_flow.machine import require_disk
 from rectified_flow.pictures import open_picture, to_grid, write_picture
 from rectified_flow.progress import progress_bar
 from rectified_flow.report import line, lines
-from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import STATUS_FILE
+from rectified_flow.runs.manifest import MANIFEST
+from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import Pixels
 
+LOCK_FILE = ".sample.lock"
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
 RGB = 3
+BLOCK = 4096
+"""Of a disk, which the smallest file takes [bytes]."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +61,8 @@ class Plan:
 
     flow: Flow
     source: Path
+    weights: str
+    """Which of the checkpoint's, in words."""
     output_dir: Path
     classes: Sequence[int]
     start: Tensor | None
@@ -79,9 +89,14 @@ def sample(config: SampleConfig) -> None:
         UsageError: if the checkpoint, the classes or the pictures to start from do not exist, or do not fit.
         RunError: if a picture cannot be written.
     """
-    state = join_processes()
+    state = join(config)
     set_seed(config.pictures.seed)
-    plan, count = prepare(config, state), config.pictures.num_samples
+    with ExitStack() as held:
+        _draw_pictures(config, prepare(config, state, held), state)
+
+
+def _draw_pictures(config: SampleConfig, plan: Plan, state: PartialState) -> None:
+    count = config.pictures.num_samples
     report: Callable[[str], object] = tqdm.write if state.is_main_process else lambda _line: None
     report(describe(config, plan, state))
     rows = 0
@@ -115,16 +130,17 @@ def sample(config: SampleConfig) -> None:
         report(line("model", config.pictures.save_pretrained))
 
 
-def prepare(config: SampleConfig, state: PartialState) -> Plan:
-    """Load the model and check the flags against it.
+def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
+    """Load the model, check the flags against it, and lock others out of the output folder while ``held`` is open.
 
     Raises:
-        UsageError: if they do not fit.
+        UsageError: if they do not fit, or the folder cannot be written or has other pictures.
     """
     flags = config.pictures
-    flow, source = load_trained(config.model, state)
+    trained = load_trained(config.model, state)
+    flow, source = trained.flow, trained.source
     if flags.ema_length is not None:
-        load_average(flow, source, flags.ema_length)
+        load_average(flow, on_main(state, lambda: intact_snapshots(source, tqdm.write)), flags.ema_length)
     options = solver_options(config.solver, flow, source)
     options["steps"] = flags.steps or flow.default_steps
     classes = _find_classes(flags.classes, flow, source)
@@ -140,22 +156,37 @@ def prepare(config: SampleConfig, state: PartialState) -> Plan:
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     if flags.save_pretrained is not None:
         flow.describe()  # or say now that it cannot be
-        taken = [name for name in (checkpoint.MANIFEST, STATUS_FILE) if (flags.save_pretrained / name).exists()]
+        taken = [name for name in (MANIFEST, STATUS_FILE) if (flags.save_pretrained / name).exists()]
         require(
             not taken,
             f"--save_pretrained {flags.save_pretrained} holds a run or a checkpoint, whose files it would overwrite: "
             "choose a folder of its own",
         )
         prepare_folder("save_pretrained", flags.save_pretrained)
-    output_dir = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "generated")
-    new = {picture_name(number, flags.num_samples) for number in range(flags.num_samples)}
-    stale = [file for file in output_dir.glob("*.png") if file.stem.isdecimal() and file.name not in new]
+    output_dir = flags.output_dir or run_folder_of(source) / "generated"
+    on_main(state, lambda: _claim(output_dir, flags.num_samples, held))
+    check_shared(state, {"output_dir": output_dir})
+    return Plan(flow, source, trained.weights_name(flags.ema_length), output_dir, classes, start, options)
+
+
+def _claim(folder: Path, count: int, held: ExitStack) -> None:
+    """Make the output folder, lock others out, and check that ``count`` pictures fit and will be the only ones."""
+    prepare_folder("output_dir", folder)
+    try:
+        held.enter_context(locked(folder / LOCK_FILE, 0, tqdm.write))
+    except Timeout:
+        raise UsageError(
+            f"another process draws pictures into --output_dir {folder}: wait for its end, or choose another folder"
+        ) from None
+    what = f"--num_samples {count}"
+    require_disk(count * BLOCK, folder, what, "draw fewer, or pass an --output_dir with more room")
+    new = {picture_name(number, count) for number in range(count)}
+    stale = [file for file in folder.glob("*.png") if file.stem.isdecimal() and file.name not in new]
     require(
         not stale,
-        f"--output_dir {output_dir} holds {_count(stale)} of an earlier call that would stay among the new ones: "
+        f"--output_dir {folder} holds {_count(stale)} of an earlier call that would stay among the new ones: "
         "move them away, or choose another folder",
     )
-    return Plan(flow, source, output_dir, classes, start, options)
 
 
 def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
@@ -169,9 +200,8 @@ def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
         *([solver] if solver else []),
         f"{config.solver.time_grid} grid",
     ]
-    weights = weights_name(plan.source, config.pictures.ema_length)
     texts = {
-        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {weights} of {plan.source}",
+        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {plan.weights} of {plan.source}",
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver if solver == "adaptive" else ", ".join(intervals),
         "pictures": f"{config.pictures.num_samples} of {flow.space.noun}, seed {config.pictures.seed}",
@@ -233,7 +263,7 @@ def picture_name(number: int, count: int) -> str:
 
 def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
     try:
-        (folder / "grid.png").write_bytes(grid.read_bytes())
+        replace_file(folder / "grid.png", grid.read_bytes())
         flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png"})
     except OSError as error:
         raise RunError(f"could not write the model into --save_pretrained {folder} ({error})") from error

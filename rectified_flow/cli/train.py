@@ -1,6 +1,8 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -9,21 +11,25 @@ from accelerate.utils import set_seed
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.plan import print_plan
+from rectified_flow.cli.processes import join
 from rectified_flow.cli.reflow import open_pairs, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
+from rectified_flow.machine import require_memory
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
 from rectified_flow.networks.config import UnetConfig
 from rectified_flow.networks.unet import Unet
-from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, resolve
+from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, read
+from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.eval_hook import EvaluationHook
@@ -34,40 +40,63 @@ PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
 """Stand in for the labels of a dataset that a dry run does not open."""
 
 
-def train_rectified_flow(config: TrainRectifiedFlow) -> None:
-    """Train a rectified flow, on pictures or on the pairs of another flow."""
-    join_processes()
+def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
+    """Train a rectified flow, on pictures or on the pairs of another flow; returns whether it finished."""
+    state = join(config)
     set_seed(config.run.seed)
     if config.reflow.reflow_from is not None:
         config = with_teacher_flags(config)
     if config.program.dry_run:
         print_plan(config, build_rectified_flow(config, PLANNED_LABELS))
-        return
+        return True
+    on_main(state, lambda: check_start(config.run))
+    require_room_for_batch(config)
     pictures = open_pictures(config.data)
     flow = build_rectified_flow(config, pictures.conditions)
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
     if config.reflow.reflow_from is None:
-        Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
-        return
+        return Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
     if not list_checkpoints(config.run.checkpoints):
-        load_averaged(flow.network, resolve(config.reflow.reflow_from))
+        start_from(config.reflow.reflow_from, flow)
     pairs = open_pairs(config, pictures)
-    Trainer(flow, pairs, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    return Trainer(flow, pairs, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def train_mean_flow(config: TrainMeanFlow) -> None:
-    """Train a mean flow."""
-    join_processes()
+def train_mean_flow(config: TrainMeanFlow) -> bool:
+    """Train a mean flow; returns whether it finished."""
+    state = join(config)
     set_seed(config.run.seed)
     if config.program.dry_run:
         print_plan(config, build_mean_flow(config, PLANNED_LABELS))
-        return
+        return True
+    on_main(state, lambda: check_start(config.run, config.mean_flow.init_from))
+    require_room_for_batch(config)
     pictures = open_pictures(config.data)
     flow = build_mean_flow(config, pictures.conditions)
     if config.mean_flow.init_from is not None:
-        load_averaged(flow.network, resolve(config.mean_flow.init_from))
+        start_from(config.mean_flow.init_from, flow)
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
-    Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    return Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def start_from(path: Path, flow: Flow) -> None:
+    """Give the network of ``flow`` the weights of a run or checkpoint, the same one on all processes.
+
+    Raises:
+        UsageError: if there is none, or it is of another architecture.
+    """
+    read(path, partial(load_averaged, flow.network), PartialState())
+
+
+def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow) -> None:
+    """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
+    state, side = PartialState(), config.data.image_size
+    if state.device.type != "cpu":
+        return
+    count = config.run.split_batch(state.num_processes).per_process
+    skips = 3 * count * config.network.dim * side**2  # at full resolution alone, of a convolution and two blocks
+    remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
+    require_memory(2 * skips, f"a batch of {count} images of {side} px", remedy)
 
 
 def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds) -> RectifiedFlow:

@@ -75,8 +75,7 @@ class EvaluationHook(Callback):
         with suppress(TimeoutError):  # the best so far is known when its checkpoint is written; the others wait here
             run.saver.wait(trainer.config.rank_timeout / 2)
         distances = self.evaluator.distances(generated)
-        rows = run.log.evaluations.rows()
-        alike = {row["step"]: row[name] for row in rows if settings.items() <= row.items()}
+        alike = run.log.evaluations.numbers(name, settings)
         known = checkpoint.best_of(trainer.config.checkpoints)
         least = min(alike.values(), default=inf)
         best = known is None or distances[name] < alike.get(checkpoint.step_of(known), least)

@@ -11,7 +11,7 @@ from ema_pytorch import EMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import RunError, require
+from rectified_flow.errors import DamageError, RunError, require
 from rectified_flow.flows.saved import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.training.averages import PowerAverages
@@ -140,27 +140,28 @@ class TrainingState:
             UsageError: if it was made by another architecture or optimizer.
         """
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
-        counters = checkpoint.load_document(path, checkpoint.STATE_FILE)
-        # Counters that the first checkpoints of version 0.1 lack.
-        counters = dict.fromkeys(COUNTERS, 0) | {"updates": counters["step"]} | counters
+        saved = checkpoint.load_state(path)
         if self.ema is not None:
             checkpoint.load_averaged(network_of(self.ema.ema_model), path)
             self.ema.initted.fill_(True)
-            self.ema.step.fill_(counters["ema_step"] or 0)
+            self.ema.step.fill_(saved.ema_step or 0)
         if self.power is not None:
-            self.power.load(path, counters["updates"])
+            self.power.load(path, saved.updates)
         now = type(self.optimizer.optimizer).__name__
-        then = counters.get("optimizer", now)
+        then = saved.optimizer or now
         require(then == now, f"checkpoint {path} was trained by {then}, not {now}: choose another output_dir")
-        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | counters.get("optimizer_numbers", {}))
-        if self.optimizer.scaler is not None and counters["grad_scaler"] is not None:
-            self.optimizer.scaler.load_state_dict(counters["grad_scaler"])
+        self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
+        if self.optimizer.scaler is not None and saved.grad_scaler is not None:
+            try:
+                self.optimizer.scaler.load_state_dict(saved.grad_scaler)
+            except (LookupError, RuntimeError) as error:
+                raise DamageError(f"checkpoint {path} is damaged: its loss scale lacks {error}") from error
         for name in COUNTERS:
-            setattr(self, name, counters[name])
-        self._load_sums(counters["sums"], rank, world_size)
-        self.summands = counters["summands"]
+            setattr(self, name, getattr(saved, name))
+        self._load_sums(saved.sums, rank, world_size)
+        self.summands = saved.summands
 
-    def _load_sums(self, sums: Mapping[str, Any], rank: int, world_size: int) -> None:
+    def _load_sums(self, sums: Mapping[str, float | list[float]], rank: int, world_size: int) -> None:
         """Each rank's own sums, to the last bit, if there are as many ranks as there were; else the mean for all."""
         device = next(iter(self.parameters.values())).device
         self.sums = {}

@@ -33,7 +33,7 @@ from rectified_flow.runs.document import data_description, run_document
 from rectified_flow.runs.run import Run
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.averages import PowerAverages, constant_average
-from rectified_flow.training.batches import checked, load, paired
+from rectified_flow.training.batches import checked, explain_loader_errors, load, paired
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import forward_flops
 from rectified_flow.training.optimizer import (
@@ -73,7 +73,7 @@ class Trainer:
 
     Raises:
         UsageError: if the batch does not divide, the dataset is smaller than it, a parameter would be trained in less
-            than float32, or the precision is unavailable.
+            than float32, the precision is unavailable, or the processes differ in data, flags, flow or versions.
     """
 
     def __init__(
@@ -109,14 +109,15 @@ class Trainer:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
+        unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
+        document = run_document(config, flow, dataset, flags, unused)
+        self.run = Run(self.accelerator, config, flow, dataset, document, lambda: (self.state.step, self.total_steps))
+        self.run.check_equal()  # first of all: where parameters differ in number, DDP would speak of nothing else
         # A fused step under a scaler does not say whether it was skipped.
         build = optimizer or partial(build_optimizer, config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.values())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
         schedule = lr_schedule or build_schedule(config)
-        unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
-        document = run_document(config, flow, dataset, flags, unused)
-        self.run = Run(self.accelerator, config, flow, dataset, document, lambda: (self.state.step, self.total_steps))
         arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
         self.throughput = Throughput()
@@ -150,7 +151,7 @@ class Trainer:
                 )
                 on_main(self.accelerator, self.run.write_status)
                 return True
-            with self.run.writing():
+            with explain_loader_errors(), self.run.writing():
                 self._report_start(path)
                 return self._train()
 
@@ -238,6 +239,7 @@ class Trainer:
         """Write the mean loss since the last time; the only moment at which the device is waited for."""
         self.stepper.finish_pending()
         state = self.state
+        state.require_sound()
         by_rank = gather_scalars(self.accelerator, state.sums)
         means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
         state.clear_sums()
@@ -273,10 +275,12 @@ class Trainer:
     def _save(self) -> None:
         self.stepper.finish_pending()
         check_equal_weights(self.accelerator, self.state.parameters.values())
+        self.state.require_sound()
         state, best = self.state, self._is_best
         self._is_best = False
         counters = state.counters(gather_scalars(self.accelerator, state.sums))
-        path = self.run.save(state.step, state.tensors(), counters, best=best)
+        # In a row of bad steps the weights before them are in doubt, and older ones must not go.
+        path = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
         for callback in self.callbacks:
             callback.on_checkpoint(self, path)
 

@@ -26,4 +26,4 @@ def main(config: TrainRectifiedFlow) -> None:
 
 
 if __name__ == "__main__":
-    run("tests.launch.faulty_program:main", TrainRectifiedFlow, __doc__ or "")
+    run("tests.launch.faulty_program:main", "rectified_flow.cli.flags:TrainRectifiedFlow", __doc__ or "")

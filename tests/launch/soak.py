@@ -27,16 +27,15 @@ from typing import Any
 
 import psutil
 
+from tests.patience import PATIENCE, wait_for
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "train_oxford.py"
 FLAGS = (
     "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 16 --learning_rate 1e-3"
     " --lr_warmup_steps 5 --log_every 5 --save_every 10 --sample_every 50 --num_samples 4 --sample_steps 2"
-    " --rank_timeout 15"
 )
 LAUNCHER = [str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc_per_node", "2"]
-PATIENCE = 150.0
-"""Seconds within which a run must resume or end, before the soak test fails."""
 
 
 class Soak:
@@ -44,16 +43,17 @@ class Soak:
 
     Args:
         folder: folder for the run, its cache and its temporary files.
+        rank_timeout: seconds after which a rank gives up one that hangs.
         seed: seed of the disturbances.
     """
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
+    def __init__(self, folder: Path, rank_timeout: float, seed: int = 0) -> None:
         self.run, self.cache, self.temporary = folder / "run", folder / "cache", folder / "tmp"
         self.temporary.mkdir(parents=True)
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.command = [*LAUNCHER, "--max_restarts", "3", str(PROGRAM), *FLAGS.split(), "--resume", "auto"]
-        self.command += ["--output_dir", str(self.run), "--train_num_steps"]
+        self.command += ["--rank_timeout", str(rank_timeout), "--output_dir", str(self.run), "--train_num_steps"]
         self.lines: list[str] = []
         self.launcher: psutil.Popen | None = None
 
@@ -107,8 +107,10 @@ class Soak:
         return len(workers) == 2 and self.status().get("pid") in workers
 
     def wait(self, what: str, condition: Callable[[], bool]) -> None:
-        if not _within(PATIENCE, condition):
-            raise AssertionError(f"{what}: not within {PATIENCE:.0f} s\n" + "".join(self.lines[-60:]))
+        try:
+            wait_for(what, condition)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n" + "".join(self.lines[-60:])) from error
 
     def wait_for_progress(self) -> None:
         """Wait until the run has saved another checkpoint, or has ended."""
@@ -175,7 +177,7 @@ class Soak:
         failures = self._count("could not")
         largest = int(10 ** self.random.uniform(2, 5.3))
         main.rlimit(psutil.RLIMIT_FSIZE, (largest, psutil.RLIM_INFINITY))
-        assert _within(PATIENCE, lambda: self._count("could not") > failures), "no write failed"
+        self.wait("a write that fails", lambda: self._count("could not") > failures)
         time.sleep(self.random.uniform(0, 3))
         main.rlimit(psutil.RLIMIT_FSIZE, (psutil.RLIM_INFINITY, psutil.RLIM_INFINITY))
 
@@ -248,7 +250,7 @@ class Soak:
         """Train to step ``steps`` without disturbances."""
         self.start(steps)
         assert self.launcher is not None
-        self.launcher.wait(3600)
+        self.launcher.wait(4 * PATIENCE)
         self.wait_for_end()
         assert self.status()["state"] == "finished", "".join(self.lines[-60:])
         self.counts["times resumed"] = self._count("resume      step")
@@ -258,15 +260,6 @@ class Soak:
 
     def last_step(self) -> int:
         return max((int(path.name.removeprefix("step_")) for path in self.checkpoints()), default=0)
-
-
-def _within(seconds: float, condition: Callable[[], bool]) -> bool:
-    until = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > until:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def differences(one: Path, other: Path) -> list[str]:
@@ -299,10 +292,10 @@ def leaks(soak: Soak) -> list[str]:
 
 
 @contextmanager
-def two_runs() -> Iterator[tuple[Soak, Soak]]:
+def two_runs(rank_timeout: float) -> Iterator[tuple[Soak, Soak]]:
     """An undisturbed and a disturbed run; both are removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    runs = Soak(folder / "calm"), Soak(folder / "soak")
+    runs = Soak(folder / "calm", rank_timeout), Soak(folder / "soak", rank_timeout)
     try:
         yield runs
     finally:
@@ -315,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="how long to disturb the run")
     arguments = parser.parse_args()
-    with two_runs() as (calm, soak):
+    with two_runs(rank_timeout=15) as (calm, soak):
         soak.disturb(cycle(Soak.DISTURBANCES), arguments.minutes * 60)
         steps = soak.last_step() + 20
         soak.finish(steps)

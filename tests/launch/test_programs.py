@@ -5,14 +5,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.patience import PATIENCE, wait_for
 from tests.training.runs import losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,7 +24,6 @@ TINY_FLAGS = (
     " --lr_warmup_steps 5 --log_every 5 --num_samples 6"
 )
 TINY = TINY_FLAGS.split()
-DEADLINE = 120
 pytestmark = pytest.mark.xdist_group("programs")  # some of which want the same port
 
 
@@ -41,10 +39,10 @@ def start(command: Sequence[str], cwd: Path, **environment: str) -> subprocess.P
     )
 
 
-def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Wait for the end; a launcher that hangs is killed with all it started."""
     try:
-        output, _ = process.communicate(timeout=deadline)
+        output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for member in family:
@@ -119,12 +117,10 @@ def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
 
 
 def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:
-    began = time.monotonic()
     code, output = launch([*TORCHRUN, *TINY, "--lerning_rate", "1"], tmp_path)
     assert code != 0
     assert output.count("Perhaps you meant") == 1, output
     assert "exitcode  : 2" in output
-    assert time.monotonic() - began < 60
 
 
 def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> None:
@@ -136,23 +132,22 @@ def test_a_missing_folder_under_torchrun_is_explained_once(tmp_path: Path) -> No
 
 def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
     command = [*TORCHRUN[:-1], str(ROOT / "tests/launch/faulty_program.py"), *TINY]
-    code, output = launch([*command, "--train_num_steps", "20", "--output_dir", "run"], tmp_path, PYTHONPATH=str(ROOT))
+    flags = ["--train_num_steps", "20", "--output_dir", "run", "--rank_timeout", str(10 * PATIENCE)]  # not waited for
+    code, output = launch([*command, *flags], tmp_path, PYTHONPATH=str(ROOT))
     assert code == 1
     assert output.count("rank 1: Traceback") == 1, output
     assert output.count("ValueError: this picture is too sad") == 1, output
     assert output.count("Traceback (most recent call last)") - output.count("torch.distributed.elastic") <= 1, output
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["message"]) == ("failed", "this picture is too sad")
-    ended = datetime.fromisoformat(status["time"])
-    assert datetime.now(ended.tzinfo) - ended < timedelta(seconds=15), "the others waited for a time-out"
 
 
 def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts=1"]
     flags = ["--train_num_steps", "100", "--save_every", "5", "--num_samples", "0", "--output_dir"]
     process = start([*script, *flags, "killed"], tmp_path)
-    while not (tmp_path / "killed/checkpoints/step_00000010").exists() and process.poll() is None:
-        time.sleep(0.01)
+    saved = tmp_path / "killed/checkpoints/step_00000010"
+    wait_for("step 10", lambda: saved.exists() or process.poll() is not None)
     [worker] = psutil.Process(process.pid).children()
     worker.kill()
     code, output = finish(process)
@@ -170,7 +165,6 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     assert "already trained 100 of 100 steps" in output
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["train_oxford.py", "train_mean_flow.py"])
 def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str) -> None:
@@ -180,7 +174,7 @@ def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str)
         for name, extra in (("eager", []), ("compiled", ["--compile"]))
     ]
     for process in processes:
-        code, output = finish(process, deadline=800)
+        code, output = finish(process)
         assert code == 0, output
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
 

@@ -3,13 +3,14 @@
 import pytest
 
 from tests.launch.soak import differences, leaks, two_runs
+from tests.patience import PATIENCE
 
 SHORT = ("kill_worker", "fill_disk", "kill_launcher", "corrupt_checkpoint", "preempt")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(8 * PATIENCE)
 def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> None:
-    with two_runs() as (calm, soak):
+    with two_runs(rank_timeout=PATIENCE) as (calm, soak):  # none hangs
         soak.disturb(SHORT)
         steps = soak.last_step() + 20
         soak.finish(steps)

@@ -1,5 +1,6 @@
 """Bad input ends in one sentence, printed once, and exit code 2 in every process, on 1 and on 2 processes."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,26 @@ def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
     assert_refused(1, f"{TINY} --resume never --output_dir {tmp_path}", "already holds checkpoints")
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--output_dir {tmp}/run --resume never", "run/checkpoints already holds checkpoints"),
+        ("--output_dir {tmp}/new --resume {tmp}/old", "there is no checkpoint at"),
+        ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
+        ("--output_dir {tmp}/file/run", "cannot be written"),
+        ("--output_dir {tmp}/new --checkpoint_dir {tmp}/file/run", "cannot be written"),
+    ],
+)
+def test_what_can_be_refused_is_refused_before_pictures_are_decoded(tmp_path: Path, flags: str, sentence: str) -> None:
+    """There is one to be decoded that is broken."""
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/1.png").write_bytes(b"no picture")
+    (tmp_path / "file").touch()
+    checkpoint.save(tmp_path / "run/checkpoints", 1, {}, {})
+    data = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache"
+    assert_refused(1, f"{TINY} {data} {flags.format(tmp=tmp_path)}", sentence, mean="init_from" in flags)
+
+
 def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -> None:
     run_on_ranks(
         1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
@@ -214,7 +235,7 @@ def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> 
 
 
 def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
-    real_write, real_open = Path.write_bytes, Path.open
+    real_create, real_open = os.open, Path.open
     full = ("step_00000004", "step_00000006")
 
     def save_file(tensors: dict[str, Tensor], path: Path) -> None:
@@ -223,10 +244,10 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
             raise OSError(28, "No space left on device")
         safetensors_save(tensors, path)
 
-    def write_bytes(path: Path, content: bytes) -> int:
-        if path.suffix == ".tmp" and any(step in path.name for step in full):
+    def create(path: Any, *args: Any, **settings: Any) -> int:
+        if str(path).endswith(".tmp") and any(step in str(path) for step in full):
             raise OSError(28, "No space left on device")
-        return real_write(path, content)
+        return real_create(path, *args, **settings)
 
     def open_(path: Path, *args: Any, **settings: Any) -> Any:
         if path.name == "metrics.jsonl" and args == ("r+b",) and steps.pop(0) in (4, 6):
@@ -238,6 +259,6 @@ def train_on_a_full_disk(output_dir: Path) -> dict[str, int]:
     steps = [2, 4, 4, 6, 6, 8]  # a line that failed is tried again when a checkpoint is saved
     safetensors_save = checkpoint.save_file  # type: ignore[attr-defined]
     checkpoint.save_file = save_file  # type: ignore[attr-defined,assignment]
-    Path.write_bytes, Path.open = write_bytes, open_  # type: ignore[method-assign,assignment]
+    os.open, Path.open = create, open_  # type: ignore[method-assign,assignment]
     config = tiny_config(output_dir, train_num_steps=8, save_every=2, sample_every=2, log_every=2)
     return train(config, tiny_dataset(output_dir / "cache"))

@@ -19,6 +19,7 @@ gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_s
 max_grad_norm max_bad_steps mixed_precision use_ema ema_decay power_ema seed gradient_checkpointing compile output_dir
 checkpoint_dir resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with
 rank_timeout dry_run evaluate_every evaluation_samples feature_network config import
+interrupted_exit_code
 """
 RECTIFIED = (
     SHARED

@@ -15,6 +15,7 @@ from rectified_flow.evaluation.features import average_colours
 from rectified_flow.interruption import stop_on_signals
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.manifest import find_damage
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, tiny_config, train
 
@@ -58,7 +59,7 @@ def test_the_best_checkpoint_is_kept(run: Path) -> None:
     assert kept is not None
     assert checkpoint.step_of(kept) == best
     assert {checkpoint.step_of(path) for path in checkpoint.list_checkpoints(run / "checkpoints")} == {best, 12}
-    assert checkpoint.find_damage(kept) is None
+    assert find_damage(kept) is None
 
 
 def test_one_process_stopped_between_finds_the_same(run: Path, tmp_path: Path, flowers: ImageDataset) -> None:

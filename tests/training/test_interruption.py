@@ -17,8 +17,8 @@ from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.saved import network_of
 from rectified_flow.interruption import Interrupted, stop_on_signals
-from rectified_flow.progress import tolerate_closed_streams
 from rectified_flow.runs import folder
+from rectified_flow.streams import tolerant_streams
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train
@@ -106,7 +106,7 @@ def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
     os.dup2(writer, 1)
     os.dup2(writer, 2)
     try:
-        with tolerate_closed_streams():
+        with tolerant_streams():
             done, _ = train_with_signal(output_dir, path, 0, 7)
         sys.stdout.flush()
         return done

@@ -151,6 +151,15 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
     assert list(losses(tmp_path / "run")) == [3, 4, 6]
 
 
+def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(teacher, run)
+    before = sorted(path.name for path in run.iterdir())
+    flags = f"--reflow_from {run} --output_dir {run} --loss mse --time_distribution logit_normal"
+    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints holds checkpoints of a run without --reflow_from")
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
@@ -159,7 +168,10 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--reflow_from {run} --coupling ot", "--coupling and --reflow_from exclude each other"),
         ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1", "fewer than one global batch"),
         ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
-        ("--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7", "were drawn with other pairs (150 there, 7 now)"),
+        (
+            "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",
+            "were drawn with other pairs (150 there, 7 now)",
+        ),
         ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
         ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
     ],

@@ -13,6 +13,7 @@ from rectified_flow.errors import RunError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.saver import Saver
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
 
@@ -21,7 +22,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch:
     disk_is_free, save = threading.Event(), checkpoint.save
 
     def save_late(*arguments: Any, **settings: Any) -> Path:
-        assert disk_is_free.wait(10)
+        assert disk_is_free.wait(PATIENCE)
         return save(*arguments, **settings)
 
     monkeypatch.setattr(checkpoint, "save", save_late)
@@ -43,7 +44,7 @@ def test_a_last_step_that_the_disk_was_too_slow_for_is_a_failure(
     disk_is_free, save = threading.Event(), checkpoint.save
 
     def save_late(*arguments: Any, **settings: Any) -> Path:
-        assert disk_is_free.wait(10)
+        assert disk_is_free.wait(PATIENCE)
         return save(*arguments, **settings)
 
     monkeypatch.setattr(checkpoint, "save", save_late)
