@@ -158,7 +158,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
-        expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json")}
+        expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json", "manifest.json")}
         expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
     assert left == expected
 
