@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.training.batches import explain_loader_errors, load
+from tests.patience import PATIENCE
 from tests.training.runs import tiny_config
 
 
@@ -107,7 +108,7 @@ def test_loader_processes_that_cannot_be_started(
     gc.collect()
     assert capsys.readouterr().err == "", "torch's clean-up failed"
     for child in multiprocessing.active_children():
-        child.join(10)
+        child.join(PATIENCE)
     assert multiprocessing.active_children() == [], "a loader process stays behind"
 
 
