@@ -160,7 +160,8 @@ def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
     numbers = torch.arange(row.numel(), device=x.device, dtype=torch.int32).view(row.shape)
     elements = torch.empty_like(row, dtype=torch.int32).copy_(numbers)  # in the memory format of x
     rows = keys[: len(x)].view(-1, *[1] * (x.ndim - 1))
-    bits = _mix(_mix(elements + layer * 0x3779B9) ^ rows)
+    # Without the 0, a compiler for GPUs takes sum and product for an index, which overflows.
+    bits = _mix(_mix((elements + layer * 0x3779B9) ^ 0) ^ rows)
     keep = bits >= int(probability * 2**32) - 2**31
     return x * keep * (1 / (1 - probability))
 

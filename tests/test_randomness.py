@@ -1,5 +1,8 @@
 """Draws are a function of (seed, purpose, step) and of the row, of nothing else."""
 
+import subprocess
+import sys
+import textwrap
 from contextlib import suppress
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from rectified_flow import randomness
 from rectified_flow.randomness import BatchRows, Samples, deterministic
+from tests.patience import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -125,3 +129,24 @@ def test_dropout_differs_by_layer_and_step_and_not_by_pass_or_part() -> None:
     assert torch.equal(reference[1::2], mask(part=slice(1, None, 2)))
     for other in (mask(layer=2), mask(step=1)):
         assert (reference == other).float().mean() == pytest.approx(0.5, abs=0.05)
+
+
+def test_dropout_compiles_for_a_gpu() -> None:
+    """In a process of its own, since libraries remember the card that is pretended."""
+    code = """
+        import torch
+        from rectified_flow import randomness
+        from tests.pretended_card import compile_kernel, pretended_card, triton_kernels
+
+        with pretended_card():
+            randomness._draws.dropout_keys = torch.zeros(8, dtype=torch.int32, device="cuda")
+            x = torch.empty(8, 128, 32, 32, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+            kernels = triton_kernels(lambda x: randomness.dropout(x, 0.1, layer=3), x)
+            assert kernels and all(">>" in kernel for kernel in kernels)
+            for kernel in kernels:
+                compile_kernel(kernel)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 0, done.stderr
