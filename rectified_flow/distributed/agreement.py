@@ -1,7 +1,6 @@
 """Processes on several machines check that they work on the same thing, before they begin."""
 
 import platform
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -15,14 +14,13 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 
 from rectified_flow.distributed.collectives import join_lists, on_main
-from rectified_flow.distributed.waiting import Meeting, in_words, reported
+from rectified_flow.distributed.waiting import Meeting, in_words, reported, wait_until
 from rectified_flow.errors import UsageError
 from rectified_flow.files import replace_file
 
 SHARED_TIMEOUT = 60.0
 """Seconds within which a file of the main process must show everywhere: an NFS client may cache a folder for as long
 (acdirmax)."""
-POLL = 0.1
 PROBE = ".shared"
 SHOWN, LONGEST = 3, 60
 _meetings = count()
@@ -75,11 +73,10 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
     if state.num_processes == 1:
         return
     token = on_main(state, lambda: _write_tokens(folders))
-    patience = time.monotonic() + SHARED_TIMEOUT
     places = ", ".join(map(str, folders.values()))
     with reported(lambda: f"the files that rank 0 wrote into {places}, which {platform.node()} does not see"):
-        while (missing := _without_token(folders, token)) is not None and time.monotonic() < patience:
-            time.sleep(POLL)
+        wait_until(lambda: _without_token(folders, token) is None, SHARED_TIMEOUT)
+    missing = _without_token(folders, token)
     mine = [] if missing is None else [(state.process_index, platform.node(), f"--{missing} {folders[missing]}")]
     blind = join_lists(state, mine)
     if state.is_main_process:

@@ -4,7 +4,6 @@ import os
 import platform
 import socket
 import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import NoReturn
@@ -16,14 +15,11 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rectified_flow.distributed.waiting import Meeting, reported
+from rectified_flow.distributed.waiting import Meeting, reported, wait_until
 from rectified_flow.errors import RunError, UsageError, first_line
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
-
-POLL = 0.1
-"""Seconds between two looks for other processes; a signal ends the wait in between."""
 
 LOOPBACK = "127."
 
@@ -86,11 +82,8 @@ def _meet(cpu: bool, world_size: int) -> None:
     meeting = Meeting(store, "joining", rank, world_size)
     absent = f"at {address[0]}:{address[1]}, where it has not come yet: is it started, and can it reach that address?"
     with meeting.attended(absent=absent, slow=lambda: f"to connect to each other: {_remedy(address)}"):
-        patience = time.monotonic() + STARTUP_TIMEOUT.total_seconds()
-        while not meeting.is_complete:
-            if time.monotonic() > patience:
-                raise RunError(f"not all of {world_size} processes came within {STARTUP_TIMEOUT}: start all at once")
-            time.sleep(POLL)
+        if not wait_until(meeting.is_complete, STARTUP_TIMEOUT.total_seconds()):
+            raise RunError(f"not all of {world_size} processes came within {STARTUP_TIMEOUT}: start all at once")
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
         except RuntimeError as error:
@@ -126,16 +119,18 @@ def _await_answer(rank: int, address: tuple[str, int]) -> None:
             return None
         return f"rank 0 at {address[0]}:{address[1]}, which gives rank {rank} on {platform.node()} no answer ({reason})"
 
-    patience = time.monotonic() + STARTUP_TIMEOUT.total_seconds()
+    def answers() -> bool:
+        nonlocal reason
+        try:
+            socket.create_connection(address, timeout=10).close()
+            return True
+        except OSError as error:
+            reason = error
+            return False
+
     with reported(awaited):
-        while time.monotonic() < patience:
-            try:
-                socket.create_connection(address, timeout=10).close()
-                return
-            except OSError as error:
-                reason = error
-            time.sleep(POLL)
-    raise RunError(f"no answer from rank 0 at {address[0]}:{address[1]} within {STARTUP_TIMEOUT} ({reason})")
+        if not wait_until(answers, STARTUP_TIMEOUT.total_seconds()):
+            raise RunError(f"no answer from rank 0 at {address[0]}:{address[1]} within {STARTUP_TIMEOUT} ({reason})")
 
 
 def _remedy(address: tuple[str, int]) -> str:

@@ -6,15 +6,26 @@ meeting takes long, one of those that wait reads there who is missing.
 
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Event, Thread
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+POLL = 0.1
+"""Seconds between two looks."""
 INTERVAL = 30.0
 """Seconds that a process waits before the first line, and between two lines."""
 SHOWN = 8
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether ``condition`` comes true within that time; a signal ends this wait, but none of those inside torch."""
+    patience = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < patience:
+        time.sleep(POLL)
+    return met
 
 
 @contextmanager
@@ -54,7 +65,6 @@ class Meeting:
         self.store, self.rank = store, rank
         self._keys = [f"meeting/{name}/{each}" for each in range(world_size)]
 
-    @property
     def is_complete(self) -> bool:
         """Whether all have come."""
         return self.store.check(self._keys)

@@ -68,13 +68,13 @@ def test_the_lowest_rank_that_waits_names_those_that_are_missing() -> None:
 
     with ranks[1].attended(absent="", slow=str), ranks[2].attended(absent="", slow=str):
         assert said() == ["ranks 0, 3 (of 4 processes) to come", None]
-        assert not ranks[1].is_complete
+        assert not ranks[1].is_complete()
         with ranks[0].attended(absent="", slow=str):
             pass
         with ranks[3].attended(absent="", slow=str):
             pass
         assert said() == ["ranks 1, 2 (of 4 processes) to get through", None]
-        assert ranks[1].is_complete
+        assert ranks[1].is_complete()
 
 
 def test_many_ranks_are_cut_short() -> None:

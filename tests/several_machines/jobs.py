@@ -88,7 +88,7 @@ def back_in_the_queue(lab: Lab, slurm: Slurm, run: Path, number: str) -> str:
 
 @job("Slurm: the signal of `--signal TERM@120` before the end of `--time 3`")
 def out_of_time(lab: Lab, slurm: Slurm, run: Path) -> str:
-    number = submit(lab, slurm, run, "--train_num_steps", 400, options=("--time", 3))
+    number = submit(lab, slurm, run, "--train_num_steps", 300, options=("--time", 3))
     slurm.wait_for(number, "COMPLETED", 4 * IN_QUEUE)
     times = slurm.restarts(number)
     assert times >= 1
