@@ -3,14 +3,19 @@
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from turns import Times, Turns, ratio, take_turns
+
+from rectified_flow.training.state import TrainingState
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -83,3 +88,69 @@ def test_a_tiny_comparison_of_mean_flow_steps() -> None:
 
     [row] = mean_flow.measure_rows(mean_flow.Flags(image_size=8, batch_size=2, dim=8, rounds=1))
     assert row.against == "rectified flow step"
+
+
+def verdicts(output: str) -> dict[str, str]:
+    """The verdict of each check in what first_gpu.py printed, between its first and its last line."""
+    return {name: verdict for verdict, name, *_ in map(str.split, output.splitlines()[1:-1])}
+
+
+def test_the_first_run_on_a_gpu_passes_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
+    import first_gpu
+
+    assert first_gpu.main(first_gpu.Flags(tiny=True)) == 0
+    found = verdicts(capfd.readouterr().out)
+    assert list(found) == list(first_gpu.CHECKS)
+    for name, check in first_gpu.CHECKS.items():
+        assert found[name] in (("skip",) if check.needs_gpu else ("pass", "figure")), name
+    assert {"rectified-float32", "mean-bf16", "resume", "two-ranks", "compiled-mean"} <= {
+        name for name, verdict in found.items() if verdict == "pass"
+    }
+
+
+def spoil_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    import first_gpu
+
+    def to_another_device(module: nn.Module, *_: object) -> nn.Module:
+        with torch.no_grad():
+            next(module.parameters()).mul_(1.1)
+        return module
+
+    monkeypatch.setattr(first_gpu, "to_device", to_another_device)
+
+
+def forget_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingState, "_load_moments", lambda *_: None)
+
+
+def end_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(TrainingState, "update_averages")
+
+
+@pytest.mark.parametrize(
+    ("check", "fault"),
+    [("mean-float32", spoil_weights), ("resume", forget_moments), ("repeat", end_training)],
+    ids=["wrong number", "lost state", "error"],
+)
+def test_a_fault_fails_on_a_first_run(
+    check: str,
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    import first_gpu
+
+    fault(monkeypatch)
+    assert first_gpu.main(first_gpu.Flags(tiny=True, only=(check,))) == 1
+    output = capfd.readouterr().out
+    assert verdicts(output) == {check: "FAIL"}
+    assert output.endswith(f"1 failed: {check}\n")
+
+
+def test_a_first_run_names_what_its_time_was_too_short_for(capfd: pytest.CaptureFixture[str]) -> None:
+    import first_gpu
+
+    assert first_gpu.main(first_gpu.Flags(minutes=0.1, only=("preview", "compiled-mean"))) == 0
+    output = capfd.readouterr().out
+    assert verdicts(output) == {"preview": "skip", "compiled-mean": "skip"}
+    assert "--only compiled-mean" in output

@@ -1,0 +1,587 @@
+"""The first run on a GPU: whether it computes the same as a CPU, resumes, waits for nothing, and how fast it is.
+
+    python benchmarks/first_gpu.py                                        # less than 8 minutes on one GPU
+    python benchmarks/first_gpu.py --only compiled-mean --minutes 12      # a check that was skipped for want of time
+    python benchmarks/first_gpu.py --tiny                                 # on a CPU, in less than a minute
+
+Each check prints one line. `pass` and `FAIL` judge a property, `figure` is a measurement, and `skip` names a check that
+did not run. The exit code is 1 if a check failed.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.profiler import DeviceType, ProfilerActivity, profile
+from torchvision.io import write_png
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from step_parts import synchronized
+from turns import describe_machine
+
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.train import build_mean_flow, build_rectified_flow, open_pictures, train_rectified_flow
+from rectified_flow.data.config import DataConfig
+from rectified_flow.distributed.joining import join_processes
+from rectified_flow.flows.config import MeanFlowConfig
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.networks.config import UnetConfig
+from rectified_flow.networks.placing import to_device
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.runs.checkpoint import load_tensors, resolve
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.costs import multiplication_rate
+from rectified_flow.training.stepper import Batch, moved
+from rectified_flow.training.trainer import Trainer
+
+PROJECT = Path(__file__).resolve().parent.parent
+Verdict = Literal["pass", "FAIL", "figure", "skip"]
+Kind = Literal["rectified", "mean", "alpha_flow", "so_flow"]
+Precision = Literal["float32", "tf32", "bf16"]
+LossAndGradient = tuple[float, Tensor]
+
+BOUNDS: Mapping[Precision, float] = {"float32": 1e-3, "tf32": 2e-2, "bf16": 0.1}
+"""Largest relative difference of a loss or gradient from that in float32 on a CPU."""
+SMALLEST_STEPS: Mapping[str, float] = {"alpha_flow": 0.005, "so_flow": 3.1e-4}
+"""The smallest finite step of each objective that takes such steps; it magnifies rounding the most."""
+FINITE_STEP_BOUND = 1e-2
+"""For these: their rounding is that of float32 divided by the step."""
+LARGEST_CHANGE = 0.05
+"""Relative difference of logged values between a run on one process and the same run on two."""
+PICTURES = 300
+"""More than the largest batch."""
+STEPS = 20
+"""Of the runs that are compared."""
+QUEUED_CYCLES = 100_000_000
+"""Work for the device, of some 50 ms, behind which a batch is copied."""
+LONGEST_COPY = 5e-3
+"""Seconds that the CPU may take to start that copy."""
+PROGRAM_TIMEOUT = 240.0
+"""Seconds until a launched program is killed."""
+ON_A_SHARED_GPU = """
+import runpy, sys, torch
+from rectified_flow.distributed.joining import join_processes
+torch.distributed.init_process_group("cpu:gloo,cuda:gloo")
+join_processes().backend = "gloo"  # Accelerate takes it for NCCL, and would gather in a way that gloo may lack
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a program in a process group of its own: NCCL refuses two ranks on one GPU, and gloo does not."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    tiny: bool = False
+    """Small networks and few steps; for a CPU."""
+    minutes: float = 7.5
+    """Time budget. A check that may take longer than what is left is skipped."""
+    only: tuple[str, ...] = ()
+    """Run these checks only."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A network, its images and its batch."""
+
+    image_size: int
+    dim: int
+    dim_mults: tuple[int, ...]
+    batch_size: int
+
+
+FULL, SMALL, TINY = Size(64, 64, (1, 2, 3, 4), 64), Size(32, 32, (1, 2), 32), Size(8, 8, (1, 2), 4)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a check prints."""
+
+    verdict: Verdict
+    text: str
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check, and what it takes."""
+
+    run: Callable[["Bench"], Result]
+    seconds: float
+    """That it may take on a GPU."""
+    needs_gpu: bool = False
+
+
+class Bench:
+    """What the checks share.
+
+    Args:
+        tiny: whether everything is small.
+        folder: for runs and decoded images.
+    """
+
+    def __init__(self, tiny: bool, folder: Path) -> None:
+        self.tiny, self.folder = tiny, folder
+        self.device = join_processes().device
+        self.full, self.small = (TINY, TINY) if tiny else (FULL, SMALL)
+        self.timed_steps, self.warm_up = (2, 1) if tiny else (20, 5)
+
+    @cached_property
+    def matmul_rate(self) -> float:
+        """Operations a second of large bf16 matrix products."""
+        return multiplication_rate(self.device, torch.bfloat16)
+
+    @cached_property
+    def undisturbed(self) -> Path:
+        """A run of :data:`STEPS` steps in this process, with which others are compared."""
+        return train(self, "undisturbed", STEPS)
+
+    def data(self, size: Size) -> DataConfig:
+        """The flags of the pictures, which are noise."""
+        pictures = self.folder / f"pictures-{size.image_size}"
+        if not pictures.exists():
+            pictures.mkdir()
+            shape, generator = (PICTURES, 3, size.image_size, size.image_size), torch.Generator().manual_seed(0)
+            for index, each in enumerate(torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)):
+                write_png(each, str(pictures / f"{index:03d}.png"))
+        return DataConfig(dataset_path=pictures, image_size=size.image_size, cache_dir=self.folder / "cache")
+
+    def trainer(self, kind: Kind, size: Size, *, compiled: bool = False) -> Trainer:
+        """A Trainer whose stepper is ready, in the precision that is the default on this device."""
+        run = TrainingConfig(
+            batch_size=size.batch_size,
+            compile=compiled,
+            num_samples=4 if self.tiny else 64,
+            output_dir=self.folder / "run",
+        )
+        with quiet():
+            return Trainer(build_flow(kind, size), open_pictures(self.data(size)), run)
+
+
+# The same numbers as on a CPU
+
+
+def compare_with_cpu(bench: Bench, kind: Kind, precision: Precision) -> Result:
+    """Loss and gradient of the same draws, with those of the CPU in float32."""
+    flow = fill_zeros(build_flow(kind, bench.full)).eval()
+    batch = draw_batch(8, bench.full.image_size)
+    expected = loss_and_gradient(flow, batch)
+    bf16 = precision == "bf16"
+    to_device(flow, bench.device, "bf16" if bf16 else "no")
+    with convolutions_in_tf32(precision != "float32"):
+        found = loss_and_gradient(flow, [each.to(bench.device) for each in batch], bf16=bf16)
+    return compare(found, expected, FINITE_STEP_BOUND if kind in SMALLEST_STEPS else BOUNDS[precision])
+
+
+def compare_pictures(bench: Bench) -> Result:
+    """Pictures of the same numbers: their noise is drawn on the CPU for every device."""
+    flow = fill_zeros(build_flow("rectified", bench.full))
+    [(_, expected)] = draw(flow, range(4), steps=4)
+    to_device(flow, bench.device, "no")
+    [(_, found)] = draw(flow, range(4), steps=4)
+    largest = int((found.cpu().int() - expected.int()).abs().max())
+    return judge(largest <= 4, f"values differ by up to {largest} of 255, as to the CPU (bound 4)")
+
+
+# The same run, however it goes
+
+
+def repeat(bench: Bench) -> Result:
+    """The same run twice. If it fails, the device's operations are not deterministic, and no resumed run is equal."""
+    return compare_checkpoints(bench.undisturbed, train(bench, "again", STEPS))
+
+
+def resume(bench: Bench) -> Result:
+    """A run that was stopped halfway, and resumed from its checkpoint."""
+    train(bench, "resumed", STEPS // 2)
+    return compare_checkpoints(bench.undisturbed, train(bench, "resumed", STEPS))
+
+
+def launch_with_torchrun(bench: Bench) -> Result:
+    """One process of torchrun, with NCCL and DistributedDataParallel."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    [(code, output)] = run_together([[*command, *same_run(bench, "torchrun")]], [{}])
+    if code != 0 or "Grad strides do not match" in output:  # a warning of DDP: it would copy each gradient
+        return Result("FAIL", f"exit code {code}: {output[-900:]}")
+    return compare_logs(bench.undisturbed, bench.folder / "torchrun")
+
+
+def launch_two_ranks(bench: Bench) -> Result:
+    """Two ranks on this one device, each as if on a machine of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    ranks = [{**meeting, "RANK": rank, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for rank in ("0", "1")]
+    batch_size = ("--batch_size", str(bench.small.batch_size // 2))
+    command = [sys.executable, "-c", ON_A_SHARED_GPU, *same_run(bench, "two-ranks"), *batch_size]
+    ends = run_together([command] * 2, ranks)
+    if any(code for code, _ in ends):
+        return Result("FAIL", "".join(f"exit code {code}: {output[-900:]}" for code, output in ends))
+    return compare_logs(bench.undisturbed, bench.folder / "two-ranks")
+
+
+# Where the CPU waits
+
+
+def find_waits(bench: Bench, kind: Kind) -> Result:
+    """The lines at which three steps wait for the GPU, as far as torch reports them."""
+    take = stepping(bench.trainer(kind, bench.full))
+    take(bench.warm_up)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            take(3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [each for each in caught if "synchronizing CUDA operation" in str(each.message)]
+    places = sorted({f"{Path(each.filename).name}:{each.lineno}" for each in waits})
+    return judge(not waits, f"{len(waits)} in three steps{': ' * bool(places)}{', '.join(places)}")
+
+
+def time_copy(bench: Bench) -> Result:
+    """How long the CPU takes to start the copy of a batch while the GPU has other work."""
+    batch: Batch = next(bench.trainer("rectified", bench.full)._batches())
+    for _ in range(2):  # allocates the page-locked memory
+        moved(batch, bench.device)
+    mine = seconds_behind_work(lambda: moved(batch, bench.device))
+    pageable = seconds_behind_work(lambda: [each.to(bench.device, non_blocking=True) for each in batch.values()])
+    text = f"{mine * 1e3:.2f} ms behind some 50 ms of work; from pageable memory {pageable * 1e3:.2f} ms"
+    return judge(mine < LONGEST_COPY, text)
+
+
+# Speed
+
+
+def count_kernels(bench: Bench, kind: Kind) -> Result:
+    """Kernels and copies of an eager step, and the time in which the GPU is busy with them."""
+    take = stepping(bench.trainer(kind, bench.full))
+    take(bench.warm_up)
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        seconds = synchronized(lambda: take(2)) / 2
+    kernels = [each for each in record.events() if each.device_type == DeviceType.CUDA and not each.is_user_annotation]
+    busy = sum(each.time_range.elapsed_us() for each in kernels) / 2e3
+    return Result("figure", f"{len(kernels) // 2} a step, {busy:.1f} ms of {seconds * 1e3:.1f} ms (profiled)")
+
+
+def time_eager(bench: Bench, batch_size: int) -> Result:
+    """Steps of rectified flow."""
+    size = replace(bench.full, batch_size=batch_size)
+    trainer = bench.trainer("rectified", size)
+    return Result("figure", describe_speed(bench, trainer, time_step(bench, trainer)))
+
+
+def time_mean_flow(bench: Bench) -> Result:
+    """Steps of mean flow, in steps of rectified flow."""
+    mean, rectified = (time_step(bench, bench.trainer(kind, bench.full)) for kind in reversed(KINDS))
+    return Result("figure", f"{mean * 1e3:.1f} ms a step, {mean / rectified:.2f} steps of rectified flow")
+
+
+def time_preview(bench: Bench) -> Result:
+    """A grid of samples."""
+    trainer = bench.trainer("rectified", bench.full)
+    trainer._draw_samples()
+    return Result("figure", f"{synchronized(trainer._draw_samples):.2f} s for {trainer.config.num_samples} images")
+
+
+def check_compiled(bench: Bench, kind: Kind, small: bool) -> Result:
+    """Loss and gradient of the compiled flow, with dropout, against those of the eager one; and its speed."""
+    size, began = bench.small if small else bench.full, time.perf_counter()
+    trainer = bench.trainer(kind, size, compiled=not bench.tiny)
+    flow = fill_zeros(trainer.flow)
+    assert isinstance(flow, Flow)
+    if bench.tiny:
+        flow.compile(disable=True)  # tracing alone takes longer than all other checks; other tests compile
+    batch = [each.to(bench.device) for each in draw_batch(size.batch_size, size.image_size)]
+    bf16 = trainer.accelerator.mixed_precision == "bf16"
+    expected = loss_and_gradient(flow, batch, bf16=bf16, loss=partial(type(flow).loss, flow))
+    found = loss_and_gradient(flow, batch, bf16=bf16)
+    compiling = time.perf_counter() - began
+    result = compare(found, expected, BOUNDS["bf16" if bf16 else "float32"])
+    speed = describe_speed(bench, trainer, time_step(bench, trainer))
+    return replace(result, text=f"{result.text} from eager; compiled in {compiling:.0f} s; {speed}")
+
+
+KINDS: tuple[Kind, ...] = ("rectified", "mean")
+FINITE_KINDS: tuple[Kind, ...] = ("alpha_flow", "so_flow")
+PRECISIONS: tuple[Precision, ...] = ("float32", "tf32", "bf16")
+CHECKS: Mapping[str, Check] = {
+    **{
+        f"{kind}-{precision}": Check(partial(compare_with_cpu, kind=kind, precision=precision), 20)
+        for kind in KINDS
+        for precision in PRECISIONS
+    },
+    **{kind: Check(partial(compare_with_cpu, kind=kind, precision="float32"), 20) for kind in FINITE_KINDS},
+    "pictures": Check(compare_pictures, 10),
+    "repeat": Check(repeat, 40),
+    "resume": Check(resume, 40),
+    "torchrun": Check(launch_with_torchrun, 40, needs_gpu=True),  # for NCCL; tests/launch runs torchrun on a CPU
+    "two-ranks": Check(launch_two_ranks, 40),
+    **{f"waits-{kind}": Check(partial(find_waits, kind=kind), 30, needs_gpu=True) for kind in KINDS},
+    "copy": Check(time_copy, 10, needs_gpu=True),
+    **{f"kernels-{kind}": Check(partial(count_kernels, kind=kind), 20, needs_gpu=True) for kind in KINDS},
+    **{f"eager-{count}": Check(partial(time_eager, batch_size=count), 20) for count in (64, 256)},
+    "eager-mean": Check(time_mean_flow, 30),
+    "preview": Check(time_preview, 20),
+    **{f"compiled-small-{kind}": Check(partial(check_compiled, kind=kind, small=True), 90) for kind in KINDS},
+    "compiled-rectified": Check(partial(check_compiled, kind="rectified", small=False), 170),
+    "compiled-mean": Check(partial(check_compiled, kind="mean", small=False), 540),
+}
+
+
+# Flows and batches
+
+
+def build_flow(kind: Kind, size: Size) -> Flow:
+    """A flow on the CPU, with the weights of a seed."""
+    torch.manual_seed(0)
+    data, network = DataConfig(image_size=size.image_size), UnetConfig(size.dim, size.dim_mults)
+    if kind == "rectified":
+        return build_rectified_flow(TrainRectifiedFlow(data, network), {})
+    flags = MeanFlowConfig() if kind == "mean" else MeanFlowConfig(objective=kind)
+    return build_mean_flow(TrainMeanFlow(data, network, flags), {})
+
+
+def fill_zeros(flow: nn.Module) -> Any:
+    """Give weights that start at zero other values: as they are, they hide all that comes before them."""
+    torch.manual_seed(1)
+    for parameter in flow.parameters():
+        if parameter.requires_grad and not parameter.detach().any():
+            nn.init.normal_(parameter, std=0.05)
+    return flow
+
+
+def draw_batch(count: int, side: int) -> list[Tensor]:
+    """``x_0``, noise, ``t``, and ``r``, which is earlier in the first half of the rows."""
+    generator = torch.Generator().manual_seed(2)
+    x_0 = torch.rand(count, 3, side, side, generator=generator) * 2 - 1
+    noise = torch.randn(count, 3, side, side, generator=generator)
+    t = torch.rand(count, generator=generator) * 0.8 + 0.1
+    return [x_0, noise, t, torch.where(torch.arange(count) < count // 2, 0.3 * t, t)]
+
+
+def loss_and_gradient(
+    flow: Flow, batch: Sequence[Tensor], *, bf16: bool = False, loss: Callable[..., Any] | None = None
+) -> LossAndGradient:
+    """The loss of the draws in ``batch``, by ``loss`` or else the flow's own, and its gradient as one vector."""
+    x_0, noise, t, r = batch
+    flow.zero_grad()
+    call, rows = loss or flow.loss, BatchRows(0, 0, len(t), slice(None))
+    with deterministic(rows, t.device), torch.autocast(t.device.type, torch.bfloat16, enabled=bf16):
+        if isinstance(flow, MeanFlow):
+            step = SMALLEST_STEPS.get(str(flow.objective), 0.0)
+            value = call(x_0, noise, t, r, {}, len(t) // 2, step > 0, t.new_full((), step))[0]
+        else:
+            value = call(x_0, noise, t, {})
+        value.backward()
+    gradients = [p.grad.float().cpu().flatten() for p in flow.parameters() if p.grad is not None]
+    return value.item(), torch.cat(gradients)
+
+
+def stepping(trainer: Trainer) -> Callable[[int], None]:
+    """A function that takes so many further steps."""
+    batches: Iterator[Batch] = trainer._batches()
+
+    def take(count: int) -> None:
+        for _ in range(count):
+            trainer.stepper.take(batches)
+
+    return take
+
+
+def time_step(bench: Bench, trainer: Trainer) -> float:
+    """Seconds of a step."""
+    take = stepping(trainer)
+    take(bench.warm_up)
+    if bench.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return synchronized(lambda: take(bench.timed_steps)) / bench.timed_steps
+
+
+def describe_speed(bench: Bench, trainer: Trainer, seconds: float) -> str:
+    """Time and throughput of a step, and the peak memory since :func:`time_step`."""
+    rate = trainer.batch.total / seconds
+    parts = [f"{seconds * 1e3:.1f} ms a step", f"{rate:,.0f} images/s"]
+    if not isinstance(trainer.flow, MeanFlow):  # its derivatives are not in the count of operations
+        share = 3 * trainer.flops * rate / bench.matmul_rate
+        parts.append(f"{share:.0%} of the bf16 matmul rate, {bench.matmul_rate / 1e12:.3g} TFLOP/s")
+    if bench.device.type == "cuda":
+        parts.append(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    return ", ".join(parts)
+
+
+def seconds_behind_work(action: Callable[[], object]) -> float:
+    """Seconds of the CPU in ``action``, while the GPU has work that was queued before."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(QUEUED_CYCLES)
+    began = time.perf_counter()
+    action()
+    seconds = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return seconds
+
+
+@contextlib.contextmanager
+def convolutions_in_tf32(allowed: bool) -> Iterator[None]:
+    """Whether float32 convolutions of a GPU may round their inputs to TF32, as they do by default."""
+    before, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, allowed
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+# Runs
+
+
+def train(bench: Bench, name: str, steps: int) -> Path:
+    """Train to ``steps`` in this process, from the run's last checkpoint if there is one; returns the run's folder."""
+    size = bench.small
+    run = TrainingConfig(
+        batch_size=size.batch_size,
+        train_num_steps=steps,
+        learning_rate=1e-3,
+        lr_warmup_steps=5,
+        log_every=5,
+        num_samples=0,
+        output_dir=bench.folder / name,
+    )
+    with quiet():
+        train_rectified_flow(TrainRectifiedFlow(bench.data(size), UnetConfig(size.dim, size.dim_mults), run=run))
+    return run.output_dir
+
+
+def same_run(bench: Bench, name: str) -> list[str]:
+    """The program and its flags, for the undisturbed run in another folder."""
+    config = bench.undisturbed / "config.json"
+    return ["train_oxford.py", "--config", str(config), "--output_dir", str(bench.folder / name)]
+
+
+def run_together(commands: Sequence[list[str]], variables: Sequence[dict[str, str]]) -> list[tuple[int, str]]:
+    """Exit code and output of programs that run at the same time, each with its own environment variables."""
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
+        programs = [
+            subprocess.Popen(command, cwd=PROJECT, env=os.environ | own, stdout=output, stderr=subprocess.STDOUT)
+            for command, own, output in zip(commands, variables, outputs, strict=True)
+        ]
+        until = time.monotonic() + PROGRAM_TIMEOUT
+        try:
+            for each in programs:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    each.wait(max(0, until - time.monotonic()))
+        finally:
+            for each in programs:
+                each.kill()
+        codes = [each.wait() for each in programs]
+        for output in outputs:
+            output.seek(0)
+        return [(code, output.read()) for code, output in zip(codes, outputs, strict=True)]
+
+
+def compare_checkpoints(run: Path, other: Path) -> Result:
+    """Weights, average and moments of the newest checkpoints of two runs."""
+    path, other_path = resolve(run), resolve(other)
+    largest = 0.0
+    for file in sorted(each.name for each in path.glob("*.safetensors")):
+        ours, theirs = load_tensors(path, file), load_tensors(other_path, file)
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            if not torch.equal(value, theirs[name]):
+                change = (value.double() - theirs[name].double()).abs().max() / value.double().abs().max()
+                largest = max(largest, float(change.nan_to_num(torch.inf)))
+    what = f"weights, average and moments after {STEPS} steps"
+    return judge(largest == 0, f"{what} {f'differ by {largest:.1e} of the largest' if largest else 'are byte-equal'}")
+
+
+def compare_logs(run: Path, other: Path) -> Result:
+    """Losses and gradient norms that two runs logged."""
+    ours, theirs = (read_metrics(each) for each in (run, other))
+    changes = [abs(b / a - 1) for a, b in zip(ours, theirs, strict=True)]
+    text = f"losses and gradient norms of {STEPS} steps differ by up to {max(changes):.1e} from one process"
+    return judge(all(each < LARGEST_CHANGE for each in changes), f"{text} (bound {LARGEST_CHANGE:g})")
+
+
+def read_metrics(run: Path) -> list[float]:
+    """Loss and gradient norm of each line of ``metrics.jsonl``."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row[name] for row in rows for name in ("loss", "grad_norm")]
+
+
+# Verdicts
+
+
+def judge(good: bool, text: str) -> Result:
+    return Result("pass" if good else "FAIL", text)
+
+
+def compare(found: LossAndGradient, expected: LossAndGradient, bound: float) -> Result:
+    """The relative differences of a loss and its gradient; those that are not numbers fail."""
+    loss = found[0] / expected[0] - 1
+    gradient = float((found[1] - expected[1]).norm() / expected[1].norm())
+    return judge(abs(loss) < bound and gradient < bound, f"loss {loss:+.1e}, gradient {gradient:.1e} (bound {bound:g})")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Print nothing inside the block."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def perform(check: Check, bench: Bench) -> Result:
+    """Run a check. An error is a failure too, with its traceback on stderr."""
+    gc.collect()  # trainers of earlier checks, before their memory is counted
+    try:
+        return check.run(bench)
+    except Exception as error:
+        traceback.print_exc()
+        return Result("FAIL", f"{type(error).__name__}: {str(error)[-600:]}")
+
+
+def main(flags: Flags) -> int:
+    """Print a line for each check; returns the exit code."""
+    unknown = set(flags.only) - set(CHECKS)
+    if unknown:
+        raise SystemExit(f"there is no check {', '.join(sorted(unknown))}, only {', '.join(CHECKS)}")
+    print(f"{describe_machine()}; torch {torch.__version__}", flush=True)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    began, failed = time.monotonic(), list[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(flags.tiny, Path(folder))
+        for name in flags.only or CHECKS:
+            check, started = CHECKS[name], time.monotonic()
+            left = 60 * flags.minutes - (started - began)
+            if check.needs_gpu and bench.device.type != "cuda":
+                result = Result("skip", "needs a GPU")
+            elif left < (0 if flags.tiny else check.seconds):
+                result = Result("skip", f"may take {check.seconds:g} s and {left:.0f} s are left: pass --only {name}")
+            else:
+                result = perform(check, bench)
+            failed += [name] * (result.verdict == "FAIL")
+            print(f"{result.verdict:6} {name:24} {result.text}  [{time.monotonic() - started:.0f} s]", flush=True)
+    print(f"{len(failed)} failed: {', '.join(failed)}" if failed else "nothing failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Flags, description=__doc__, use_underscores=True)))
