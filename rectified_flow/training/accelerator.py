@@ -42,4 +42,6 @@ def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> 
     )
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
         raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
+    if not supports_bf16:
+        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
     return accelerator

@@ -179,7 +179,10 @@ class _AsyncBool:
 
 def moved(batch: Batch, device: torch.device) -> Batch:
     """The batch with its tensors on ``device``; other values, like captions, as they are."""
-    return {
-        name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-        for name, value in batch.items()
-    }
+    return {name: _moved(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda" and value.device.type == "cpu":
+        value = value.pin_memory()  # else CUDA may wait for the work before, to stage the copy (benchmarks/log.md)
+    return value.to(device, non_blocking=True)
