@@ -117,7 +117,7 @@ class MeanFlow(Flow):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
         self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
-        # A finite step that shrinks gets lost in the rounding of bf16.
+        # A finite step that shrinks gets lost in rounding.
         self.supports_bf16 = objective not in ("alpha_flow", "so_flow")
         self.mean_fraction = mean_fraction
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
@@ -139,7 +139,7 @@ class MeanFlow(Flow):
         count = round(self.mean_fraction * len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
         step = self.variant.step(self.progress)
-        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
+        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_full((), step))
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
