@@ -154,11 +154,11 @@ class Parts:
 def count_waits(parts: Parts) -> int:
     """The number of times that the CPU waits for the GPU in three steps whose outcome is not read."""
     torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as waits:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         parts.take_some()
     torch.cuda.set_sync_debug_mode("default")
-    return len(waits)
+    return sum("synchronizing CUDA operation" in str(each.message) for each in caught)
 
 
 def measure_rows(flags: Flags) -> list[Row]:

@@ -176,8 +176,9 @@ class Trainer:
                         places |= self._draw_samples()
                     for callback in self.callbacks:
                         callback.on_step(self)
-                    stop = any_rank(self.accelerator, stop_requested() is not None)
-                    if self.is_due(self.config.save_every) or stop or self._is_best:
+                stop = any_rank(self.accelerator, stop_requested() is not None)  # the slowest rank: no pause
+                if self.is_due(self.config.save_every) or stop or self._is_best:
+                    with self.throughput.paused():
                         self._save()
         set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
         places |= on_main(self.accelerator, self.run.finish)
