@@ -1,6 +1,7 @@
 """The benchmarks: whose turn it is, where the table goes, and that each one still runs."""
 
 import importlib
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 from turns import Times, Turns, ratio, take_turns
 
 from rectified_flow.training.state import TrainingState
+from tests.patience import PATIENCE
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -154,3 +156,14 @@ def test_a_first_run_names_what_its_time_was_too_short_for(capfd: pytest.Capture
     output = capfd.readouterr().out
     assert verdicts(output) == {"preview": "skip", "compiled-mean": "skip"}
     assert "--only compiled-mean" in output
+
+
+def test_launches_are_counted_without_a_gpu() -> None:
+    """In a process of its own: it pretends that there is one."""
+    command = [sys.executable, str(BENCHMARKS / "launches.py"), "--tiny", "--flows", "rectified flow"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr[-2000:]
+    launches, kernels, calls, gigabytes = (float(each) for each in done.stdout.splitlines()[-1].split("|")[2:-1])
+    assert launches == kernels + calls
+    assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
+    assert 1 < gigabytes < 4

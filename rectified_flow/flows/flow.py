@@ -16,6 +16,18 @@ from rectified_flow.networks.conditions import Kinds, Values, drop
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
+GPU_OPTIONS: dict[str, Any] = {
+    # A value is computed wherever it is read, instead of being stored and read back.
+    "realize_reads_threshold": 32,
+    "realize_opcount_threshold": 300,
+    "realize_acc_reads_threshold": 64,
+    # Independent small kernels are launched as one. Most are casts of weights and of their gradients.
+    "combo_kernels": True,
+    "combo_kernels_pointwise_only": True,
+    "combo_kernel_max_num_nodes": 16,
+}
+"""The compiler's options on a GPU, where launches and bytes bound a step: ``benchmarks/launches.py`` counts both."""
+
 
 class Flow(nn.Module, Saved):
     """A module that holds a network; ``forward(**batch)`` is the loss, and ``sample`` generates data.
@@ -47,7 +59,7 @@ class Flow(nn.Module, Saved):
     default_steps: ClassVar[int] = 16
     """Intervals of :meth:`sample` if a caller gives no number."""
     supports_bf16: bool = True
-    """Whether the objective can be learned in bf16."""
+    """Whether the objective can be learned in bf16; if not, float32 on a GPU is not rounded to TF32 either."""
 
     def __init__(
         self,
@@ -74,7 +86,15 @@ class Flow(nn.Module, Saved):
         return getattr(self.network, "conditions", {})
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile the objective; drawing stays outside, and no saved name changes."""
+        """Compile the objective; drawing stays outside, and no saved name changes.
+
+        Args:
+            args: of :func:`torch.compile`.
+            kwargs: likewise. On a GPU, to which the flow is to be moved before, ``options`` come on top of
+                :data:`GPU_OPTIONS`; a ``backend`` or ``mode`` comes instead of them.
+        """
+        if self.device.type == "cuda" and not kwargs.get("backend") and not kwargs.get("mode"):
+            kwargs["options"] = GPU_OPTIONS | (kwargs.get("options") or {})
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
     def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.func import vjp
 
+from rectified_flow.networks import fused
+
 LEVEL = 0
 """The index of PyTorch's only level of forward-mode derivatives."""
 
@@ -22,9 +24,18 @@ class Conv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         value, tangent = _unpack(x)
+        convolve = self._convolve_on_gpu if fused.is_used(x) else self._conv_forward
+        convolved = convolve(value, self.weight, self.bias)
         if tangent is None:
-            return super().forward(value)
-        return forward_ad.make_dual(super().forward(value), self._conv_forward(tangent, self.weight, None), level=LEVEL)
+            return convolved
+        return forward_ad.make_dual(convolved, convolve(tangent, self.weight, None), level=LEVEL)
+
+    def _convolve_on_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if (self.kernel_size, self.stride, self.padding, self.groups) == ((1, 1), (1, 1), (0, 0), 1):
+            return fused.convolution_of_pixels(x, weight, bias)
+        # Alone, so that this is what is kept for the backward pass: the bias is added where the result is read.
+        convolved = self._conv_forward(x, weight, None)
+        return convolved if bias is None else convolved + bias.to(convolved.dtype)[:, None, None]
 
 
 class GroupNorm(nn.Module):
@@ -42,6 +53,9 @@ class GroupNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        if fused.is_used(x):
+            with torch.autocast(x.device.type, enabled=False):
+                return fused.group_norm(x, self.groups, self.weight, self.bias, self.eps)
         value, tangent = _unpack(x)
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -51,6 +65,11 @@ class GroupNorm(nn.Module):
             (change,) = pull_back(tangent)
             scale, shift = weight[:, None, None], bias[:, None, None]
             return forward_ad.make_dual(torch.addcmul(shift, normed, scale), change * scale, level=LEVEL)
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Whether a forward-mode derivative passes through ``x``."""
+    return _unpack(x)[1] is not None
 
 
 def _unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,9 @@
 
 Every operation has a forward-mode derivative (`torch.func.jvp`), alone, under bf16 autocast and inside a compiled loss:
 attention is written as matmul and softmax because the fused kernels have none.
+
+Compiled for a GPU, norms, convolutions, attention and upsampling take a second form (:mod:`.fused`), which the compiler
+fuses better. Change both together: tests/networks/test_fused.py fails where they differ.
 """
 
 import math
@@ -15,8 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
+from rectified_flow.networks import fused
 from rectified_flow.networks.conditions import Kinds
-from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, has_tangent
 from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
@@ -231,7 +235,7 @@ class Block(nn.Module):
         if self.resample is not None:
             x, h = resampled(x, self.resample), resampled(h, self.resample)
         h = self.conv1(h)
-        scale, shift = rearrange(self.modulation(condition), "b (two c) -> two b c 1 1", two=2)
+        scale, shift = self.modulation(condition)[:, :, None, None].chunk(2, dim=1)
         h = F.silu(torch.addcmul(shift, self.norm2(h), scale + 1))
         if self.training and self.dropout > 0:
             h = randomness.dropout(h, self.dropout, self.layer)
@@ -249,11 +253,18 @@ class Attention(nn.Module):
         self.out = zero_init(Conv2d(dim, dim, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = rearrange(self.qkv(self.norm(x)), "b (three n d) h w -> three b n (h w) d", three=3, n=self.heads)
-        q, k, v = qkv.unbind()
-        weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
-        attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
+        qkv = self.qkv(self.norm(x)).chunk(3, dim=1)
+        q, k, v = (rearrange(each, "b (n d) h w -> b n (h w) d", n=self.heads) for each in qkv)
+        attended = rearrange(attend(q, k, v), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of queries to keys and values, all ``[b, n, p, d]``."""
+    if fused.is_used(q) and not has_tangent(q):
+        return F.scaled_dot_product_attention(q, k, v)
+    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
+    return weights @ v
 
 
 def _embedding_name(condition: str) -> str:
@@ -268,7 +279,9 @@ def _heads(dim: int, head_dim: int) -> int:
 
 def resampled(x: Tensor, how: Resample) -> Tensor:
     """Halve (mean of 2x2) or double (nearest) the sides of ``x`` ``[b, c, h, w]``."""
-    return F.avg_pool2d(x, 2) if how == "down" else F.interpolate(x, scale_factor=2.0, mode="nearest")
+    if how == "down":
+        return F.avg_pool2d(x, 2)
+    return fused.doubled(x) if fused.is_used(x) else F.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
 def zero_init(module: M) -> M:
