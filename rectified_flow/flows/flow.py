@@ -91,10 +91,10 @@ class Flow(nn.Module, Saved):
         Args:
             args: of :func:`torch.compile`.
             kwargs: likewise. On a GPU, to which the flow is to be moved before, ``options`` come on top of
-                :data:`GPU_OPTIONS`; a ``backend`` or ``mode`` comes instead of them.
+                :data:`GPU_OPTIONS`, if this PyTorch has all of these; a ``backend`` or ``mode`` comes instead of them.
         """
         if self.device.type == "cuda" and not kwargs.get("backend") and not kwargs.get("mode"):
-            kwargs["options"] = GPU_OPTIONS | (kwargs.get("options") or {})
+            kwargs["options"] = _gpu_options() | (kwargs.get("options") or {})
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
     def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
@@ -204,6 +204,11 @@ class Flow(nn.Module, Saved):
             yield
         finally:
             self.train(was_training)
+
+
+def _gpu_options() -> dict[str, Any]:
+    known: list[str] = torch._inductor.list_options()
+    return GPU_OPTIONS if GPU_OPTIONS.keys() <= set(known) else {}  # PyTorch 2.8 lacks two, and refuses them
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:

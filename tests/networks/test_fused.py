@@ -217,6 +217,16 @@ def test_a_flow_is_compiled_with_options_of_its_own_on_a_gpu(
     assert found == expected
 
 
+def test_a_pytorch_that_lacks_an_option_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would raise."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(torch, "compile", lambda function, **settings: given.update(settings) or function)
+    monkeypatch.setattr(torch._inductor, "list_options", lambda: [*GPU_OPTIONS][1:])
+    monkeypatch.setattr(Flow, "device", torch.device("cuda"))
+    RectifiedFlow(nn.Identity()).compile()
+    assert given == {"options": {}}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("flow", ["rectified flow", "improved mean flow"])
 def test_the_kernels_of_a_step_compile_for_a_gpu(flow: str) -> None:
