@@ -26,7 +26,7 @@ RUN = [
 SETTINGS = {
     "as the programs set it": {},
     "GNU's own": {"GOMP_SPINCOUNT": "300000"},  # its default where there are no more threads than cores
-    "spin count 10,000": {"GOMP_SPINCOUNT": "10000"},
+    "spin count 1,000": {"GOMP_SPINCOUNT": "1000"},
     "passive": {"OMP_WAIT_POLICY": "PASSIVE"},
     "one thread": {"OMP_NUM_THREADS": "1"},
 }

@@ -76,9 +76,9 @@ def test_a_limit_of_a_cgroup_above_counts(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("given", "threads", "spin"),
     [
-        ({}, "48", "1000"),
-        ({"LOCAL_WORLD_SIZE": "8"}, "6", "1000"),
-        ({"LOCAL_WORLD_SIZE": "100"}, "1", "1000"),
+        ({}, "48", "10000"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "6", "10000"),
+        ({"LOCAL_WORLD_SIZE": "100"}, "1", "10000"),
         ({"OMP_NUM_THREADS": "5", "GOMP_SPINCOUNT": "7"}, "5", "7"),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, "48", None),
     ],
