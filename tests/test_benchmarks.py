@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torchvision.io import write_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
@@ -167,3 +168,32 @@ def test_launches_are_counted_without_a_gpu() -> None:
     assert launches == kernels + calls
     assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
     assert 1 < gigabytes < 4
+
+
+def test_a_study_is_resumed_and_its_table_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import one_step_study
+    from one_step_study import Case, Flags, measure, print_table
+
+    (tmp_path / "pictures").mkdir()
+    for index in range(8):
+        write_png(torch.full((3, 32, 32), 30 * index, dtype=torch.uint8), str(tmp_path / f"pictures/{index}.png"))
+    names = ("rectified", "lagrangian, shares, power 0, taught")
+    flags = Flags(
+        factors=names,
+        data=str(tmp_path / "pictures"),
+        seeds=(0,),
+        images=8,
+        dim=4,
+        num_samples=2,
+        output_dir=tmp_path,
+        results=tmp_path / "results.jsonl",
+    )
+    for name in (*names, names[0]):
+        measure(Case(name, 0, flags))
+    assert flags.results.read_text().count("\n") == 2, "what is there is not measured again"
+    print_table(flags)
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:]] == list(names)
+    columns = len(one_step_study.CALLS) + 1
+    assert all(row[6].strip() == "" and float(row[5]) > 0 for row in rows[2:3]), "a rectified flow needs no control"
+    assert all(float(cell) >= 0 for cell in rows[3][2 : 2 + columns])
