@@ -180,6 +180,10 @@ FACTORS = {
     "a quarter of the rate": Factor(
         "better at 16 calls, if the rate, and not the objective, spoils the velocity", run={"learning_rate": 5e-4}
     ),
+    "the rate falls to 0": Factor(
+        "better in every column: what is left is noise of the updates", run={"lr_decay": "cosine"}
+    ),
+    "a quarter of the rate, taught": Factor("better than without a teacher", run={"learning_rate": 5e-4}, taught=True),
     "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
     "power 0": Factor("better at 16 calls: large errors count", ALIKE, UNCLIPPED),
     "shares, power 0": Factor("better at 16 calls; the best on a toy", SHARES | ALIKE, UNCLIPPED),
