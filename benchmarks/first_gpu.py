@@ -1,6 +1,6 @@
 """The first run on a GPU: whether it computes the same as a CPU, resumes, waits for nothing, and how fast it is.
 
-    python benchmarks/first_gpu.py                                        # less than 8 minutes on one GPU
+    python benchmarks/first_gpu.py                                        # on one GPU, in 7.5 minutes or less
     python benchmarks/first_gpu.py --only compiled-mean --minutes 12      # a check that was skipped for want of time
     python benchmarks/first_gpu.py --tiny                                 # on a CPU, in less than a minute
 

@@ -44,6 +44,7 @@ from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.trainer import Trainer
 
 IMAGE_SIZE = 32
@@ -308,16 +309,29 @@ class Case:
         return StudyFlow(network, space=space, teacher=teacher, **self.factor.flow)
 
 
-def train(case: Case) -> tuple[Flow, float]:
+class Clock(Callback):
+    """Processor time of the steps of this process; a resumed run has others before."""
+
+    began: float = 0.0
+    first: int = 0
+    seconds: float | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.began, self.first = time.process_time(), trainer.state.step
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.seconds = (time.process_time() - self.began) / max(1, trainer.state.step - self.first)
+
+
+def train(case: Case) -> tuple[Flow, float | None]:
     """Train one case, from its newest checkpoint if there is one; returns its averaged flow and its seconds a step."""
     set_seed(case.seed)
-    trainer = Trainer(case.build(), pictures(case.flags), case.config())
-    began, step = time.process_time(), trainer.state.step
+    clock = Clock()
+    trainer = Trainer(case.build(), pictures(case.flags), case.config(), callbacks=[clock])
     trainer.train()
-    seconds = (time.process_time() - began) / max(1, trainer.state.step - step)
     flow = trainer.averaged_flow
     assert isinstance(flow, Flow)
-    return flow, seconds
+    return flow, clock.seconds
 
 
 def pictures(flags: Flags) -> ImageDataset:
@@ -349,7 +363,7 @@ def measure(case: Case) -> None:
         with randomness.deterministic(randomness.Samples(0, range(36))):
             grids.append(to_grid(flow.space.draw(each.sample(36, **how))))
     write_picture(case.folder.with_suffix(".png"), torch.cat([torch.as_tensor(grid) for grid in grids], dim=1).numpy())
-    line = {**case.key, "seconds_a_step": round(seconds, 4), "distances": result}
+    line = {**case.key, "seconds_a_step": seconds and round(seconds, 4), "distances": result}
     with flags.results.open("a") as file:
         file.write(json.dumps(line) + "\n")
 
