@@ -37,7 +37,7 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import LEAST_DIVISOR, RectifiedFlow
-from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
 from rectified_flow.networks.conditions import Values
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pictures import to_grid, write_picture
@@ -64,6 +64,8 @@ class StudyFlow(MeanFlow):
             mean flow's own), or by the earlier one (``lagrangian``; Boffi et al. 2025, arXiv:2505.18825).
         teacher: a trained network whose velocity takes the place of the data's.
         growing: intervals grow to their length over the first four fifths of the training.
+        paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
+        whole: share of the intervals that are whole paths.
     """
 
     def __init__(
@@ -75,16 +77,20 @@ class StudyFlow(MeanFlow):
         along: Literal["eulerian", "lagrangian"] = "eulerian",
         teacher: nn.Module | None = None,
         growing: bool = False,
+        paths: Tensor | None = None,
+        whole: float = 0.0,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
         self.share, self.clean, self.along = share, clean, along
         self.teacher = None if teacher is None else (teacher,)  # in a tuple, its weights are nobody's to train
-        self.growing = growing
+        self.growing, self.paths, self.whole = growing, paths, whole
 
     def forward(self, **batch: Any) -> Tensor:
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
+        if self.paths is not None:
+            return self._follow(x_0, noise, t, self.paths)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         if self.share:
             earlier = t * Uniform().sample(len(x_0), x_0.device, "earlier time")
@@ -96,6 +102,23 @@ class StudyFlow(MeanFlow):
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
         self.logged = {"unweighted_loss": mean_square}
         return loss
+
+    def _follow(self, x_0: Tensor, noise: Tensor, t: Tensor, paths: Tensor) -> Tensor:
+        """The loss on the average velocities of paths, and in the other rows on the velocity."""
+        count, steps = round(self.mean_fraction * len(x_0)), paths.shape[1] - 1
+        which = randomness.randint("path", len(paths), (len(x_0),), x_0.device)[:count]
+        end = 1 + randomness.randint("end", steps, (len(x_0),), x_0.device)[:count]
+        start = (randomness.rand("start", (len(x_0),), x_0.device)[:count] * end).long()
+        whole = torch.arange(count) < round(self.whole * count)
+        start, end = torch.where(whole, 0, start), torch.where(whole, steps, end)
+        x_t, x_r = paths[which, steps - end].float(), paths[which, steps - start].float()
+        time, earlier = end / steps, start / steps
+        x = torch.cat((x_t, torch.lerp(x_0, noise, expand(t, x_0))[count:]))
+        target = torch.cat(((x_t - x_r) / expand(time - earlier, x_t), (noise - x_0)[count:]))
+        u = self.average_velocity(x, torch.cat((time, t[count:])), torch.cat((earlier, t[count:])))
+        square = (u - target).square().flatten(1).sum(dim=1)
+        self.logged = {"unweighted_loss": square.detach().mean() / u[0].numel()}
+        return ((square.detach() + self.weight_epsilon) ** -self.weight_power * square).mean()
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         output = super().average_velocity(x, t, r, **conditions)
@@ -123,6 +146,19 @@ class StudyFlow(MeanFlow):
         return -gap * slope, self.velocity(x - gap * u, r)
 
 
+class Reflow(RectifiedFlow):
+    """A rectified flow between the ends of paths, see :class:`StudyFlow`."""
+
+    def __init__(self, network: nn.Module, *, paths: Tensor, **settings: Any) -> None:
+        super().__init__(network, **settings)
+        self.paths = paths
+
+    def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
+        x_0, _, conditions = super().draw_batch(batch)
+        which = randomness.randint("path", len(self.paths), (len(x_0),), x_0.device)
+        return self.paths[which, -1].float(), self.paths[which, 0].float(), conditions
+
+
 class AlongVelocity(RectifiedFlow):
     """The rectified flow of a mean flow's ``u(x, t, t)``."""
 
@@ -147,6 +183,7 @@ class Factor:
         wakes: whether the interval's embedding starts at random instead of zero.
         rectified: settings of the rectified flow.
         length: of the training, as a multiple of the flag.
+        paths: how many the flow of these weights draws to train on.
     """
 
     expected: str
@@ -156,7 +193,8 @@ class Factor:
     taught: bool = False
     wakes: bool = False
     rectified: Mapping[str, Any] = field(default_factory=dict)
-    length: int = 1
+    length: float = 1
+    paths: int = 0
 
 
 ALIKE = {"weight_power": 0.0}
@@ -164,6 +202,9 @@ UNCLIPPED = {"max_grad_norm": 3.0 * IMAGE_SIZE**2}
 """With rows weighted alike, the loss is a sum over elements: the limit of a mean, as rectified flow has it."""
 LAGRANGIAN = {"along": "lagrangian"}
 SHARES = {"share": True}
+LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}
+DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1024, "length": 1.08}
+"""Drawing and training cost as much as the training of a mean flow on as many images as the flag says."""
 FACTORS = {
     "rectified": Factor("the reference", None, after=None, length=4),
     "rectified, clean": Factor(
@@ -185,6 +226,26 @@ FACTORS = {
         "better in every column: what is left is noise of the updates", run={"lr_decay": "cosine"}
     ),
     "a quarter of the rate, taught": Factor("better than without a teacher", run={"learning_rate": 5e-4}, taught=True),
+    "half the rate, falling to 0": Factor("the best of both", run=LOWER),
+    "paths": Factor("better in one call: nothing but regression, and no noise in the target", **DRAWN),
+    "whole paths": Factor("the best in one call: what this network can do there", {"whole": 1.0}, **DRAWN),
+    "half whole paths": Factor("in one call as whole paths, at 2 to 16 as paths", {"whole": 0.5}, **DRAWN),
+    "half whole paths, three quarters of the rows": Factor(
+        "better in one call, worse at 16", {"whole": 0.5, "mean_fraction": 0.75}, **DRAWN
+    ),
+    "half whole paths, power 0.5": Factor("no great difference", {"whole": 0.5, "weight_power": 0.5}, **DRAWN),
+    "half whole paths, twice the rate": Factor(
+        "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
+    ),
+    "half whole paths, a quarter as many": Factor(
+        "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 256, "length": 1.58})
+    ),
+    "reflow": Factor(
+        "the best in one call so far",
+        None,
+        rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
+        **DRAWN,
+    ),
     "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
     "power 0": Factor("better at 16 calls: large errors count", ALIKE, UNCLIPPED),
     "shares, power 0": Factor("better at 16 calls; the best on a toy", SHARES | ALIKE, UNCLIPPED),
@@ -282,7 +343,7 @@ class Case:
             "mixed_precision": "no",
         }
         settings |= self.factor.run
-        steps = self.factor.length * self.flags.images // 8  # as many updates, whatever the batch
+        steps = round(self.factor.length * self.flags.images / 8)  # as many updates, whatever the batch
         return TrainingConfig(
             **settings,
             seed=self.seed,
@@ -303,10 +364,20 @@ class Case:
             nn.init.normal_(network.time_embedding.interval.weight, std=0.05)
         if self.before is not None:
             checkpoint.load_averaged(network, checkpoint.resolve(self.before.config().checkpoints))
+        paths = self.draw_paths(RectifiedFlow(network, space=space)) if self.factor.paths else None
         if self.factor.flow is None:
-            return RectifiedFlow(network, space=space, **self.factor.rectified)
+            settings = {"space": space, **self.factor.rectified}
+            return RectifiedFlow(network, **settings) if paths is None else Reflow(network, paths=paths, **settings)
         teacher = copy.deepcopy(network).requires_grad_(False).eval() if self.factor.taught else None
-        return StudyFlow(network, space=space, teacher=teacher, **self.factor.flow)
+        return StudyFlow(network, space=space, teacher=teacher, paths=paths, **self.factor.flow)
+
+    def draw_paths(self, flow: RectifiedFlow) -> Tensor:
+        """Paths of the flow from noise to data, float16 ``[n, 17, 3, s, s]``."""
+        points: list[Tensor] = []
+        for first in range(0, self.factor.paths, 32):
+            with randomness.deterministic(randomness.Samples(self.seed + 1, range(first, first + 32))):
+                flow.sample(32, steps=16, solver="euler", watch=lambda _t, x: points.append(x.half()))
+        return torch.cat([torch.stack(points[i : i + 17], dim=1) for i in range(0, len(points), 17)])
 
 
 class Clock(Callback):

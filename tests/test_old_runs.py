@@ -1,7 +1,7 @@
 """Runs of version 0.1, whose checkpoints are in ``old_runs``: the programs resume them as that version would have.
 
 ``old_runs/expected.json`` has what that version itself made of steps 5 to 8, on any processor with x86's common
-instructions alone.
+instructions alone. Mean flow's derivative has been rounded otherwise since, so its numbers are equal up to that.
 """
 
 import hashlib
@@ -112,15 +112,15 @@ def test_it_resumes_with_the_same_losses(resume: Resume, flow: str) -> None:
     expected = {int(step): loss for step, loss in EXPECTED[flow]["losses"].items()}
     assert list(expected) == [5, 6, 7, 8]
     got = losses(resume(flow))
-    assert got == expected if SAME_NUMBERS else got == pytest.approx(expected, rel=1e-4)
+    exact = SAME_NUMBERS and flow == "rectified"
+    assert got == expected if exact else got == pytest.approx(expected, rel=1e-4)
 
 
-@either_flow
 @pytest.mark.skipif(not SAME_NUMBERS, reason=f"the last bit is that of torch {EXPECTED['torch']} on x86")
-def test_it_comes_to_the_same_weights_and_averages(resume: Resume, flow: str) -> None:
-    files = (resume(flow) / "checkpoints/step_00000008").glob("*.safetensors")
+def test_it_comes_to_the_same_weights_and_averages(resume: Resume) -> None:
+    files = (resume("rectified") / "checkpoints/step_00000008").glob("*.safetensors")
     got = {path.name: digest(path) for path in files if path.name != "optimizer.safetensors"}
-    assert got == EXPECTED[flow]["weights"]
+    assert got == EXPECTED["rectified"]["weights"]
 
 
 @either_flow
@@ -156,4 +156,5 @@ def test_its_config_starts_the_same_run(folder: Path, flow: str) -> None:
     for name in ("model.safetensors", "ema.safetensors"):
         one, two = (load_file(run / STEP_4 / name) for run in (OLD_RUNS / flow, again))
         for key, value in two.items():  # four steps of Adam, each of a thousandth
-            assert torch.equal(value, one[key]) if SAME_NUMBERS else (value - one[key]).abs().max() < 4e-3, key
+            exact = SAME_NUMBERS and flow == "rectified"
+            assert torch.equal(value, one[key]) if exact else (value - one[key]).abs().max() < 4e-3, key

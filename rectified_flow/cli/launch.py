@@ -146,8 +146,8 @@ def _import_modules(names: tuple[str, ...]) -> None:
 
 
 def _find(name: str) -> Any:
-    module, _, member = name.partition(":")
-    return getattr(importlib.import_module(module), member)
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _agreed_code(sentence: str, code: int) -> int:

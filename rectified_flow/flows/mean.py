@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from rectified_flow.flows.config import Objective, TimeGrid
+from rectified_flow.flows.config import ObjectiveName, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.solvers import Watch
 from rectified_flow.flows.time_grids import time_grid
@@ -32,7 +32,7 @@ from rectified_flow.registry import register
 
 @dataclass(frozen=True)
 class Variant:
-    """A member of the family.
+    """The settings of one objective of the family.
 
     Args:
         blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
@@ -56,7 +56,7 @@ def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
     return smallest**progress
 
 
-VARIANTS: dict[Objective, Variant] = {
+VARIANTS: dict[ObjectiveName, Variant] = {
     "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "alpha_flow": Variant(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
@@ -99,7 +99,7 @@ class MeanFlow(Flow):
         self,
         network: nn.Module,
         *,
-        objective: Objective | Variant = "improved_mean_flow",
+        objective: ObjectiveName | Variant = "improved_mean_flow",
         mean_fraction: float = 0.5,
         weight_power: float = 0.75,
         weight_epsilon: float = 1e-3,

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import vjp
 
 from rectified_flow.networks import fused
 
@@ -61,10 +60,22 @@ class GroupNorm(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             if tangent is None:
                 return F.group_norm(value, self.groups, weight, bias, self.eps)
-            normed, pull_back, *_ = vjp(lambda x: F.group_norm(x, self.groups, eps=self.eps), value)
-            (change,) = pull_back(tangent)
-            scale, shift = weight[:, None, None], bias[:, None, None]
-            return forward_ad.make_dual(torch.addcmul(shift, normed, scale), change * scale, level=LEVEL)
+            batch, channels, *sides = value.shape
+            size = batch, channels, math.prod(sides), self.groups
+            result, mean, spread = torch.ops.aten.native_group_norm(value, weight, bias, *size, self.eps)
+            gradient = torch.ops.aten.native_group_norm_backward
+            change, *_ = gradient(tangent, value, mean, spread, None, *size, [True, False, False])
+            return forward_ad.make_dual(result, change * weight[:, None, None], level=LEVEL)
+
+
+def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """``x (scale + 1) + shift``, whose derivative has two operations instead of PyTorch's four."""
+    parts = [_unpack(each) for each in (x, scale + 1, shift)]
+    if any(tangent is None for _, tangent in parts):
+        return torch.addcmul(shift, x, scale + 1)
+    (x, dx), (scale, dscale), (shift, dshift) = parts
+    change = torch.addcmul(torch.addcmul(dshift, dx, scale), x, dscale)
+    return forward_ad.make_dual(torch.addcmul(shift, x, scale), change, level=LEVEL)
 
 
 def has_tangent(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from rectified_flow import randomness
 from rectified_flow.networks import fused
 from rectified_flow.networks.conditions import Kinds
-from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, has_tangent
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, has_tangent, modulated
 from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
@@ -236,7 +236,7 @@ class Block(nn.Module):
             x, h = resampled(x, self.resample), resampled(h, self.resample)
         h = self.conv1(h)
         scale, shift = self.modulation(condition)[:, :, None, None].chunk(2, dim=1)
-        h = F.silu(torch.addcmul(shift, self.norm2(h), scale + 1))
+        h = F.silu(modulated(self.norm2(h), scale, shift))
         if self.training and self.dropout > 0:
             h = randomness.dropout(h, self.dropout, self.layer)
         return self.attention(self.skip(x) + self.conv2(h))

@@ -1,4 +1,4 @@
-"""Mean flow against closed forms: every member of the family, and the slips that are easily made."""
+"""Mean flow against closed forms: every objective of the family, and the slips that are easily made."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from rectified_flow.flows import mean as mean_module
-from rectified_flow.flows.config import Objective
+from rectified_flow.flows.config import ObjectiveName
 from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step, sigmoid_step
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
@@ -44,7 +44,7 @@ def draws(data: Gaussian) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x_0, torch.randn(COUNT, 3, 4, 4), t, t * torch.rand(COUNT)
 
 
-def evaluate(objective: Objective | Variant, step: float = 0.0) -> tuple[float, float]:
+def evaluate(objective: ObjectiveName | Variant, step: float = 0.0) -> tuple[float, float]:
     """Mean squared error at the optimum, and the norm of its gradient there."""
     data = image_gaussian().float()
     flow = MeanFlow(Optimal(data), objective=objective, weight_power=0)
@@ -111,7 +111,7 @@ def slipped(name: str) -> Callable[..., Any]:
     ["tangent of r not zero", "tangent of t zero", "direction negated", "sign of t - r", "factor missing"],
 )
 @pytest.mark.parametrize("objective", ["mean_flow", "improved_mean_flow"])
-def test_slips_show(slip: str, objective: Objective, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slips_show(slip: str, objective: ObjectiveName, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very numbers the tests above compare move far out of their tolerance."""
     monkeypatch.setattr(mean_module, "jvp", slipped(slip))
     mean_square, gradient = evaluate(objective)

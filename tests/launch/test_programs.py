@@ -45,8 +45,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
         output, _ = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for member in family:
-            member.kill()
+        for each in family:
+            each.kill()
         raise
     return process.returncode, output
 

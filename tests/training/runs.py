@@ -13,7 +13,7 @@ from rectified_flow.data.image_store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.evaluation.config import EvaluationConfig
-from rectified_flow.flows.config import Coupling, Objective
+from rectified_flow.flows.config import Coupling, ObjectiveName
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -33,7 +33,7 @@ class Tiny:
     use_cfg: bool = True
     dropout: float = 0.1
     coupling: Coupling = "independent"
-    objective: Objective = "improved_mean_flow"
+    objective: ObjectiveName = "improved_mean_flow"
     evaluate_every: int = 0
 
     def build(self, dataset: ImageDataset) -> RectifiedFlow | MeanFlow:
