@@ -183,7 +183,7 @@ class Factor:
         wakes: whether the interval's embedding starts at random instead of zero.
         rectified: settings of the rectified flow.
         length: of the training, as a multiple of the flag.
-        paths: how many the flow of these weights draws to train on.
+        paths: how many the flow of these weights draws to train on, as a share of the training images.
     """
 
     expected: str
@@ -194,7 +194,7 @@ class Factor:
     wakes: bool = False
     rectified: Mapping[str, Any] = field(default_factory=dict)
     length: float = 1
-    paths: int = 0
+    paths: float = 0
 
 
 ALIKE = {"weight_power": 0.0}
@@ -203,7 +203,7 @@ UNCLIPPED = {"max_grad_norm": 3.0 * IMAGE_SIZE**2}
 LAGRANGIAN = {"along": "lagrangian"}
 SHARES = {"share": True}
 LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}
-DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1024, "length": 1.08}
+DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1 / 8, "length": 1.08}
 """Drawing and training cost as much as the training of a mean flow on as many images as the flag says."""
 FACTORS = {
     "rectified": Factor("the reference", None, after=None, length=4),
@@ -227,18 +227,31 @@ FACTORS = {
     ),
     "a quarter of the rate, taught": Factor("better than without a teacher", run={"learning_rate": 5e-4}, taught=True),
     "half the rate, falling to 0": Factor("the best of both", run=LOWER),
+    "velocity rows only, half the rate, falling to 0": Factor(
+        "better than at a constant rate, too", {"mean_fraction": 0}, LOWER
+    ),
+    "late times, half the rate, falling to 0": Factor(
+        "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}, LOWER
+    ),
+    "shares, half the rate, falling to 0": Factor("better at 2 to 16 calls", SHARES, LOWER),
+    "from nothing, falling to 0": Factor(
+        "behind: the velocity is learned late", run={"lr_decay": "cosine"}, after=None, length=5
+    ),
     "paths": Factor("better in one call: nothing but regression, and no noise in the target", **DRAWN),
     "whole paths": Factor("the best in one call: what this network can do there", {"whole": 1.0}, **DRAWN),
     "half whole paths": Factor("in one call as whole paths, at 2 to 16 as paths", {"whole": 0.5}, **DRAWN),
     "half whole paths, three quarters of the rows": Factor(
         "better in one call, worse at 16", {"whole": 0.5, "mean_fraction": 0.75}, **DRAWN
     ),
+    "half whole paths, all of the rows": Factor(
+        "no worse: paths have velocities, too", {"whole": 0.5, "mean_fraction": 1.0}, **DRAWN
+    ),
     "half whole paths, power 0.5": Factor("no great difference", {"whole": 0.5, "weight_power": 0.5}, **DRAWN),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
     ),
     "half whole paths, a quarter as many": Factor(
-        "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 256, "length": 1.58})
+        "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 1 / 32, "length": 1.58})
     ),
     "reflow": Factor(
         "the best in one call so far",
@@ -374,7 +387,7 @@ class Case:
     def draw_paths(self, flow: RectifiedFlow) -> Tensor:
         """Paths of the flow from noise to data, float16 ``[n, 17, 3, s, s]``."""
         points: list[Tensor] = []
-        for first in range(0, self.factor.paths, 32):
+        for first in range(0, round(self.factor.paths * self.flags.images), 32):
             with randomness.deterministic(randomness.Samples(self.seed + 1, range(first, first + 32))):
                 flow.sample(32, steps=16, solver="euler", watch=lambda _t, x: points.append(x.half()))
         return torch.cat([torch.stack(points[i : i + 17], dim=1) for i in range(0, len(points), 17)])

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rectified_flow.errors import RunError as RunError
     from rectified_flow.errors import UsageError as UsageError
     from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
+    from rectified_flow.flows.distilled import DistilledFlow as DistilledFlow
     from rectified_flow.flows.flow import Flow as Flow
     from rectified_flow.flows.mean import MeanFlow as MeanFlow
     from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Callback": "training.callbacks",
+    "DistilledFlow": "flows.distilled",
     "EvaluationHook": "training.eval_hook",
     "Evaluator": "evaluation.evaluator",
     "Flow": "flows.flow",

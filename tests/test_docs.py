@@ -83,6 +83,7 @@ TINY_IF_GIVEN = {
     "--num_epochs": "--num_epochs 0.1",
     "--evaluate_every": EVALUATION,
     "--reflow_from": "--reflow_pairs 4 --reflow_steps 1",
+    "--teacher": "--teacher_paths 4 --teacher_steps 2",
 }
 DEFAULT_OUTPUT = "runs/rectified-flow"
 CLASSES = ("daisy", "rose", "sunflower")

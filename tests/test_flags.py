@@ -31,14 +31,14 @@ FLAGS = [
 
 
 def given(part: type, flag: str, path: str) -> Any:
-    others = {"reflow_from": Path("run")} if flag == "pairs_dir" else {}
+    others = {"pairs_dir": {"reflow_from": Path("run")}, "paths_dir": {"teacher": Path("run")}}.get(flag, {})
     return part(**{flag: path if flag == "resume" else Path(path)}, **others)
 
 
 def test_all_paths_are_known() -> None:
     assert {name for _, name in FLAGS} >= {
         *("dataset_path", "cache_dir", "output_dir", "checkpoint_dir", "resume", "checkpoint", "reflow_from"),
-        *("pairs_dir", "init_from", "from_images", "save_pretrained"),
+        *("pairs_dir", "paths_dir", "teacher", "init_from", "from_images", "save_pretrained"),
     }
 
 

@@ -117,9 +117,10 @@ def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
 
 
 def _are_those_of(dataset: ImageDataset, trained: Trained) -> bool:
-    """Whether a checkpoint was trained on these pictures, as far as it says; a reflow run knows only its pairs."""
-    reflows = program_flags(trained.config).get("reflow_from") is not None
-    return trained.run is None or reflows or trained.run.dataset == dataset.fingerprint
+    """Whether a checkpoint was trained on these pictures, as far as it says; a run with a teacher says nothing."""
+    flags = program_flags(trained.config)
+    taught = any(flags.get(name) is not None for name in ("reflow_from", "teacher"))
+    return trained.run is None or taught or trained.run.dataset == dataset.fingerprint
 
 
 def _settings(config: EvaluateConfig, trained: Trained, length: float | None, steps: int) -> dict[str, Any]:

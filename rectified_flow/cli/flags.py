@@ -16,6 +16,7 @@ from rectified_flow.flows.config import (
     RectifiedFlowConfig,
     ReflowConfig,
     Solver,
+    TeacherConfig,
     TimeGrid,
 )
 from rectified_flow.machine import require_memory
@@ -87,6 +88,7 @@ class TrainMeanFlow:
     data: DataConfig = field(default_factory=DataConfig)
     network: UnetConfig = field(default_factory=UnetConfig)
     mean_flow: MeanFlowConfig = field(default_factory=MeanFlowConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     coupling: CouplingConfig = field(default_factory=CouplingConfig)
     run: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -97,8 +99,14 @@ class TrainMeanFlow:
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
+        if self.teacher.teacher is not None:
+            self.mean_flow.check_teacher()
+            require(
+                self.coupling.coupling == "independent",
+                "--coupling and --teacher exclude each other: paths come with their noise",
+            )
         require(
-            self.network.use_cfg or guidance == (1, 0),
+            self.network.use_cfg or self.teacher.teacher is not None or guidance == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
 

@@ -5,6 +5,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.teacher import request_of
 from rectified_flow.flags import plain
 from rectified_flow.networks.placing import to_device
 from rectified_flow.report import line
@@ -39,7 +40,7 @@ def print_plan(config: Config, flow: nn.Module) -> None:
     to_device(flow, accelerator.device, accelerator.mixed_precision)
     side = config.data.image_size
     with accelerator.autocast():
-        flops = forward_flops(flow, _black(side, accelerator.device))
+        flops = forward_flops(flow, _black(config, side, accelerator.device))
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {side} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
@@ -50,7 +51,7 @@ def print_plan(config: Config, flow: nn.Module) -> None:
 def _describe_memory(config: Config, accelerator: Accelerator, flow: nn.Module) -> str:
     """A line on the memory that a step takes."""
     count, side = config.run.split_batch(accelerator.num_processes).per_process, _side_measured(config)
-    item = _black(side, accelerator.device)
+    item = _black(config, side, accelerator.device)
     averages = config.run.use_ema + 2 * config.run.power_ema
     memory = training_memory(flow, item, averages, accelerator.autocast)
     per_image = memory.per_image * (config.data.image_size / side) ** 2
@@ -63,7 +64,10 @@ def _describe_memory(config: Config, accelerator: Accelerator, flow: nn.Module) 
 
 def _describe_time(config: Config, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
     """Lines on the time that a step takes, and the least it can take."""
-    batch, item = config.run.split_batch(accelerator.num_processes), _black(_side_measured(config), accelerator.device)
+    batch, item = (
+        config.run.split_batch(accelerator.num_processes),
+        _black(config, _side_measured(config), accelerator.device),
+    )
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate = multiplication_rate(accelerator.device, dtype)
     flops_measured = forward_flops(flow, item)
@@ -101,5 +105,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
 
 
-def _black(side: int, device: torch.device) -> dict[str, Tensor]:
-    return {"images": torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)}
+def _black(config: Config, side: int, device: torch.device) -> dict[str, Tensor]:
+    """A batch of one black picture, with its path where those are learned from."""
+    batch = {"images": torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)}
+    request = request_of(config)
+    if request is not None and request.rows == "paths":
+        batch["path"] = torch.zeros(1, request.points, 3, side, side, dtype=torch.float16, device=device)
+    return batch

@@ -12,7 +12,7 @@ from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
-from rectified_flow.cli.reflow import open_pairs, with_teacher_flags
+from rectified_flow.cli.teacher import open_drawn, request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.image_store import ImageDataset
@@ -20,7 +20,9 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
@@ -36,6 +38,7 @@ from rectified_flow.training.eval_hook import EvaluationHook
 from rectified_flow.training.trainer import Trainer
 
 CONDITION_DROPOUT = 0.1
+DEFAULT_WHOLE_FRACTION = 0.5
 PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
 """Stand in for the labels of a dataset that a dry run does not open."""
 
@@ -44,8 +47,7 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     """Train a rectified flow, on pictures or on the pairs of another flow; returns whether it finished."""
     state = join(config)
     set_seed(config.run.seed)
-    if config.reflow.reflow_from is not None:
-        config = with_teacher_flags(config)
+    config = with_teacher_flags(config)
     if config.program.dry_run:
         print_plan(config, build_rectified_flow(config, PLANNED_LABELS))
         return True
@@ -53,19 +55,14 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     require_room_for_batch(config)
     pictures = open_pictures(config.data)
     flow = build_rectified_flow(config, pictures.conditions)
-    callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
-    if config.reflow.reflow_from is None:
-        return Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
-    if not list_checkpoints(config.run.checkpoints):
-        start_from(config.reflow.reflow_from, flow)
-    pairs = open_pairs(config, pictures)
-    return Trainer(flow, pairs, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    return train(config, flow, pictures)
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
-    """Train a mean flow; returns whether it finished."""
+    """Train a mean flow, on pictures or on the paths of another flow; returns whether it finished."""
     state = join(config)
     set_seed(config.run.seed)
+    config = with_teacher_flags(config)
     if config.program.dry_run:
         print_plan(config, build_mean_flow(config, PLANNED_LABELS))
         return True
@@ -75,8 +72,18 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
     flow = build_mean_flow(config, pictures.conditions)
     if config.mean_flow.init_from is not None:
         start_from(config.mean_flow.init_from, flow)
+    return train(config, flow, pictures)
+
+
+def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
+    """Train ``flow`` on pictures, or on what a teacher draws, from its weights on; returns whether it finished."""
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
-    return Trainer(flow, pictures, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    request, dataset = request_of(config), pictures
+    if request is not None:
+        if not list_checkpoints(config.run.checkpoints):
+            start_from(request.source, flow)
+        dataset = open_drawn(config, request, pictures)
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
 def start_from(path: Path, flow: Flow) -> None:
@@ -116,11 +123,20 @@ def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds) -> Recti
     )
 
 
-def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> MeanFlow:
+def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> FlowMap:
     """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given."""
-    flags = config.mean_flow
+    flags, network = config.mean_flow, build_network(config.network, config.data, conditions)
+    if config.teacher.teacher is not None:
+        fraction = config.teacher.whole_fraction
+        return DistilledFlow(
+            network,
+            whole_fraction=DEFAULT_WHOLE_FRACTION if fraction is None else fraction,
+            weight_power=flags.weight_power,
+            weight_epsilon=flags.weight_epsilon,
+            space=_space(config),
+        )
     return MeanFlow(
-        build_network(config.network, config.data, conditions),
+        network,
         objective=flags.objective,
         mean_fraction=flags.mean_fraction,
         weight_power=flags.weight_power,
@@ -185,9 +201,13 @@ def build_callbacks(config: EvaluationConfig, pictures: ImageDataset, seed: int)
 
 def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:
     """The settings of every flow on pictures."""
-    side = config.data.image_size
     return {
-        "space": Pixels((3, side, side), horizontal_flip=config.data.horizontal_flip),
+        "space": _space(config),
         "condition_dropout": CONDITION_DROPOUT,
         "coupling": config.coupling.coupling,
     }
+
+
+def _space(config: TrainRectifiedFlow | TrainMeanFlow) -> Pixels:
+    side = config.data.image_size
+    return Pixels((3, side, side), horizontal_flip=config.data.horizontal_flip)

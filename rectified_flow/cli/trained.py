@@ -13,6 +13,7 @@ from rectified_flow.cli.flags import ModelConfig, SolverConfig
 from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.saved import network_of
 from rectified_flow.networks.conditions import Labels
@@ -110,7 +111,7 @@ def solver_options(config: SolverConfig, flow: Flow, source: Path) -> dict[str, 
     }
     for flag, (name, value, default) in given.items():
         if value != default:
-            where = ", which is guided in training, by train_mean_flow.py --guidance_scale" * (kind == "MeanFlow")
+            where = ", which is guided in training, by train_mean_flow.py --guidance_scale" * isinstance(flow, FlowMap)
             require(name in accepted, f"--{flag} has no effect: {source} holds a {kind}{where * (name == 'guidance')}")
             options[name] = value
     require(

@@ -1,4 +1,7 @@
-"""Pairs of noise and the image that a flow generated from it, in memory maps: an image store with ``noise.float16``."""
+"""What a flow generated, in memory maps: an image store with the noise of each image, or its path from the noise on.
+
+``noise.float16`` is ``[n, points, 3, s, s]``: of a path all points but the image itself, of a pair the noise alone.
+"""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -36,13 +39,14 @@ class Progress:
     """``progress.json``."""
 
     done: Annotated[int, Field(ge=0)]
-    """Pairs that are written."""
+    """Rows that are written."""
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
 
 class PairDataset(ImageDataset):
-    """The pairs of a store: the items of an :class:`ImageDataset`, each with ``noise``, float16 ``[3, s, s]``.
+    """The pairs or paths of a store: the items of an :class:`ImageDataset`, each with its ``noise``, float16
+    ``[3, s, s]``, or its ``path``, float16 ``[points, 3, s, s]``.
 
     Args:
         path: the store's folder.
@@ -50,25 +54,30 @@ class PairDataset(ImageDataset):
 
     @cached_property
     def noise(self) -> np.ndarray[Any, np.dtype[np.float16]]:
-        """All noise, a read-only memory map ``[n, 3, s, s]``."""
+        """All noise ``[n, 3, s, s]``, or all points of paths ``[n, points, 3, s, s]``: a read-only memory map."""
         with reading(self.path / NOISE_FILE):
-            return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=self.images.shape)
+            points = (self.path / NOISE_FILE).stat().st_size // (2 * self.images.size)
+            length, *sides = self.images.shape
+            shape = (length, *sides) if points == 1 else (length, points, *sides)
+            return np.memmap(self.path / NOISE_FILE, np.float16, "r", shape=shape)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        return {**super().read_batch(indices), "noise": torch.from_numpy(self.noise[list(indices)])}
+        name = "noise" if self.noise.ndim == self.images.ndim else "path"
+        return {**super().read_batch(indices), name: torch.from_numpy(self.noise[list(indices)])}
 
 
 class PairWriter:
-    """Writes a store of pairs, from one process or several. Writing resumes after a kill.
+    """Writes a store of pairs or paths, from one process or several. Writing resumes after a kill.
 
     Args:
         path: the store's folder, which gets this name when it is complete.
-        length: number of pairs.
+        length: number of pairs or paths.
         image_size: side of the images [px].
+        points: of each path beside its image; 1 for a pair.
     """
 
-    def __init__(self, path: Path, length: int, image_size: int) -> None:
-        self.path, self.length, self.image_size = path, length, image_size
+    def __init__(self, path: Path, length: int, image_size: int, points: int = 1) -> None:
+        self.path, self.length, self.image_size, self.points = path, length, image_size, points
         self.stage = path.with_name(f"{path.name}.drawing")
         self._row = 3 * image_size * image_size
 
@@ -90,7 +99,7 @@ class PairWriter:
         return self.path.exists() and find_damage(self.path) is None
 
     def begin(self, recipe: Mapping[str, Any]) -> int:
-        """Create the files unless they exist, and return the number of pairs written so far. Call in one process only.
+        """Create the files unless they exist, and return the number of rows written so far. Call in one process only.
 
         Raises:
             OSError: if the files cannot be created.
@@ -103,11 +112,14 @@ class PairWriter:
             try:
                 return min(read_document(progress, Progress).done, self.length)
             except DamageError as error:
-                tqdm.write(f"warning: {error}; drawing all pairs again")
-        needed = 3 * self._row * self.length
-        require_disk(needed, self.path.parent, f"{self.length} pairs", "draw fewer, or make room")
+                tqdm.write(f"warning: {error}; drawing all again")
+        noise = 2 * self.points * self._row
+        what = "pairs" if self.points == 1 else "paths"
+        require_disk(
+            (self._row + noise) * self.length, self.path.parent, f"{self.length} {what}", "draw fewer, or make room"
+        )
         self.stage.mkdir(parents=True, exist_ok=True)
-        for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, 2 * self._row)):
+        for name, size in ((IMAGES_FILE, self._row), (NOISE_FILE, noise)):
             with (self.stage / name).open("wb") as file:
                 file.truncate(self.length * size)
         write_document(self.stage / RECIPE_FILE, recipe)
@@ -115,7 +127,12 @@ class PairWriter:
         return 0
 
     def write(self, first: int, images: Tensor, noise: Tensor) -> None:
-        """Write consecutive pairs, uint8 and floating point ``[b, 3, s, s]``, starting at number ``first``.
+        """Write consecutive rows, starting at number ``first``.
+
+        Args:
+            first: number of the first row.
+            images: uint8 ``[b, 3, s, s]``.
+            noise: floating point ``[b, 3, s, s]``, or the points of paths ``[b, points, 3, s, s]``.
 
         Raises:
             OSError: if the disk is full.
@@ -128,16 +145,16 @@ class PairWriter:
                 os.fsync(file.fileno())
 
     def reached(self, done: int) -> None:
-        """Record that the first ``done`` pairs are written. Call in one process only."""
+        """Record that the first ``done`` rows are written. Call in one process only."""
         write_document(self.stage / PROGRESS_FILE, {"done": done})
 
     def finish(self, labels: np.ndarray[Any, np.dtype[np.int64]], class_names: list[str], source: str) -> None:
-        """Give the store its final name, once all pairs are written. Call in one process only.
+        """Give the store its final name, once all rows are written. Call in one process only.
 
         Args:
             labels: int64 ``[n]``, -1 without labels.
             class_names: class names by label; empty without labels.
-            source: origin of the pairs, for display.
+            source: origin of the rows, for display.
         """
         np.save(self.stage / LABELS_FILE, labels)
         files = (IMAGES_FILE, NOISE_FILE, LABELS_FILE)

@@ -1,6 +1,6 @@
 """The flags of each flow."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -84,6 +84,35 @@ class ReflowConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A trained rectified flow to learn average velocities from, instead of from pictures."""
+
+    teacher: Path | None = None
+    """Learn from the rectified flow of this run or checkpoint, whose data and network flags it inherits."""
+    teacher_paths: Annotated[int | None, default_is("10000")] = None
+    """Paths from noise to picture that it draws to train on."""
+    teacher_steps: Annotated[int | None, default_is("8")] = None
+    """Intervals that each path is drawn in, of two network calls each."""
+    whole_fraction: Annotated[float | None, default_is("0.5")] = None
+    """Share of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
+    paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
+    """Folder of the paths; a second run may name that of the first."""
+
+    def __post_init__(self) -> None:
+        check_paths(self)
+        require_finite(self)
+        require_positive(self, "teacher_paths", "teacher_steps")
+        require_room_for_steps("teacher_steps", self.teacher_steps or 1)
+        fraction = self.whole_fraction
+        require(fraction is None or 0 <= fraction <= 1, f"--whole_fraction is {fraction}; it must be in [0, 1]")
+        for name in ("teacher_paths", "teacher_steps", "whole_fraction", "paths_dir"):
+            require(
+                getattr(self, name) is None or self.teacher is not None,
+                f"--{name} needs --teacher: pass the run of a rectified flow",
+            )
+
+
+@dataclass(frozen=True)
 class MeanFlowConfig:
     """A mean flow's objective."""
 
@@ -104,7 +133,7 @@ class MeanFlowConfig:
     earlier_std: float = 1.6
     """Standard deviation of the logit of the earlier time r."""
     guidance_scale: float = 1.0
-    """Guidance inside the training target, so that sampling needs none; with --use_cfg."""
+    """Guidance inside the training target, so that sampling needs none; with --use_cfg. Of a teacher, as it draws."""
     guidance_mixing: float = 0.0
     """Share of the network's own velocity in it; the effective scale is guidance_scale / (1 - guidance_mixing)."""
     init_from: Path | None = None
@@ -117,3 +146,12 @@ class MeanFlowConfig:
         require_natural(self, "weight_power", "guidance_scale")
         require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
         require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")
+
+    def check_teacher(self) -> None:
+        """Raise a UsageError if a flag is given that learning from a teacher does not use."""
+        for each in fields(self):
+            require(
+                each.name in ("weight_power", "weight_epsilon", "guidance_scale")
+                or getattr(self, each.name) == each.default,
+                f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out",
+            )

@@ -12,7 +12,6 @@ forward-mode product) or a finite step, which needs no forward mode.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from math import exp
 from typing import Any
 
@@ -20,12 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from rectified_flow.flows.config import ObjectiveName, TimeGrid
-from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.solvers import Watch
-from rectified_flow.flows.time_grids import time_grid
+from rectified_flow.flows.config import ObjectiveName
+from rectified_flow.flows.flow import expand
+from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
-from rectified_flow.interruption import raise_if_stop_requested
 from rectified_flow.networks.conditions import Values, all_none, none_of
 from rectified_flow.registry import register
 
@@ -66,17 +63,16 @@ VARIANTS: dict[ObjectiveName, Variant] = {
 
 
 @register
-class MeanFlow(Flow):
-    """A one-step generator.
+class MeanFlow(FlowMap):
+    """A flow map that is learned from data by the mean flow identity.
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it unless the objective
             takes finite steps only.
         objective: a name from the papers, or a :class:`Variant` of your own.
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
-        weight_power: rows are weighted by ``(squared error + weight_epsilon) ** -weight_power``, the squared error
-            summed over elements (arXiv:2505.13447, section 4.3); 0 weights all alike, 1 makes the loss blind to size.
-        weight_epsilon: see ``weight_power``.
+        weight_power: see :class:`FlowMap`.
+        weight_epsilon: likewise.
         time_distribution: of ``t``.
         earlier_distribution: of ``r``, which is ``t`` where it comes out later.
         guidance_scale: of the velocity that is learned, inside the target (arXiv:2505.13447, section 4.2); needs a
@@ -87,13 +83,10 @@ class MeanFlow(Flow):
 
     Attributes:
         progress: of training, in [0, 1]; set by the trainer, read by objectives with a schedule.
-        logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
 
     Raises:
         ValueError: if the fraction is not in [0, 1], or guidance has no conditions to work with.
     """
-
-    default_steps = 1
 
     def __init__(
         self,
@@ -109,7 +102,7 @@ class MeanFlow(Flow):
         guidance_mixing: float = 0.0,
         **settings: Any,
     ) -> None:
-        super().__init__(network, **settings)
+        super().__init__(network, weight_power=weight_power, weight_epsilon=weight_epsilon, **settings)
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
@@ -120,12 +113,10 @@ class MeanFlow(Flow):
         # A finite step that shrinks gets lost in rounding.
         self.supports_bf16 = objective not in ("alpha_flow", "so_flow")
         self.mean_fraction = mean_fraction
-        self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
         self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
         self.guidance_scale, self.guidance_mixing = guidance_scale, guidance_mixing
         self.progress = 0.0
-        self.logged: dict[str, Tensor] = {}
 
     def forward(self, **batch: Any) -> Tensor:
         """Draw noise and intervals for a batch and return the scalar loss; see :meth:`Flow.draw_batch`.
@@ -181,59 +172,7 @@ class MeanFlow(Flow):
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
                 change_, target_ = self._correction(u_, x_, v_, t_, r_, conditions_, step if finite else None)
                 change, target = torch.cat((change_, change[count:])), torch.cat((target_, v[count:]))
-        residual = u + change - target
-        square = residual.square().flatten(1).sum(dim=1)
-        weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
-        return (weight * square).mean(), square.detach().mean() / residual[0].numel()
-
-    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
-        """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
-        return self.network(x, t, r=r, **conditions).float()
-
-    @torch.no_grad()
-    def sample(
-        self,
-        count: int = 1,
-        *,
-        steps: int = 1,
-        grid: TimeGrid = "uniform",
-        start: Tensor | None = None,
-        noise_level: float = 1.0,
-        noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
-        watch: Watch | None = None,
-        **conditions: Tensor,
-    ) -> Tensor:
-        """Generate data as the space decodes them, with one network call per step.
-
-        Args:
-            count: how many, where no tensor has a number of rows.
-            steps: intervals between noise and data, each crossed with its average velocity.
-            grid: how the intervals are cut.
-            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
-            noise_level: the time to start at, with ``start``.
-            noise: ``[b, ...]``, standard normal; drawn if not given.
-            generator: source of the draws, on the network's device.
-            watch: called with time and ``x`` at the start and after each interval.
-            conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
-
-        Raises:
-            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
-                condition, or the flow has not seen the shape of its data yet.
-        """
-        times = time_grid(steps, grid, noise_level if start is not None else 1.0)
-        x, values = self.draw_start(
-            count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
-        )
-        watch = watch or _unwatched
-        watch(times[0], x)
-        with self.evaluating():
-            for t, r in pairwise(times):
-                raise_if_stop_requested()
-                u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
-                x = x - (t - r) * u
-                watch(r, x)
-        return self.space.decode(x)
+        return self.weighted(u + change - target)
 
     def _correction(
         self,
@@ -277,7 +216,3 @@ class MeanFlow(Flow):
         if self.guidance_mixing:
             guided = guided + self.guidance_mixing * self.average_velocity(x, t, t, **conditions)
         return torch.where(expand(all_none(self.conditions, conditions), x), v, guided)
-
-
-def _unwatched(_t: float, _x: Tensor) -> None:
-    pass

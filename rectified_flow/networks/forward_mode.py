@@ -70,12 +70,12 @@ class GroupNorm(nn.Module):
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``x (scale + 1) + shift``, whose derivative has two operations instead of PyTorch's four."""
-    parts = [_unpack(each) for each in (x, scale + 1, shift)]
-    if any(tangent is None for _, tangent in parts):
-        return torch.addcmul(shift, x, scale + 1)
-    (x, dx), (scale, dscale), (shift, dshift) = parts
-    change = torch.addcmul(torch.addcmul(dshift, dx, scale), x, dscale)
-    return forward_ad.make_dual(torch.addcmul(shift, x, scale), change, level=LEVEL)
+    factor = scale + 1
+    (value, dx), (by, dby), (added, dadded) = _unpack(x), _unpack(factor), _unpack(shift)
+    if dx is None or dby is None or dadded is None:
+        return torch.addcmul(shift, x, factor)
+    change = torch.addcmul(torch.addcmul(dadded, dx, by), value, dby)
+    return forward_ad.make_dual(torch.addcmul(added, value, by), change, level=LEVEL)
 
 
 def has_tangent(x: Tensor) -> bool:

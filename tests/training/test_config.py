@@ -28,7 +28,7 @@ RECTIFIED = (
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
-    "guidance_mixing init_from"
+    "guidance_mixing init_from teacher teacher_paths teacher_steps whole_fraction paths_dir"
 )
 GROUPS = ["data options", "network options", "coupling options", "run options", "evaluation options", "program options"]
 
@@ -52,7 +52,7 @@ def test_the_flags_are_these(config_class: type[Any], flags: str) -> None:
     ("config_class", "flags", "titles"),
     [
         (TrainRectifiedFlow, RECTIFIED, ["rectified_flow options", "reflow options"]),
-        (TrainMeanFlow, MEAN, ["mean_flow options"]),
+        (TrainMeanFlow, MEAN, ["mean_flow options", "teacher options"]),
     ],
 )
 def test_help_is_grouped_and_names_every_flag(

@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.flags import TrainRectifiedFlow
-from rectified_flow.cli.reflow import open_pairs, with_teacher_flags
+from rectified_flow.cli.teacher import open_drawn, request_of, with_teacher_flags
 from rectified_flow.cli.train import open_pictures, train_rectified_flow
 from rectified_flow.data.pair_store import PairDataset, PairWriter
 from rectified_flow.flags import command_line
@@ -46,7 +46,9 @@ def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainRectifi
 
 def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
     config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
-    return open_pairs(config, open_pictures(config.data)).path
+    request = request_of(config)
+    assert request is not None
+    return open_drawn(config, request, open_pictures(config.data)).path
 
 
 @pytest.fixture(scope="module")

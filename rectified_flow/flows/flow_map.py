@@ -1,0 +1,98 @@
+"""The map of a flow from one time to another: average velocities, with which a network generates in one step."""
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.flows.config import TimeGrid
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.solvers import Watch
+from rectified_flow.flows.time_grids import time_grid
+from rectified_flow.interruption import raise_if_stop_requested
+
+
+class FlowMap(Flow):
+    """A generator in one step or few, whose network predicts average velocities; how they are learned is a subclass's.
+
+    From ``x_t``, the flow comes to ``x_r = x_t - (t - r) u(x_t, r, t)``.
+
+    Args:
+        network: called ``network(x, t, r=r, **conditions)``.
+        weight_power: rows are weighted by ``(squared error + weight_epsilon) ** -weight_power``, the squared error
+            summed over elements (arXiv:2505.13447, section 4.3); 0 weights all alike, 1 makes the loss blind to size.
+        weight_epsilon: see ``weight_power``.
+        settings: those of :class:`Flow`.
+
+    Attributes:
+        logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
+    """
+
+    default_steps = 1
+
+    def __init__(
+        self, network: nn.Module, *, weight_power: float = 0.75, weight_epsilon: float = 1e-3, **settings: Any
+    ) -> None:
+        super().__init__(network, **settings)
+        self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
+        self.logged: dict[str, Tensor] = {}
+
+    def weighted(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of a residual ``[b, ...]``, and its mean square."""
+        square = residual.square().flatten(1).sum(dim=1)
+        weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
+        return (weight * square).mean(), square.detach().mean() / residual[0].numel()
+
+    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
+        """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
+        return self.network(x, t, r=r, **conditions).float()
+
+    @torch.no_grad()
+    def sample(
+        self,
+        count: int = 1,
+        *,
+        steps: int = 1,
+        grid: TimeGrid = "uniform",
+        start: Tensor | None = None,
+        noise_level: float = 1.0,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+        watch: Watch | None = None,
+        **conditions: Tensor,
+    ) -> Tensor:
+        """Generate data as the space decodes them, with one network call per step.
+
+        Args:
+            count: how many, where no tensor has a number of rows.
+            steps: intervals between noise and data, each crossed with its average velocity.
+            grid: how the intervals are cut.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
+            noise_level: the time to start at, with ``start``.
+            noise: ``[b, ...]``, standard normal; drawn if not given.
+            generator: source of the draws, on the network's device.
+            watch: called with time and ``x`` at the start and after each interval.
+            conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
+
+        Raises:
+            ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
+                condition, or the flow has not seen the shape of its data yet.
+        """
+        times = time_grid(steps, grid, noise_level if start is not None else 1.0)
+        x, values = self.draw_start(
+            count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
+        )
+        watch = watch or _unwatched
+        watch(times[0], x)
+        with self.evaluating():
+            for t, r in pairwise(times):
+                raise_if_stop_requested()
+                u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
+                x = x - (t - r) * u
+                watch(r, x)
+        return self.space.decode(x)
+
+
+def _unwatched(_t: float, _x: Tensor) -> None:
+    pass
