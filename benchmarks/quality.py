@@ -10,13 +10,10 @@ weights, since its average is meant for longer runs. Results that exist already 
 `pip install -e ".[benchmark,evaluation]"`.
 """
 
-import contextlib
-import io
 import json
 import multiprocessing
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +30,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PEER, PeerFlow, PeerPictures
+from peer import PEER, Budget, PeerFlow, train_peer
 
 from rectified_flow import randomness
 from rectified_flow.data.catalog import open_dataset
@@ -95,60 +92,13 @@ class Case:
         return open_dataset(self.data, path, image_size=IMAGE_SIZE)
 
 
-class Budget:
-    """The remaining processor time of a training run."""
-
-    def __init__(self, minutes: float) -> None:
-        self.ends = time.process_time() + 60 * minutes
-
-    @property
-    def spent(self) -> bool:
-        return time.process_time() >= self.ends
-
-
 # The peer
 
 
-def train_peer(case: Case) -> None:
+def train_their(case: Case) -> None:
     """Train with the peer's own Trainer and its defaults, until the budget is spent."""
-    from rectified_flow_pytorch import Trainer as PeerTrainer
-
-    folder = case.folder(PEER)
-    if checkpoint.list_checkpoints(folder):
-        return
-    torch.set_num_threads(1)
-    set_seed(case.seed)
-    flow = PeerFlow(PEER_DIM, IMAGE_SIZE)
-    places = {"checkpoints_folder": folder.with_name("unused"), "results_folder": folder.with_name("unused")}
-    never = 10**9
-    trainer = PeerTrainer(
-        flow.flow,
-        dataset=PeerPictures(case.pictures()),
-        num_train_steps=never,
-        save_results_every=never,
-        checkpoint_every=never,
-        accelerate_kwargs={"cpu": True},
-        **{name: str(path) for name, path in places.items()},
-    )
-    budget, steps = Budget(case.flags.cpu_minutes), 0
-    update = trainer.ema_model.update
-
-    def update_until_the_end() -> None:
-        nonlocal steps
-        update()
-        steps += 1
-        if budget.spent:
-            raise TimeoutError
-
-    trainer.ema_model.update = update_until_the_end
-    hush = contextlib.redirect_stdout(io.StringIO())  # it prints a line per step
-    with contextlib.suppress(TimeoutError), hush:
-        trainer()
-    averaged = PeerFlow(PEER_DIM, IMAGE_SIZE)
-    averaged.flow.load_state_dict(trainer.ema_model.ema_model.state_dict())
-    weights = {checkpoint.MODEL_FILE: flow.state_dict(), checkpoint.EMA_FILE: averaged.state_dict()}
-    images_seen = steps * trainer.dl.batch_sampler.batch_size
-    checkpoint.save(folder, steps, weights, {"run.json": {"images": images_seen}})
+    flow = partial(PeerFlow, PEER_DIM, IMAGE_SIZE)
+    train_peer(flow, case.pictures(), case.folder(PEER), case.flags.cpu_minutes, case.seed)
 
 
 def load_peer(case: Case, weights: str) -> tuple[PeerFlow, int]:
@@ -257,7 +207,7 @@ def main(flags: Flags) -> None:
     spawn = multiprocessing.get_context("spawn")
     fresh = partial(ProcessPoolExecutor, flags.workers, mp_context=spawn, max_tasks_per_child=1)
     with fresh() as pool:
-        for done in [pool.submit(train, case) for case in cases for train in (train_peer, train_ours)]:
+        for done in [pool.submit(train, case) for case in cases for train in (train_their, train_ours)]:
             done.result()
     with fresh() as pool:
         jobs = {(case, who): pool.submit(evaluate, case, who) for case in cases for who in SIDES}
