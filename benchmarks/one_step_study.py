@@ -137,10 +137,18 @@ class StudyFlow(MeanFlow):
         return v if self.teacher is not None else super()._blend(v, x, t, conditions)
 
     def _correction(
-        self, u: Tensor, x: Tensor, v: Tensor, t: Tensor, r: Tensor, conditions: Values, step: Tensor | None
+        self,
+        u: Tensor,
+        x: Tensor,
+        v: Tensor,
+        t: Tensor,
+        r: Tensor,
+        conditions: Values,
+        step: Tensor | None,
+        kept: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         if self.along == "eulerian":
-            return super()._correction(u, x, v, t, r, conditions, step)
+            return super()._correction(u, x, v, t, r, conditions, step, kept)
         gap = expand(t - r, x)
         _, slope, *_ = jvp(lambda r: self.average_velocity(x, t, r), (r,), (torch.ones_like(r),))
         return -gap * slope, self.velocity(x - gap * u, r)

@@ -30,7 +30,7 @@ EXPECTED: dict[str, Any] = json.loads((OLD_RUNS / "expected.json").read_text())
 SAME_NUMBERS = torch.__version__ == EXPECTED["torch"] and platform.machine() in ("x86_64", "AMD64")
 """Whether this installation computes as the one that made the checkpoints."""
 ANY_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-PROGRAMS = {"rectified": ["train_oxford.py", "--power_ema"], "mean": ["train_mean_flow.py"]}
+PROGRAMS = {"rectified": ["train_oxford.py", "--power_ema"], "mean": ["train_mean_flow.py", "--lr_decay", "none"]}
 FLAGS = (
     "--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --batch_size 8 --learning_rate 1e-3"
     " --lr_warmup_steps 3 --ema_decay 0.99 --save_every 4 --log_every 1 --num_samples 0"

@@ -1,6 +1,7 @@
 """The flags of the programs, composed of those of their parts. Imports no torch, see :mod:`rectified_flow.flags`."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -90,7 +91,7 @@ class TrainMeanFlow:
     mean_flow: MeanFlowConfig = field(default_factory=MeanFlowConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     coupling: CouplingConfig = field(default_factory=CouplingConfig)
-    run: TrainingConfig = field(default_factory=TrainingConfig)
+    run: TrainingConfig = field(default_factory=partial(TrainingConfig, lr_decay="cosine"))
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 

@@ -23,6 +23,7 @@ from rectified_flow.flows.config import ObjectiveName
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
+from rectified_flow.networks import tangents
 from rectified_flow.networks.conditions import Values, all_none, none_of
 from rectified_flow.registry import register
 
@@ -160,9 +161,8 @@ class MeanFlow(FlowMap):
         count = len(x_0) if count is None else count
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
-        u = self.average_velocity(
-            x_t, t, r, **conditions
-        )  # with gradient, before all that is without: see autocast's cache
+        with tangents.keeping_values() as kept:  # with gradient, before all that is without: see autocast's cache
+            u = self.average_velocity(x_t, t, r, **conditions)
         with torch.no_grad():
             v = self._guide(noise - x_0, x_t, t, conditions)
             change, target = torch.zeros_like(u), v
@@ -170,7 +170,7 @@ class MeanFlow(FlowMap):
                 # Copies: a compiled derivative wants its tangents laid out like their values.
                 u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
-                change_, target_ = self._correction(u_, x_, v_, t_, r_, conditions_, step if finite else None)
+                change_, target_ = self._correction(u_, x_, v_, t_, r_, conditions_, step if finite else None, kept)
                 change, target = torch.cat((change_, change[count:])), torch.cat((target_, v[count:]))
         return self.weighted(u + change - target)
 
@@ -183,15 +183,20 @@ class MeanFlow(FlowMap):
         r: Tensor,
         conditions: Values,
         step: Tensor | None,
+        kept: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """The term added to ``u``, and the target it is compared with; without ``step`` the derivative is exact."""
+        """The term added to ``u``, and the target it is compared with; without ``step`` the derivative is exact.
+
+        ``kept`` are values of the pass that computed ``u``, for the derivative.
+        """
         if step is None:
             direction = torch.empty_like(x).copy_(self._blend(v, x, t, conditions))  # laid out like x, see above
-            _, derivative, *_ = jvp(
-                lambda x, t, r: self.average_velocity(x, t, r, **conditions),
-                (x, t, r),
-                (direction, torch.ones_like(t), torch.zeros_like(r)),
-            )
+            with tangents.reusing_values(kept, len(x)):
+                _, derivative, *_ = jvp(
+                    lambda x, t, r: self.average_velocity(x, t, r, **conditions),
+                    (x, t, r),
+                    (direction, torch.ones_like(t), torch.zeros_like(r)),
+                )
             return expand(t - r, x) * derivative, v
         gap = step * (t - r)
         between = t - gap

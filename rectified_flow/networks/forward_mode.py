@@ -6,28 +6,24 @@ handle. These layers do not support batching transforms (`torch.vmap`) while a d
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from rectified_flow.networks import fused
-
-LEVEL = 0
-"""The index of PyTorch's only level of forward-mode derivatives."""
+from rectified_flow.networks.tangents import share, unpack, with_tangent
 
 
 class Conv2d(nn.Conv2d):
     """A convolution whose weights have no tangent when its input has one."""
 
     def forward(self, x: Tensor) -> Tensor:
-        value, tangent = _unpack(x)
+        value, tangent = unpack(x)
         convolve = self._convolve_on_gpu if fused.is_used(x) else self._conv_forward
-        convolved = convolve(value, self.weight, self.bias)
-        if tangent is None:
-            return convolved
-        return forward_ad.make_dual(convolved, convolve(tangent, self.weight, None), level=LEVEL)
+        convolved = share(partial(convolve, value, self.weight, self.bias), has_tangent=tangent is not None)
+        return convolved if tangent is None else with_tangent(convolved, convolve(tangent, self.weight, None))
 
     def _convolve_on_gpu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if (self.kernel_size, self.stride, self.padding, self.groups) == ((1, 1), (1, 1), (0, 0), 1):
@@ -55,7 +51,7 @@ class GroupNorm(nn.Module):
         if fused.is_used(x):
             with torch.autocast(x.device.type, enabled=False):
                 return fused.group_norm(x, self.groups, self.weight, self.bias, self.eps)
-        value, tangent = _unpack(x)
+        value, tangent = unpack(x)
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             if tangent is None:
@@ -65,26 +61,14 @@ class GroupNorm(nn.Module):
             result, mean, spread = torch.ops.aten.native_group_norm(value, weight, bias, *size, self.eps)
             gradient = torch.ops.aten.native_group_norm_backward
             change, *_ = gradient(tangent, value, mean, spread, None, *size, [True, False, False])
-            return forward_ad.make_dual(result, change * weight[:, None, None], level=LEVEL)
+            return with_tangent(result, change * weight[:, None, None])
 
 
 def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """``x (scale + 1) + shift``, whose derivative has two operations instead of PyTorch's four."""
     factor = scale + 1
-    (value, dx), (by, dby), (added, dadded) = _unpack(x), _unpack(factor), _unpack(shift)
+    (value, dx), (by, dby), (added, dadded) = unpack(x), unpack(factor), unpack(shift)
     if dx is None or dby is None or dadded is None:
         return torch.addcmul(shift, x, factor)
     change = torch.addcmul(torch.addcmul(dadded, dx, by), value, dby)
-    return forward_ad.make_dual(torch.addcmul(added, value, by), change, level=LEVEL)
-
-
-def has_tangent(x: Tensor) -> bool:
-    """Whether a forward-mode derivative passes through ``x``."""
-    return _unpack(x)[1] is not None
-
-
-def _unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The value of ``x`` and its tangent, if it has one."""
-    # Without an explicit level, the compiler would look it up once, find none, and treat that as a constant.
-    value, tangent = forward_ad.unpack_dual(x, level=LEVEL if torch.compiler.is_compiling() else None)
-    return value, tangent
+    return with_tangent(torch.addcmul(added, value, by), change)

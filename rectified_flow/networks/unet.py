@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
-from rectified_flow.networks import fused
+from rectified_flow.networks import fused, tangents
 from rectified_flow.networks.conditions import Kinds
-from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, has_tangent, modulated
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, modulated
 from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
@@ -159,6 +159,7 @@ class Unet(nn.Module):
 
     def _evaluate(self, block: nn.Module, x: Tensor, condition: Tensor) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
+            tangents.keep_no_more()
             result: Tensor = checkpoint(block, x, condition, use_reentrant=False)
             return result
         return block(x, condition)
@@ -239,7 +240,7 @@ class Block(nn.Module):
         h = F.silu(modulated(self.norm2(h), scale, shift))
         if self.training and self.dropout > 0:
             h = randomness.dropout(h, self.dropout, self.layer)
-        return self.attention(self.skip(x) + self.conv2(h))
+        return fused.shared(self.attention(fused.shared(self.skip(x) + self.conv2(h))))
 
 
 class Attention(nn.Module):
@@ -261,8 +262,8 @@ class Attention(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of queries to keys and values, all ``[b, n, p, d]``."""
-    if fused.is_used(q) and not has_tangent(q):
-        return F.scaled_dot_product_attention(q, k, v)
+    if fused.is_used(q):
+        return fused.attend(q, k, v)
     weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
     return weights @ v
 

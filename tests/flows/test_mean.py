@@ -1,17 +1,20 @@
 """Mean flow against closed forms: every objective of the family, and the slips that are easily made."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
+from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.flows import mean as mean_module
 from rectified_flow.flows.config import ObjectiveName
 from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step, sigmoid_step
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks import tangents
 from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
@@ -196,6 +199,35 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole(objective: Any) -> None
     torch.testing.assert_close(
         gradient(slice(0, None, 2), slice(1, None, 2)), whole, rtol=1e-4, atol=1e-5 * whole.norm().item()
     )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["activations kept", "activations computed again"])
+def test_the_derivative_reuses_the_values_of_the_pass_before(
+    checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes nothing but the number of convolutions: for half of the rows, those of the tangents are left."""
+    network = unet(dropout=0.2)
+    network.gradient_checkpointing = checkpointing
+    flow = MeanFlow(network, objective="mean_flow")
+    images = torch.randint(256, (8, 3, 8, 8), dtype=torch.uint8)
+
+    def gradient() -> tuple[Tensor, int]:
+        flow.zero_grad()
+        with deterministic(BatchRows(0, 4, 8, slice(None))):
+            with FlopCounterMode(display=False) as counter:
+                loss = flow(images=images)
+            loss.backward()
+        flops = counter.get_flop_counts()["Global"][torch.ops.aten.convolution]
+        return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None]), flops
+
+    reused, fewer = gradient()
+    monkeypatch.setattr(tangents, "reusing_values", lambda _kept, _count: nullcontext())
+    computed, flops = gradient()
+    torch.testing.assert_close(reused, computed, rtol=1e-4, atol=1e-6 * computed.norm().item())
+    if checkpointing:
+        assert 0.95 * flops < fewer < flops, "only what comes before the first block is kept"
+    else:
+        assert fewer == pytest.approx(1.5 / 2 * flops, rel=1e-3)
 
 
 def test_bf16_gradients_are_near() -> None:
