@@ -254,6 +254,11 @@ FACTORS = {
     "half whole paths, all of the rows": Factor(
         "no worse: paths have velocities, too", {"whole": 0.5, "mean_fraction": 1.0}, **DRAWN
     ),
+    "half whole paths, all of the rows, a quarter as many": Factor(
+        "the best: cheaper to draw, and trained for longer",
+        {"whole": 0.5, "mean_fraction": 1.0},
+        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
+    ),
     "half whole paths, power 0.5": Factor("no great difference", {"whole": 0.5, "weight_power": 0.5}, **DRAWN),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
@@ -266,6 +271,12 @@ FACTORS = {
         None,
         rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
         **DRAWN,
+    ),
+    "reflow, a quarter as many": Factor(
+        "better: cheaper to draw, and trained for longer",
+        None,
+        rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
+        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
     "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
     "power 0": Factor("better at 16 calls: large errors count", ALIKE, UNCLIPPED),
