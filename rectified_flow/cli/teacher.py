@@ -99,34 +99,35 @@ class Recipe:
 
 def request_of(config: TrainRectifiedFlow | TrainMeanFlow) -> Request | None:
     """What the flags ask of a teacher; None if they name none."""
-    folder = config.run.output_dir
-    if isinstance(config, TrainRectifiedFlow):
-        reflow = config.reflow
-        return (
-            None
-            if reflow.reflow_from is None
-            else Request(
-                "reflow_from",
-                reflow.reflow_from,
-                "pairs",
-                reflow.reflow_pairs or DEFAULT_PAIRS,
-                reflow.pairs_dir or folder / "pairs",
-                reflow.reflow_steps or RectifiedFlow.default_steps,
-            )
-        )
-    teacher = config.teacher
-    return (
-        None
-        if teacher.teacher is None
-        else Request(
-            "teacher",
-            teacher.teacher,
-            "paths",
-            teacher.teacher_paths or DEFAULT_PATHS,
-            teacher.paths_dir or folder / "paths",
-            teacher.teacher_steps or DEFAULT_PATH_STEPS,
-            config.mean_flow.guidance_scale,
-        )
+    return _pairs_of(config) if isinstance(config, TrainRectifiedFlow) else _paths_of(config)
+
+
+def _pairs_of(config: TrainRectifiedFlow) -> Request | None:
+    flags = config.reflow
+    if flags.reflow_from is None:
+        return None
+    return Request(
+        flag="reflow_from",
+        source=flags.reflow_from,
+        rows="pairs",
+        count=flags.reflow_pairs or DEFAULT_PAIRS,
+        folder=flags.pairs_dir or config.run.output_dir / "pairs",
+        steps=flags.reflow_steps or RectifiedFlow.default_steps,
+    )
+
+
+def _paths_of(config: TrainMeanFlow) -> Request | None:
+    flags = config.teacher
+    if flags.teacher is None:
+        return None
+    return Request(
+        flag="teacher",
+        source=flags.teacher,
+        rows="paths",
+        count=flags.teacher_paths or DEFAULT_PATHS,
+        folder=flags.paths_dir or config.run.output_dir / "paths",
+        steps=flags.teacher_steps or DEFAULT_PATH_STEPS,
+        guidance_scale=config.mean_flow.guidance_scale,
     )
 
 
