@@ -20,7 +20,7 @@ OVERRIDES = {
     "train_num_steps": ("num_epochs",),
     "num_epochs": ("train_num_steps",),
     "dataset": ("dataset_path",),
-    "output_dir": ("checkpoint_dir", "pairs_dir", "resume"),
+    "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
 }
 """Flags in the file of ``--config`` that another flag on the command line overrides, too."""
 

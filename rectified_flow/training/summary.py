@@ -25,22 +25,28 @@ def summarize(
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
     trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
+    items = items_of(flow)
     frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
     return lines(
         {
             "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
             "data": data,
-            "network": f"{count / 1e6:.1f} M parameters{frozen}, {flops / 1e9:.2f} GFLOP per image forward",
+            "network": f"{count / 1e6:.1f} M parameters{frozen}, {flops / 1e9:.2f} GFLOP per {items[:-1]} forward",
             "batch": batch,
-            "run": _length(config, batch, length),
+            "run": _length(config, batch, length, items),
             "output": config.output_dir,
         }
     )
 
 
-def _length(config: TrainingConfig, batch: GlobalBatch, length: int | None) -> str:
+def items_of(flow: nn.Module) -> str:
+    """What a batch holds, in the plural: the name of its entry that a flow's space knows."""
+    return getattr(getattr(flow, "space", None), "key", "items")
+
+
+def _length(config: TrainingConfig, batch: GlobalBatch, length: int | None, items: str) -> str:
     if length is None and config.num_epochs is not None:
         return f"{config.num_epochs:g} epochs"
     steps = config.total_steps(batch, length or 0)
     epochs = f" = {steps * batch.total / length:.1f} epochs" if length else ""
-    return f"{steps} steps = {steps * batch.total} images{epochs}"
+    return f"{steps} steps = {steps * batch.total} {items}{epochs}"

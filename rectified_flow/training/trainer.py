@@ -48,7 +48,7 @@ from rectified_flow.training.optimizer import (
 from rectified_flow.training.previews import draw_preview
 from rectified_flow.training.state import TrainingState
 from rectified_flow.training.stepper import BadStep, Batch, Stepper, moved
-from rectified_flow.training.summary import summarize
+from rectified_flow.training.summary import items_of, summarize
 from rectified_flow.training.throughput import Throughput
 
 
@@ -257,7 +257,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.on_log(self, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
-        return ", ".join([*shown, f"{rate:.1f} img/s"])
+        return ", ".join([*shown, f"{rate:.1f} {items_of(self.flow)}/s"])
 
     def _draw_samples(self) -> dict[str, Path]:
         self.stepper.finish_pending()
@@ -269,7 +269,7 @@ class Trainer:
         shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
         self.run.print(
             f"warning: step {bad.step} was skipped, number {bad.in_a_row} in a row: loss or gradient is not finite on "
-            f"images {shown} (all in bad_steps.jsonl)"
+            f"{items_of(self.flow)} {shown} (all in bad_steps.jsonl)"
         )
         self.run.log.bad_step(bad.step, bad.images)
 

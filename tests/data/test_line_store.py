@@ -4,9 +4,14 @@ import gzip
 import multiprocessing
 import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+from text_lines import make_text, memory_of_readers
 
 from rectified_flow.data import line_store
 from rectified_flow.data.line_store import LineStore, open_lines
@@ -162,6 +167,15 @@ def test_bad_input(content: bytes, sentence: str, tmp_path: Path, monkeypatch: p
     path.write_bytes(content)
     with pytest.raises(UsageError, match=sentence):
         open_lines(path)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
+def test_processes_share_a_large_text(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    make_text(path, 1_500_000)
+    store = open_lines(path)
+    assert len(store) == 1_500_000
+    assert max(memory_of_readers(store, processes=4, reads=5000)) < 1_000_000
 
 
 def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""The example on text lines: the trainer's promises hold, and the model learns."""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rectified_flow.cli.command_line import parse
+from tests.patience import PATIENCE
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_masked_text.py"
+WORDS = {"the": ["sun", "sea", "sky"], "a": ["cat", "dog", "owl"]}
+FLAGS = (
+    "--vocabulary 60 --length 8 --width 32 --layers 1 --train_num_steps 8 --save_every 4 --log_every 2"
+    " --measure_every 4 --measured_lines 150 --lr_warmup_steps 0 --learning_rate 3e-3"
+)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3,000 lines in which each article is followed by words of its own."""
+    path, draw = tmp_path_factory.mktemp("text") / "lines.txt", random.Random(0)
+    with path.open("w") as file:
+        for _ in range(3000):
+            articles = draw.choices([*WORDS], k=3)
+            print(" ".join(f"{article} {draw.choice(WORDS[article])}" for article in articles), file=file)
+    return path
+
+
+def train(words: str) -> None:
+    sys.path.insert(0, str(EXAMPLE.parent))
+    import train_masked_text
+
+    train_masked_text.train(parse(train_masked_text.Flags, "", words.split()))
+
+
+def run(text: Path, output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
+    batch = f"--batch_size {16 // world_size}"
+    run_on_ranks(world_size, train, f"--text {text} --output_dir {output_dir} {batch} {FLAGS} {flags}")
+    return output_dir
+
+
+@pytest.fixture(scope="module")
+def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps without a break, in one process."""
+    return run(text, tmp_path_factory.mktemp("whole"))
+
+
+def test_the_same_run_on_two_processes_with_loader_processes(text: Path, whole: Path, tmp_path: Path) -> None:
+    two = run(text, tmp_path / "two", "--num_workers 1 --multiprocessing_context spawn", world_size=2)
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-4)
+    assert list(losses(two)) == [2, 4, 6, 8]
+
+
+def test_a_resumed_run_is_the_same_to_the_byte(text: Path, whole: Path, tmp_path: Path) -> None:
+    stopped = run(text, tmp_path / "stopped", "--train_num_steps 4")
+    run(text, stopped)
+    for name in ("model.safetensors", "ema.safetensors"):
+        one, two = ((each / "checkpoints/step_00000008" / name).read_bytes() for each in (whole, stopped))
+        assert one == two, name
+    rows = [json.loads(line) for line in (stopped / "accuracy.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4, 8]
+    assert rows == [json.loads(line) for line in (whole / "accuracy.jsonl").read_text().splitlines()]
+
+
+def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) -> None:
+    folder = run(text, tmp_path, "--train_num_steps 120 --measure_every 120 --max_samples 2900 --ema_decay 0.9")
+    [row] = [json.loads(line) for line in (folder / "accuracy.jsonl").read_text().splitlines()]
+    assert row["accuracy"] > row["guess"] + 0.1
+    assert (folder / "accuracy.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("", "--text is missing"),
+        ("--text nowhere", "is missing"),
+        ("--text .", "is a folder"),
+        ("--text broken", "line 2 of .* is not UTF-8"),
+        ("--text {text} --max_samples 30", "30 lines are too few to hold some out"),
+        ("--text {text} --width 33", "it must be a multiple of 32"),
+    ],
+)
+def test_bad_input_is_a_sentence(text: Path, flags: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "broken").write_bytes(b"good\n\xff\n")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *flags.format(text=text).split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    [error] = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert re.search(sentence, error), error
