@@ -161,7 +161,9 @@ class MeanFlow(FlowMap):
         count = len(x_0) if count is None else count
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
-        with tangents.keeping_values() as kept:  # with gradient, before all that is without: see autocast's cache
+        derives = count > 0 and not finite
+        with tangents.keeping_values(wanted=derives) as kept:
+            # With gradient, before all that is without: see autocast's cache.
             u = self.average_velocity(x_t, t, r, **conditions)
         with torch.no_grad():
             v = self._guide(noise - x_0, x_t, t, conditions)

@@ -41,10 +41,10 @@ def with_tangent(value: Tensor, tangent: Tensor) -> Tensor:
 
 
 @contextmanager
-def keeping_values() -> Iterator[list[Tensor]]:
-    """Inside the block, shared values are kept in the list, for :func:`reusing_values`."""
+def keeping_values(*, wanted: bool = True) -> Iterator[list[Tensor]]:
+    """Inside the block, shared values are kept in the list, if wanted, for :func:`reusing_values`."""
     kept: list[Tensor] = []
-    _passes.kept = kept
+    _passes.kept = kept if wanted else None
     try:
         yield kept
     finally:
