@@ -1,100 +1,25 @@
-"""What a trained rectified flow draws for another flow to learn from.
+"""The flags of a run that learns from a trained rectified flow: what it asks for, and what it inherits."""
 
-A reflow run learns from pairs of noise and picture (Liu et al. 2022, arXiv:2209.03003, section 2.2), a mean flow with a
-teacher from whole paths. A run keeps them and their recipe, so that it resumes even if the checkpoint of the teacher is
-gone.
-"""
-
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
 from accelerate import PartialState
-from filelock import Timeout
-from torch import Tensor
 
-from rectified_flow import randomness
+from rectified_flow.cli.drawn import DATA_FLAGS, FOLDERS, INHERITED, NETWORK_FLAGS, Recipe, Request
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.data.pair_store import PairDataset, PairWriter
+from rectified_flow.data.pair_store import PairWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import DamageError, RunError, UsageError, require
-from rectified_flow.files import lock_of, prepare_folder
-from rectified_flow.flags import checked, plain
-from rectified_flow.flows.guidance import Guidance
+from rectified_flow.errors import DamageError, require
+from rectified_flow.flags import checked
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.conditions import Labels
-from rectified_flow.networks.placing import to_device
-from rectified_flow.progress import progress_bar
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import program_flags, read_config
-from rectified_flow.training.accelerator import choose_precision
 
-BATCH_SIZE = 64
 DEFAULT_PAIRS, DEFAULT_PATHS, DEFAULT_PATH_STEPS = 50_000, 10_000, 8
-NETWORK_FLAGS = ("dim", "dim_mults", "dropout", "use_cfg")
-DATA_FLAGS = ("dataset", "image_size", "skip_broken_images")
-FOLDERS = ("dataset_path", "cache_dir")
-"""Inherited where they are not given: a folder may have moved."""
-INHERITED = (*DATA_FLAGS, "prediction", *NETWORK_FLAGS, *FOLDERS)
-LOCK_TIMEOUT = 10.0
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a run's flags ask of a teacher.
-
-    Args:
-        flag: that names the teacher.
-        source: the teacher's run or checkpoint.
-        rows: what it draws, ``pairs`` or ``paths``.
-        count: how many.
-        folder: where they go.
-        steps: intervals that each picture is drawn in.
-        guidance_scale: of the teacher.
-    """
-
-    flag: str
-    source: Path
-    rows: str
-    count: int
-    folder: Path
-    steps: int
-    guidance_scale: float = 1.0
-
-    @property
-    def points(self) -> int:
-        """Points of each path that are kept beside its picture; of a pair, the noise alone."""
-        return self.steps if self.rows == "paths" else 1
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that shapes the pairs or paths."""
-
-    source: str
-    """The checkpoint of the flow that draws them."""
-    pairs: int
-    """How many, of paths too."""
-    steps: int
-    """Intervals that each picture is drawn in."""
-    seed: int
-    precision: str
-    pictures: str
-    """Fingerprint of the training pictures."""
-    flags: dict[str, Any]
-    """Of the run of that flow, those that are inherited."""
-    points: int = 1
-    """Of each path; 1 for pairs."""
-    guidance_scale: float = 1.0
-    sha256: str = ""
-    """Of this document; earlier versions did not record it."""
 
 
 def request_of(config: TrainRectifiedFlow | TrainMeanFlow) -> Request | None:
@@ -161,37 +86,6 @@ def with_teacher_flags(config: Config) -> Config:
     return replace(config, **changes, teacher=replace(config.teacher, teacher=source))
 
 
-def open_drawn(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset) -> PairDataset:
-    """The pairs or paths of a teacher, drawn by all processes together if they are not there yet.
-
-    Args:
-        config: as :func:`with_teacher_flags` returned it.
-        request: of these flags.
-        pictures: the teacher's training pictures, whose labels the rows get.
-
-    Raises:
-        UsageError: if they cannot be drawn, or those that are there have another recipe.
-        RunError: if the disk is full.
-    """
-    state = PartialState()
-    batch = config.run.split_batch(state.num_processes)
-    count_flag = {"pairs": "reflow_pairs", "paths": "teacher_paths"}[request.rows]
-    require(
-        request.count >= batch.total,
-        f"--{count_flag} {request.count} is fewer than one global batch ({batch}): pass more, or a smaller "
-        "--batch_size",
-    )
-    writer = PairWriter(request.folder, request.count, config.data.image_size, request.points)
-    recipe = _recipe(config, request, pictures)
-    with ExitStack() as held:
-        done = on_main(state, lambda: _begin(writer, recipe, request, held))
-        if done is not None:
-            drawing = _Drawing(request, recipe, state, writer, pictures)
-            drawing.draw(done)
-            on_main(state, drawing.finish)
-    return PairDataset(writer.path, pictures.recipe)
-
-
 def _find_source(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -> tuple[Path, dict[str, Any]]:
     """The teacher's checkpoint, and the flags that come with it; of rows that are drawn, those of their recipe."""
     _refuse_other_run(config, request)
@@ -227,138 +121,3 @@ def _inherited(flags: Mapping[str, Any], request: Request, source: Path) -> dict
     names = ", ".join(name for name in INHERITED if name not in flags)
     require(not names, f"--{request.flag} {source} was not trained by train_oxford.py: it lacks the flags {names}")
     return checked(TrainRectifiedFlow, {name: flags[name] for name in INHERITED}, source)
-
-
-def _recipe(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset) -> Recipe:
-    flags = {"prediction": "velocity"} | plain(config)
-    return Recipe(
-        source=str(request.source),
-        pairs=request.count,
-        steps=request.steps,
-        seed=config.run.seed,
-        precision="bf16" if choose_precision(config.run, PartialState().device) == "bf16" else "float32",
-        pictures=pictures.fingerprint,
-        flags={name: flags[name] for name in INHERITED},
-        points=request.points,
-        guidance_scale=request.guidance_scale,
-    )
-
-
-def _begin(writer: PairWriter, recipe: Recipe, request: Request, held: ExitStack) -> int | None:
-    """Lock other runs out; the number of rows that are there, or None if all are there, undamaged."""
-    rows, folder_flag = request.rows, f"{request.rows}_dir"
-    prepare_folder(folder_flag, writer.path.parent)
-    try:
-        held.enter_context(lock_of(Path(f"{writer.path}.lock")).acquire(timeout=LOCK_TIMEOUT))
-        known = PairWriter.recipe_of(writer.path, Recipe)
-        whole = writer.is_whole
-        # Complete rows are taken as they are, in whichever precision this machine would draw them.
-        shaped_by = {"pairs": rows, "steps": "steps", "points": "points", "guidance_scale": "guidance", "seed": "seed"}
-        shaped_by |= {"pictures": "pictures"} | ({} if whole else {"precision": "precision"})
-        for name, called in shaped_by.items() if known is not None else ():
-            then, now = getattr(known, name), getattr(recipe, name)
-            require(
-                then == now,
-                f"the {rows} in {writer.path} were drawn with other {called} ({then} there, {now} now): choose another "
-                f"--output_dir, or --{folder_flag}",
-            )
-        return None if whole else writer.begin(asdict(recipe))
-    except Timeout as error:
-        raise UsageError(
-            f"another run draws the {rows} {writer.path}: wait for its end, or choose another --output_dir"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"the {rows} {writer.path} cannot be written: {reason}; choose a --{folder_flag}") from error
-
-
-class _Drawing:
-    """Draws what a request asks for."""
-
-    def __init__(
-        self,
-        request: Request,
-        recipe: Recipe,
-        state: PartialState,
-        writer: PairWriter,
-        pictures: ImageDataset,
-    ) -> None:
-        self.request, self.recipe, self.state, self.writer, self.pictures = request, recipe, state, writer, pictures
-        self.bf16 = recipe.precision == "bf16"
-        self.teacher = to_device(
-            RectifiedFlow.from_checkpoint(request.source), state.device, "bf16" if self.bf16 else "no"
-        )
-        labels = self.teacher.conditions.get("labels")
-        require(
-            not isinstance(labels, Labels) or list(labels.names) == pictures.class_names,
-            f"{request.source} was trained on different classes than {pictures.info.source}; pass its training images "
-            "with --dataset_path",
-        )
-
-    def draw(self, done: int) -> None:
-        """Draw all from number ``done`` on, and record the progress after each block."""
-        rank, length = self.state.process_index, self.writer.length
-        block = BATCH_SIZE * self.state.num_processes
-        bar = progress_bar(
-            total=length,
-            initial=done,
-            desc=f"drawing {self.request.rows}",
-            unit=self.request.rows.removesuffix("s"),
-            disable=not self.state.is_main_process,
-        )
-        with bar, self._needing_room():
-            for start in range(done, length, block):
-                first = start + BATCH_SIZE * rank
-                numbers = range(first, min(first + BATCH_SIZE, length))
-                if numbers:
-                    self._write(numbers)
-                self.state.wait_for_everyone()
-                end = min(start + block, length)
-                if self.state.is_main_process:
-                    self.writer.reached(end)
-                bar.update(end - start)
-
-    def finish(self) -> None:
-        """Give the store its name."""
-        labels, names = np.full(self.writer.length, -1), list[str]()
-        if self._labels is not None:
-            labels, names = self._labels.numpy(), self.pictures.class_names
-        with self._needing_room():
-            self.writer.finish(labels, names, f"{self.request.rows} of {self.request.source}")
-
-    def _write(self, numbers: Sequence[int]) -> None:
-        device = self.state.device
-        bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        path: list[Tensor] = []
-        with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), device), bf16:
-            shape = (len(numbers), *(self.teacher.space.shape or ()))
-            noise = randomness.randn("sample noise", shape, device).half().float()  # as it is stored
-            given: dict[str, Any] = {} if self._labels is None else {"labels": self._labels[list(numbers)]}
-            images = self.teacher.sample(
-                noise=noise,
-                steps=self.recipe.steps,
-                guidance=Guidance(self.recipe.guidance_scale),
-                watch=lambda _t, x: path.append(x.half().cpu()),
-                **given,
-            )
-        points = torch.stack(path[:-1], dim=1) if self.request.rows == "paths" else path[0]
-        self.writer.write(numbers[0], self.teacher.space.draw(images).cpu(), points)
-
-    @cached_property
-    def _labels(self) -> Tensor | None:
-        """A label for each row, in the shares of the training pictures."""
-        if "labels" not in self.teacher.conditions:
-            return None
-        source = randomness.generator("cpu", self.recipe.seed, "labels of pairs")
-        rows = torch.randint(len(self.pictures), (self.writer.length,), generator=source)
-        return torch.from_numpy(self.pictures.labels[rows.numpy()])
-
-    @contextmanager
-    def _needing_room(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"could not write {self.request.rows} into {self.writer.stage} ({error}): make room, and run the same "
-                "command to resume"
-            ) from error

@@ -9,10 +9,11 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.command_line import recorded
+from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
-from rectified_flow.cli.teacher import open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.image_store import ImageDataset

@@ -45,17 +45,16 @@ class DistilledFlow(FlowMap):
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""
         if "path" not in batch:
             raise UsageError("a distilled flow learns from paths, and a batch has none: draw them with --teacher")
-        path = batch["path"].float()
+        path = batch["path"]
         x_0, _, conditions = self.draw_batch({**batch, "noise": path[:, 0]})
-        points = torch.cat((x_0[:, None], path.flip(1)), dim=1)
         steps, rows = path.shape[1], torch.arange(len(path), device=path.device)
         later = 1 + randomness.randint("time", steps, (len(path),), path.device)
         earlier = (later * randomness.rand("earlier time", (len(path),), path.device)).long()
         whole = rows < round(self.whole_fraction * len(path))
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
-        loss, mean_square = self.loss(
-            points[rows, later], points[rows, earlier], later / steps, earlier / steps, conditions
-        )
+        x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))
+        x_r = torch.where(expand(earlier == 0, x_0), x_0, between)
+        loss, mean_square = self.loss(x_t, x_r, later / steps, earlier / steps, conditions)
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
