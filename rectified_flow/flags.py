@@ -16,7 +16,7 @@ from rectified_flow.files import usable_path
 
 def default_is(text: str) -> Any:
     """Annotate a flag whose default is None with the default that a person should read."""
-    return tyro.conf.arg(help_behavior_hint=f"(default: {text})")
+    return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
 def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
