@@ -11,11 +11,13 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.flows.config import Solver
 from rectified_flow.interruption import raise_if_stop_requested
+from rectified_flow.spaces.geometry import Euclidean, Geometry
 
 FixedStep = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
 FreshNoise = Callable[[Tensor, float], Tensor]
+Step = Callable[[Velocity, Tensor, float, float, Geometry], Tensor]
 
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
@@ -24,6 +26,7 @@ CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stoc
 CHURN = 1.0
 TOLERANCE = 1e-4
 LAST_STEP = 1e-3
+FLAT = Euclidean()
 
 
 def default_noise(x: Tensor, t: float) -> Tensor:
@@ -40,6 +43,7 @@ def integrate(
     fresh_noise: FreshNoise = default_noise,
     watch: Watch | None = None,
     evaluate_at_data: bool = True,
+    geometry: Geometry = FLAT,
 ) -> Tensor:
     """Carry ``x`` ``[b, ...]`` from ``times[0]`` to ``times[-1]``, one step per interval.
 
@@ -56,6 +60,8 @@ def integrate(
         watch: called with time and ``x`` at the start and after each interval.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
             the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
+        geometry: of the last axis of ``x``, for solvers of fixed steps: they follow its straightest lines, and move
+            velocities in parallel to where they are used.
     """
     if solver == "adaptive":
         return _adaptive(velocity, x, times, watch, evaluate_at_data)
@@ -66,34 +72,31 @@ def integrate(
         if solver == "stochastic":
             x = _stochastic(velocity, x, t, t_next, fresh_noise)
         elif solver == "heun" and t_next == 0 and not evaluate_at_data:
-            x = _euler(velocity, x, t, t_next - t)
+            x = _euler(velocity, x, t, t_next - t, geometry)
         else:
-            x = _STEPS[solver](velocity, x, t, t_next - t)
+            x = _STEPS[solver](velocity, x, t, t_next - t, geometry)
         if watch is not None:
             watch(t_next, x)
     return x
 
 
-def _euler(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    return x + dt * velocity(x, t)
+def _euler(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
+    return geometry.exp(x, dt * velocity(x, t))
 
 
-def _midpoint(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    middle = x + dt / 2 * velocity(x, t)
-    return x + dt * velocity(middle, t + dt / 2)
+def _midpoint(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
+    middle = geometry.exp(x, dt / 2 * velocity(x, t))
+    return geometry.exp(x, dt * geometry.transport(middle, x, velocity(middle, t + dt / 2)))
 
 
-def _heun(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+def _heun(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
     start = velocity(x, t)
-    end = velocity(x + dt * start, t + dt)
-    return x + dt / 2 * (start + end)
+    there = geometry.exp(x, dt * start)
+    end = geometry.transport(there, x, velocity(there, t + dt))
+    return geometry.exp(x, dt / 2 * (start + end))
 
 
-_STEPS: dict[FixedStep, Callable[[Velocity, Tensor, float, float], Tensor]] = {
-    "euler": _euler,
-    "midpoint": _midpoint,
-    "heun": _heun,
-}
+_STEPS: dict[FixedStep, Step] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
 
 
 def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, fresh_noise: FreshNoise) -> Tensor:
@@ -119,7 +122,7 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     options = {"step_t": stops}
     path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
     if ends_at_data:
-        path[-1] = _euler(velocity, path[-1], end, -end)
+        path[-1] = _euler(velocity, path[-1], end, -end, FLAT)
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)
