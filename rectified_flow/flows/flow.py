@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.config import Coupling
-from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_transport
 from rectified_flow.flows.saved import Saved
+from rectified_flow.flows.transport import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.networks.conditions import Kinds, Values, drop
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
@@ -46,7 +46,7 @@ class Flow(nn.Module, Saved):
         space: between stored data and ``x``; :class:`Pixels` if not given.
         condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
         coupling: which noise each datum is trained with: its own, or by ``ot`` or ``immiscible`` a near one, see
-            :mod:`rectified_flow.flows.couplings`.
+            :mod:`rectified_flow.flows.transport`.
 
     Raises:
         ValueError: if the network does not take data of the space's shape, or the probability is none.
@@ -116,7 +116,7 @@ class Flow(nn.Module, Saved):
             noise = batch["noise"].float()
         else:
             x_0 = self.space.augment(x_0)
-            noise = self._draw_noise(x_0, conditions, batch.get("noise_rows"))
+            noise = self._draw_noise(x_0, conditions, batch)
         return x_0, noise, drop(self.conditions, conditions, self.condition_dropout)
 
     @property
@@ -132,15 +132,21 @@ class Flow(nn.Module, Saved):
         """
         x_0 = self.space.augment(self.space.encode(batch[self.space.key]))
         conditions = {name: batch[name] for name in self.conditions if name in batch}
-        return optimal_transport(x_0, randomness.randn("noise", x_0.shape, x_0.device), _groups(conditions))
+        noise = randomness.randn("noise", x_0.shape, x_0.device)
+        return optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))
 
-    def _draw_noise(self, x_0: Tensor, conditions: Values, rows: Tensor | None) -> Tensor:
+    def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
+        """What it costs to train each of ``x_0`` with each of ``noise``, ``[b, b]``; ``ot`` makes the sum least."""
+        return squared_distances(x_0, noise)
+
+    def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
         if self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
             return nearest_candidate(x_0, drawn)
+        rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
         if self.coupling == "ot" and rows is None:  # nobody paired the global batch: pair these rows
-            noise = noise[optimal_transport(x_0, noise, _groups(conditions))]
+            noise = noise[optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))]
         return noise
 
     def draw_start(
