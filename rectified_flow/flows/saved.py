@@ -19,7 +19,10 @@ from rectified_flow.runs.document import upgraded
 
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
-OWN_KINDS = ("flows.rectified", "flows.mean", "flows.distilled", "networks.unet", "spaces.pixels")
+OWN_KINDS = (
+    *("flows.rectified", "flows.mean", "flows.distilled", "flows.riemannian"),
+    *("networks.unet", "spaces.pixels", "spaces.points"),
+)
 """Modules that register the project's own kinds, which import this one."""
 
 MODEL_CARD = """---
