@@ -1,0 +1,359 @@
+"""Train a flow between sets of points: digits as clouds, in the plane, on the sphere or on the flat torus.
+
+The clouds are drawn from scikit-learn's handwritten digits, which need no download. Points of the noise are paired with
+points of the digits by optimal transport. While it trains, the distance between generated and held-out clouds is
+measured, and so is the share of clouds that a classifier takes for the digit asked for. Needs
+`pip install -e ".[points]"`.
+"""
+
+from rectified_flow.cli.launch import run
+
+if __name__ == "__main__":  # before torch is imported, so that --help answers at once
+    run("train_point_clouds:train", "train_point_clouds:Flags", __doc__)
+
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import set_seed
+from torch import Tensor, nn
+
+from rectified_flow import Callback, Labels, Trainer, TrainingConfig, randomness, register
+from rectified_flow.cli.command_line import recorded
+from rectified_flow.cli.flags import ProgramConfig
+from rectified_flow.cli.processes import join
+from rectified_flow.data.point_clouds import PointClouds
+from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share
+from rectified_flow.errors import require, require_fraction, require_positive
+from rectified_flow.files import replace_file
+from rectified_flow.flows.guidance import Guidance
+from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow, shares
+from rectified_flow.flows.transport import cloud_costs, optimal_pairs
+from rectified_flow.networks.conditions import Kinds
+from rectified_flow.networks.unet import TimeEmbedding, zero_init
+from rectified_flow.plots import draw_lines
+from rectified_flow.runs.line_file import LineFile
+from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
+from rectified_flow.spaces.points import Points
+
+DIGITS, SIDE = 10, 8
+GEOMETRIES: dict[str, Geometry] = {"plane": Euclidean(2), "sphere": Sphere(3), "torus": FlatTorus(2)}
+EXTENT = {"plane": 2.0, "sphere": 1.2, "torus": 0.4}
+"""Half of the side of a digit: in the plane, in radians, and as a share of the way around."""
+TRANSPORT: dict[str, Any] = {"regularisation": 0.02, "tolerance": 1e-2, "max_iterations": 500}
+
+
+@dataclass(frozen=True)
+class CloudConfig:
+    """The clouds and the network."""
+
+    geometry: Literal["plane", "sphere", "torus"] = "plane"
+    """Where the points are."""
+    points: int = 48
+    """Points of a cloud, at most; the least is half of that."""
+    point_coupling: PointCoupling = "drawn"
+    """Which point of the noise each point comes from."""
+    coupling: Literal["independent", "ot"] = "independent"
+    """Which noise each cloud is trained with: any, or the best match over the global batch."""
+    condition_dropout: float = 0.1
+    """Share of clouds that are trained without their digit, for guidance."""
+    width: int = 96
+    """Channels of a point."""
+    layers: int = 3
+    """Layers of attention."""
+    guidance_scale: float = 1.0
+    """Guidance of the clouds that are measured."""
+    measure_every: int = 500
+    """Steps between measurements."""
+    measured_clouds: int = 100
+    """Clouds that are measured, a multiple of 10."""
+
+    def __post_init__(self) -> None:
+        require_positive(self, "width", "layers", "measure_every", "measured_clouds")
+        require_fraction(self, "condition_dropout")
+        require(self.points >= 2, f"--points is {self.points}; a cloud needs at least 2")
+        require(self.width % 32 == 0, f"--width is {self.width}; it must be a multiple of 32")
+        require(
+            self.measured_clouds % DIGITS == 0 and self.measured_clouds <= 500,
+            f"--measured_clouds is {self.measured_clouds}; it must be a multiple of {DIGITS}, at most 500",
+        )
+
+
+@dataclass(frozen=True)
+class Flags:
+    clouds: CloudConfig = field(default_factory=CloudConfig)
+    run: TrainingConfig = field(
+        default_factory=partial(
+            TrainingConfig,
+            batch_size=64,
+            train_num_steps=4000,
+            learning_rate=1e-3,
+            lr_warmup_steps=100,
+            lr_decay="cosine",
+            ema_decay=0.995,
+            num_samples=0,
+            output_dir=Path("runs/point-clouds"),
+        )
+    )
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+
+class Digits:
+    """Handwritten digits as points of the unit square ``[-1, 1]^2``, and on a geometry.
+
+    Args:
+        name: of the geometry.
+        points: of a cloud, at most.
+    """
+
+    def __init__(self, name: str, points: int) -> None:
+        from sklearn.datasets import load_digits
+
+        self.geometry, self.extent = GEOMETRIES[name], EXTENT[name]
+        pictures, labels = load_digits(return_X_y=True)
+        self.pictures, self.labels = torch.tensor(pictures), torch.tensor(labels)
+        flat = [self._scatter(number, points) for number in range(len(self.labels))]
+        self.clouds = [self.wrap(cloud) for cloud in flat]
+
+    def _scatter(self, number: int, points: int) -> Tensor:
+        """Points in a picture's pixels, as many in each as its ink asks for."""
+        draw = randomness.generator("cpu", "digit", number)
+        count = int(torch.randint(points // 2, points + 1, (), generator=draw))
+        pixels = self.pictures[number].multinomial(count, replacement=True, generator=draw)
+        places = torch.stack((pixels % SIDE, pixels // SIDE), dim=1) + torch.rand(count, 2, generator=draw)
+        return (places * (2 / SIDE) - 1) * torch.tensor([1.0, -1.0])
+
+    def wrap(self, flat: Tensor) -> Tensor:
+        """Onto the geometry: around the sphere's pole, or across the torus's edges."""
+        return self.geometry.exp(self._centre.expand(*flat.shape[:-1], -1), self.extent * self._padded(flat))
+
+    def unwrap(self, x: Tensor) -> Tensor:
+        """Back to the unit square, or beside it."""
+        return self.geometry.log(self._centre.to(x).expand_as(x), x)[..., :2] / self.extent
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        return F.pad(flat, (0, self.geometry.dim - 2))
+
+    @property
+    def _centre(self) -> Tensor:
+        """The pole of the sphere, else the origin."""
+        return torch.tensor([0.0] * (self.geometry.dim - 1) + [float(isinstance(self.geometry, Sphere))])
+
+    def rasterise(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Pictures ``[b, 64]`` of clouds ``[b, n, d]``, with as much ink as the originals."""
+        flat = self.unwrap(x) * torch.tensor([1.0, -1.0])
+        pixels = ((flat + 1) * (SIDE / 2)).floor()
+        inside = ((pixels >= 0) & (pixels < SIDE)).all(dim=2)
+        numbers = (pixels[..., 1] * SIDE + pixels[..., 0]).long() * inside
+        pictures = torch.zeros(len(x), SIDE * SIDE).scatter_add_(1, numbers, weights * inside)
+        return pictures / pictures.sum(dim=1, keepdim=True).clamp(min=1e-6)
+
+    def split(self, held_out: int) -> tuple[PointClouds, PointClouds, PointClouds]:
+        """Clouds to train on, and twice ``held_out`` others with equally many of each digit."""
+        ranks = torch.stack([(self.labels[:number] == label).sum() for number, label in enumerate(self.labels)])
+        each = held_out // DIGITS
+        one, two, rest = ranks < each, (ranks >= each) & (ranks < 2 * each), ranks >= 2 * each
+        return self._some(rest), self._some(one), self._some(two)
+
+    def _some(self, chosen: Tensor) -> PointClouds:
+        rows = chosen.nonzero().flatten()
+        rows = rows[self.labels[rows].argsort(stable=True)]
+        clouds = [self.clouds[int(row)] for row in rows]
+        return PointClouds(clouds, self.geometry, conditions={"labels": (Labels(DIGITS), self.labels[rows])})
+
+
+@register
+class SetTransformer(nn.Module):
+    """Attention among the points of a cloud; another order of the points is the same order of the output.
+
+    A point of twice the weight counts as two points, and one of weight 0 not at all.
+
+    Args:
+        geometry: of the points.
+        conditions: that it takes, by name.
+        width: channels of a point.
+        layers: of attention.
+    """
+
+    def __init__(self, geometry: Geometry, conditions: Kinds, width: int, layers: int) -> None:
+        super().__init__()
+        self.geometry, self.conditions, self.width, self.layers = geometry, dict(conditions), width, layers
+        features = geometry.coordinates(torch.zeros(1, geometry.dim)).shape[1]
+        self.place = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width))
+        self.time = TimeEmbedding(width, width)
+        self.embeddings = nn.ModuleDict({name: kind.embedding(width) for name, kind in self.conditions.items()})
+        self.blocks = nn.ModuleList(AttentionBlock(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.out = zero_init(nn.Linear(width, geometry.dim))
+
+    def forward(self, x: Tensor, t: Tensor, weights: Tensor | None = None, **conditions: Tensor) -> Tensor:
+        """Velocities ``[b, n, d]`` of points ``[b, n, d]`` at times ``[b]``."""
+        hidden, context = self.place(self.geometry.coordinates(x)), self.time(t, t)
+        for name, embedding in self.embeddings.items():
+            values = conditions[name] if name in conditions else self.conditions[name].none(len(x), x.device)
+            context = context + embedding(values)
+        bias = None if weights is None else weights.log()[:, None, None]
+        for block in self.blocks:
+            hidden = block(hidden, F.silu(context), bias)
+        return self.out(self.norm(hidden))
+
+
+class AttentionBlock(nn.Module):
+    """Attention and a network for each point, both scaled and shifted by a context ``[b, width]``."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.modulation = nn.Linear(width, 4 * width)
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
+        scale_1, shift_1, scale_2, shift_2 = self.modulation(context)[:, None].chunk(4, dim=2)
+        q, k, v = self.qkv(self.norm(x) * (1 + scale_1) + shift_1).unflatten(2, (3, -1, 32)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q))
+        x = x + self.join(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm(x) * (1 + scale_2) + shift_2)
+
+
+class Distances(Callback):
+    """Compares generated with held-out clouds, and plots the distances and the clouds.
+
+    The distance between two sets of clouds is the mean over their best matching. That of two clouds is the mean squared
+    distance that points travel (Wasserstein), or that of each point to the nearest of the other cloud (Chamfer).
+
+    Args:
+        digits: all clouds.
+        held_out: those to compare with; generated ones have their numbers of points and their labels.
+        others: as many others, whose distance is the least to be hoped for.
+        flags: see :class:`CloudConfig`.
+    """
+
+    def __init__(self, digits: Digits, held_out: PointClouds, others: PointClouds, flags: CloudConfig) -> None:
+        self.digits, self.flags = digits, flags
+        self.held_out, self.others = (each.read_batch(range(len(each))) for each in (held_out, others))
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.accelerator.is_main_process:
+            self.file = LineFile(trainer.config.output_dir / "distances.jsonl", trainer.state.step, trainer.run.print)
+        if trainer.state.step == 0:
+            self.measure(trainer)
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.is_due(self.flags.measure_every):
+            trainer.stepper.finish_pending()
+            self.measure(trainer)
+
+    @torch.no_grad()
+    def measure(self, trainer: Trainer) -> None:
+        """Each rank draws and compares its share of the clouds; the main one writes down and plots."""
+        flow, state, total = trainer.averaged_flow, trainer.accelerator, len(self.held_out["clouds"])
+        assert isinstance(flow, RiemannianFlow)
+        mine = interleaved_share(total, state.process_index, state.num_processes)
+        asked: dict[str, Any] = {name: self.held_out[name][mine].to(trainer.device) for name in ("weights", "labels")}
+        with randomness.deterministic(randomness.Samples(trainer.config.seed, mine)):
+            drawn = flow.sample(**asked, guidance=Guidance(self.flags.guidance_scale)).cpu()
+        costs = self.costs(drawn, self.held_out["weights"][mine])
+        clouds, *joined = (gather_interleaved(each.to(trainer.device), total).cpu() for each in (drawn, *costs))
+        if state.is_main_process:
+            self.write(trainer, clouds, dict(zip(self.floor, map(matched, joined), strict=True)))
+
+    def costs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Wasserstein and Chamfer distances ``[b, k]`` of clouds to each that is held out."""
+        geometry, y, b = self.digits.geometry, self.held_out["clouds"], shares(self.held_out["weights"])
+        a = shares(weights)
+        assert a is not None
+        assert b is not None
+        return cloud_costs(x, a, y, b, geometry, **TRANSPORT), chamfer_costs(x, a, y, b, geometry)
+
+    @cached_property
+    def floor(self) -> dict[str, float]:
+        """Distances of other real clouds."""
+        costs = self.costs(self.others["clouds"], self.others["weights"])
+        return dict(zip(("wasserstein", "chamfer"), map(matched, costs), strict=True))
+
+    @cached_property
+    def classifier(self) -> Any:
+        """A support-vector classifier of rasterised training clouds."""
+        from sklearn.svm import SVC
+
+        weights = [torch.ones(1, len(cloud)) for cloud in self.digits.clouds]
+        rasters = torch.cat(
+            [self.digits.rasterise(cloud[None], w) for cloud, w in zip(self.digits.clouds, weights, strict=True)]
+        )
+        return SVC(C=10).fit(rasters.numpy(), self.digits.labels.numpy())
+
+    def share_as_asked(self, clouds: Tensor) -> float:
+        """The share of clouds that the classifier takes for the digit that was asked for."""
+        found = self.classifier.predict(self.digits.rasterise(clouds, self.held_out["weights"]).numpy())
+        return float((torch.as_tensor(found) == self.held_out["labels"]).float().mean())
+
+    def write(self, trainer: Trainer, clouds: Tensor, distances: dict[str, float]) -> None:
+        """A line in the file and on the screen, and both pictures."""
+        step, folder = trainer.state.step, trainer.config.output_dir
+        as_asked = self.share_as_asked(clouds)
+        self.file.add({"step": step, **distances, "as_asked": as_asked})
+        words = ", ".join(f"{name} {value:.4f} (others {self.floor[name]:.4f})" for name, value in distances.items())
+        trainer.run.print(f"distances   step {step}: {words}, {as_asked:.0%} as asked")
+        rows = {name: self.file.numbers(name) for name in self.floor}
+        lines: dict[str, Any] = {name: (list(each), list(each.values())) for name, each in rows.items()}
+        lines |= {f"{name}, other real clouds": ([0, step], [value] * 2) for name, value in self.floor.items()}
+        draw_lines(folder / "distances.png", lines, f"{len(clouds)} clouds, {self.flags.geometry}", "step", "distance")
+        draw_clouds(folder / "clouds.png", self.digits, self.held_out, clouds)
+
+
+def matched(costs: Tensor) -> float:
+    """The mean over the best matching of rows with columns."""
+    return float(costs.gather(1, optimal_pairs(costs)[:, None]).mean())
+
+
+def chamfer_costs(x: Tensor, a: Tensor, y: Tensor, b: Tensor, geometry: Geometry) -> Tensor:
+    """Chamfer distances ``[k, l]`` of clouds ``[k, n, d]`` and ``[l, m, d]`` with weights of sum 1."""
+    rows = []
+    for cloud, weights in zip(x, a, strict=True):
+        costs = geometry.squared_distance(cloud[None, :, None], y[:, None])
+        there = costs.masked_fill(b[:, None] == 0, torch.inf).amin(dim=2) @ weights
+        back = costs.masked_fill(weights[None, :, None] == 0, torch.inf).amin(dim=1)
+        rows.append(there + (back * b).sum(dim=1))
+    return torch.stack(rows)
+
+
+def draw_clouds(path: Path, digits: Digits, real: dict[str, Tensor], clouds: Tensor) -> None:
+    """Real clouds of each digit above generated ones, seen from the middle of the digits."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    for column in range(DIGITS):
+        rows = (real["labels"] == column).nonzero().flatten()[:2].tolist()
+        for line, (points, row) in enumerate((each, row) for each in (real["clouds"], clouds) for row in rows):
+            axes = figure.add_subplot(4, DIGITS, 1 + line * DIGITS + column, aspect="equal")
+            flat = digits.unwrap(points[row][real["weights"][row] > 0])
+            axes.scatter(flat[:, 0], flat[:, 1], s=3, c="tab:blue" if line < len(rows) else "tab:orange")
+            axes.set(xlim=(-1.4, 1.4), ylim=(-1.4, 1.4), xticks=[], yticks=[])
+    figure.suptitle("held-out clouds (blue) and generated ones (orange)")
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=100)
+    replace_file(path, content.getvalue())
+
+
+def train(flags: Flags) -> bool:
+    """Train; returns whether it finished."""
+    join(flags)
+    set_seed(flags.run.seed)
+    clouds = flags.clouds
+    digits = Digits(clouds.geometry, clouds.points)
+    training, held_out, others = digits.split(clouds.measured_clouds)
+    flow = RiemannianFlow(
+        SetTransformer(digits.geometry, training.conditions, clouds.width, clouds.layers),
+        space=Points(digits.geometry),
+        point_coupling=clouds.point_coupling,
+        coupling=clouds.coupling,
+        condition_dropout=clouds.condition_dropout,
+    )
+    distances = Distances(digits, held_out, others, clouds)
+    return Trainer(flow, training, flags.run, callbacks=[distances], flags=recorded(flags)).train()

@@ -1,0 +1,159 @@
+"""The example on point clouds: the network's symmetries, the trainer's promises, and what it learns."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.networks.conditions import Vector
+from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
+from tests.patience import PATIENCE
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_point_clouds.py"
+sys.path.insert(0, str(EXAMPLE.parent))
+import train_point_clouds as example  # noqa: E402
+
+FLAGS = (
+    "--points 12 --width 32 --layers 1 --train_num_steps 8 --save_every 4 --log_every 2 --measure_every 4"
+    " --measured_clouds 20 --lr_warmup_steps 0 --learning_rate 3e-3"
+)
+
+
+def train(words: str) -> None:
+    example.train(parse(example.Flags, "", words.split()))
+
+
+def run(output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
+    run_on_ranks(world_size, train, f"--output_dir {output_dir} --batch_size {16 // world_size} {FLAGS} {flags}")
+    return output_dir
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "distances.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps on the sphere without a break, in one process."""
+    return run(tmp_path_factory.mktemp("whole"), "--geometry sphere --coupling ot")
+
+
+def test_the_same_run_on_two_processes_with_accumulation(whole: Path, tmp_path: Path) -> None:
+    flags = "--geometry sphere --coupling ot --gradient_accumulation_steps 2 --batch_size 4 --num_workers 1"
+    two = run(tmp_path / "two", flags, world_size=2)
+    assert losses(two) == pytest.approx(losses(whole), rel=1e-4)
+    assert list(losses(two)) == [2, 4, 6, 8]
+    for one, other in zip(rows(whole), rows(two), strict=True):
+        assert one == pytest.approx(other, rel=1e-3)
+
+
+def test_a_resumed_run_is_the_same_to_the_byte(whole: Path, tmp_path: Path) -> None:
+    flags = "--geometry sphere --coupling ot"
+    stopped = run(tmp_path / "stopped", f"{flags} --train_num_steps 4 --lr_decay none")
+    assert [row["step"] for row in rows(stopped)] == [0, 4]
+    reference = run(tmp_path / "reference", f"{flags} --lr_decay none")
+    run(stopped, f"{flags} --lr_decay none")
+    for name in ("model.safetensors", "ema.safetensors"):
+        one, two = ((each / "checkpoints/step_00000008" / name).read_bytes() for each in (reference, stopped))
+        assert one == two, name
+    assert rows(stopped) == rows(reference)
+    assert {path.name for path in stopped.glob("*.png")} >= {"clouds.png", "distances.png", "loss.png"}
+
+
+@pytest.mark.parametrize("geometry", ["plane", "torus"])
+def test_it_learns(geometry: str, tmp_path: Path) -> None:
+    folder = run(tmp_path, f"--geometry {geometry} --train_num_steps 60 --measure_every 60 --ema_decay 0.9")
+    before, after = rows(folder)
+    assert after["wasserstein"] < 0.9 * before["wasserstein"]
+    assert after["chamfer"] < 0.9 * before["chamfer"]
+
+
+def network(geometry: Geometry) -> example.SetTransformer:
+    torch.manual_seed(0)
+    each = example.SetTransformer(geometry, {"level": Vector(2)}, 32, 2)
+    torch.nn.init.normal_(each.out.weight)
+    return each
+
+
+def inputs(geometry: Geometry) -> tuple[Tensor, dict[str, Tensor]]:
+    x = geometry.from_normal(torch.randn(3, 5, geometry.dim))
+    weights = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.0]]).expand(3, -1)
+    return x, {"t": torch.rand(3), "weights": weights, "level": torch.randn(3, 2)}
+
+
+@pytest.mark.parametrize("geometry", [Euclidean(2), Sphere(3), FlatTorus(2)], ids=str)
+def test_another_order_of_the_points_is_that_order_of_the_output(geometry: Geometry) -> None:
+    f, (x, given), order = network(geometry), inputs(geometry), torch.randperm(5)
+    permuted = f(x[:, order], **given | {"weights": given["weights"][:, order]})
+    assert torch.allclose(permuted, f(x, **given)[:, order], atol=1e-5)
+
+
+def test_absent_points_and_halved_ones() -> None:
+    f, (x, given) = network(Sphere(3)), inputs(Sphere(3))
+    moved = x.clone()
+    moved[:, 4] = -x[:, 4]
+    assert torch.equal(f(moved, **given)[:, :4], f(x, **given)[:, :4]), "a point of weight 0 is absent"
+    weights = given["weights"][:, [0, 1, 2, 3, 3]] * torch.tensor([1, 1, 1, 0.5, 0.5])
+    halved = f(x[:, [0, 1, 2, 3, 3]], **given | {"weights": weights})
+    assert torch.allclose(halved[:, :4], f(x, **given)[:, :4], atol=1e-5), "two halves are one point"
+
+
+def test_a_vector_of_nan_is_no_condition() -> None:
+    f, (x, given) = network(FlatTorus(2)), inputs(FlatTorus(2))
+    none = f(x, **given | {"level": torch.full((3, 2), torch.nan)})
+    without = {name: value for name, value in given.items() if name != "level"}
+    assert torch.equal(none, f(x, **without))
+    assert not torch.allclose(none, f(x, **given))
+
+
+@pytest.mark.parametrize("name", list(example.GEOMETRIES))
+def test_digits_are_wrapped_and_come_back(name: str) -> None:
+    digits = example.Digits(name, 12)
+    for cloud in digits.clouds[:20]:
+        assert digits.geometry.problem_with(cloud) is None
+        assert 6 <= len(cloud) <= 12
+        assert digits.unwrap(cloud).abs().max() <= 1 + 1e-5
+        assert torch.allclose(digits.wrap(digits.unwrap(cloud)), cloud, atol=1e-5)
+    training, held_out, others = digits.split(100)
+    assert len(training) + len(held_out) + len(others) == len(digits.clouds)
+    for part in (held_out, others):
+        assert part.values["labels"].bincount().tolist() == [10] * 10
+
+
+def test_rasters_are_the_pictures_again() -> None:
+    digits = example.Digits("sphere", 400)
+    cloud = digits.clouds[0]
+    raster = digits.rasterise(cloud[None], torch.ones(1, len(cloud)))[0]
+    assert torch.allclose(raster, (digits.pictures[0] / digits.pictures[0].sum()).float(), atol=0.03)
+
+
+def test_chamfer_by_hand() -> None:
+    x, y = torch.tensor([[[0.0, 0.0], [3.0, 0.0]]]), torch.tensor([[[0.0, 1.0], [9.0, 9.0]]])
+    a, b = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
+    cost = example.chamfer_costs(x, a, y, b, Euclidean(2))
+    assert cost.tolist() == [[pytest.approx(0.5 * 1 + 0.5 * 10 + 1)]]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--points 1", "a cloud needs at least 2"),
+        ("--width 33", "it must be a multiple of 32"),
+        ("--measured_clouds 15", "it must be a multiple of 10"),
+        ("--geometry cube", "invalid choice"),
+    ],
+)
+def test_bad_input_is_a_sentence(flags: str, sentence: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE), *flags.split()], capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert re.search(sentence, done.stderr), done.stderr
