@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Literal
@@ -211,6 +211,7 @@ UNCLIPPED = {"max_grad_norm": 3.0 * IMAGE_SIZE**2}
 LAGRANGIAN = {"along": "lagrangian"}
 SHARES = {"share": True}
 LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}
+LOWERED = ", half the rate, falling to 0"
 DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1 / 8, "length": 1.08}
 """Drawing and training cost as much as the training of a mean flow on as many images as the flag says."""
 FACTORS = {
@@ -219,14 +220,7 @@ FACTORS = {
         "a little behind rectified", None, after=None, rectified={"prediction": "clean"}, length=4
     ),
     "default": Factor("better in one call, worse at 16"),
-    "from nothing": Factor("far behind at 16 calls, as in docs/quality.md", after=None),
     "velocity rows only": Factor("better than rectified at 16 calls; if not, it is the restart", {"mean_fraction": 0}),
-    "half the rows, mean flow's times": Factor(
-        "nearly as good as rectified at 16 calls: then rows and times are innocent",
-        None,
-        {"batch_size": 4},
-        rectified={"time_distribution": LogitNormal(-0.6, 1.6)},
-    ),
     "a quarter of the rate": Factor(
         "better at 16 calls, if the rate, and not the objective, spoils the velocity", run={"learning_rate": 5e-4}
     ),
@@ -234,23 +228,10 @@ FACTORS = {
         "better in every column: what is left is noise of the updates", run={"lr_decay": "cosine"}
     ),
     "a quarter of the rate, taught": Factor("better than without a teacher", run={"learning_rate": 5e-4}, taught=True),
-    "half the rate, falling to 0": Factor("the best of both", run=LOWER),
-    "velocity rows only, half the rate, falling to 0": Factor(
-        "better than at a constant rate, too", {"mean_fraction": 0}, LOWER
-    ),
-    "late times, half the rate, falling to 0": Factor(
-        "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}, LOWER
-    ),
-    "shares, half the rate, falling to 0": Factor("better at 2 to 16 calls", SHARES, LOWER),
-    "from nothing, falling to 0": Factor(
-        "behind: the velocity is learned late", run={"lr_decay": "cosine"}, after=None, length=5
-    ),
+    LOWERED.removeprefix(", "): Factor("the best of both", run=LOWER),
     "paths": Factor("better in one call: nothing but regression, and no noise in the target", **DRAWN),
     "whole paths": Factor("the best in one call: what this network can do there", {"whole": 1.0}, **DRAWN),
     "half whole paths": Factor("in one call as whole paths, at 2 to 16 as paths", {"whole": 0.5}, **DRAWN),
-    "half whole paths, three quarters of the rows": Factor(
-        "better in one call, worse at 16", {"whole": 0.5, "mean_fraction": 0.75}, **DRAWN
-    ),
     "half whole paths, all of the rows": Factor(
         "no worse: paths have velocities, too", {"whole": 0.5, "mean_fraction": 1.0}, **DRAWN
     ),
@@ -259,9 +240,13 @@ FACTORS = {
         {"whole": 0.5, "mean_fraction": 1.0},
         **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
-    "half whole paths, power 0.5": Factor("no great difference", {"whole": 0.5, "weight_power": 0.5}, **DRAWN),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
+    ),
+    "whole paths, all of the rows, a quarter as many": Factor(
+        "better in one call, worse at 2 and 4",
+        {"whole": 1.0, "mean_fraction": 1.0},
+        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
     "half whole paths, a quarter as many": Factor(
         "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 1 / 32, "length": 1.58})
@@ -278,13 +263,8 @@ FACTORS = {
         rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
         **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
-    "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
-    "power 0": Factor("better at 16 calls: large errors count", ALIKE, UNCLIPPED),
     "shares, power 0": Factor("better at 16 calls; the best on a toy", SHARES | ALIKE, UNCLIPPED),
-    "no clipping": Factor("worse: norms of 2 to 6 are common", run={"max_grad_norm": 0.0}),
-    "taught": Factor("better: no noise of the data in the target", taught=True),
     "lagrangian": Factor("better in one call: no derivative by x", LAGRANGIAN),
-    "lagrangian, shares": Factor("better than lagrangian: r is seen on all of the way", LAGRANGIAN | SHARES),
     "lagrangian, shares, power 0": Factor(
         "better than shares, power 0, in one call", LAGRANGIAN | SHARES | ALIKE, UNCLIPPED
     ),
@@ -293,18 +273,28 @@ FACTORS = {
     ),
     "clean": Factor("better in one call: nothing is left of the noise", {"clean": True}, after="rectified, clean"),
     "clean, taught": Factor("better than clean", {"clean": True}, after="rectified, clean", taught=True),
-    "shortcut": Factor("better: no derivative, each target two steps of the network", {"objective": "shortcut"}),
-    "mean_flow": Factor("as the default, or a little worse", {"objective": "mean_flow"}),
-    "so_flow": Factor("as the default", {"objective": "so_flow"}),
-    "alpha_flow": Factor("better at 16 calls: a curriculum", {"objective": "alpha_flow"}),
-    "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
-    "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),
-    "three quarters of the rows": Factor("worse at 16 calls", {"mean_fraction": 0.75}),
-    "rectified's times": Factor("little difference", {"time_distribution": LogitNormal()}),
-    "late times": Factor("better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}),
-    "bf16": Factor("no difference", run={"mixed_precision": "bf16"}),
-    "awake embedding": Factor("no difference", wakes=True),
-    "long memory": Factor("little difference", run={"adam_betas": (0.9, 0.999)}),
+} | {
+    name + LOWERED: replace(factor, run={**LOWER, **factor.run})
+    for name, factor in {
+        "mean_flow": Factor("as the default, or a little worse", {"objective": "mean_flow"}),
+        "so_flow": Factor("as the default", {"objective": "so_flow"}),
+        "alpha_flow": Factor("better at 16 calls: a curriculum", {"objective": "alpha_flow"}),
+        "shortcut": Factor("better: no derivative, each target two steps of the network", {"objective": "shortcut"}),
+        "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
+        "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
+        "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),
+        "three quarters of the rows": Factor("worse at 16 calls", {"mean_fraction": 0.75}),
+        "rectified's times": Factor("little difference", {"time_distribution": LogitNormal()}),
+        "late times": Factor(
+            "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}
+        ),
+        "no clipping": Factor("worse: norms of 2 to 6 are common", run={"max_grad_norm": 0.0}),
+        "taught": Factor("better: no noise of the data in the target", taught=True),
+        "bf16": Factor("no difference", run={"mixed_precision": "bf16"}),
+        "awake embedding": Factor("no difference", wakes=True),
+        "long memory": Factor("little difference", run={"adam_betas": (0.9, 0.999)}),
+        "from nothing": Factor("behind: the velocity is learned late", after=None, length=5),
+    }.items()
 }
 
 
