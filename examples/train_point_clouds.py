@@ -228,14 +228,14 @@ class Distances(Callback):
     distance that points travel (Wasserstein), or that of each point to the nearest of the other cloud (Chamfer).
 
     Args:
-        digits: all clouds.
-        held_out: those to compare with; generated ones have their numbers of points and their labels.
-        others: as many others, whose distance is the least to be hoped for.
+        digits: all clouds. Generated ones have the numbers of points and the labels of those that are held out; as many
+            others are those whose distance is the least to be hoped for.
         flags: see :class:`CloudConfig`.
     """
 
-    def __init__(self, digits: Digits, held_out: PointClouds, others: PointClouds, flags: CloudConfig) -> None:
+    def __init__(self, digits: Digits, flags: CloudConfig) -> None:
         self.digits, self.flags = digits, flags
+        self.training, held_out, others = digits.split(flags.measured_clouds)
         self.held_out, self.others = (each.read_batch(range(len(each))) for each in (held_out, others))
 
     def on_start(self, trainer: Trainer) -> None:
@@ -282,11 +282,9 @@ class Distances(Callback):
         """A support-vector classifier of rasterised training clouds."""
         from sklearn.svm import SVC
 
-        weights = [torch.ones(1, len(cloud)) for cloud in self.digits.clouds]
-        rasters = torch.cat(
-            [self.digits.rasterise(cloud[None], w) for cloud, w in zip(self.digits.clouds, weights, strict=True)]
-        )
-        return SVC(C=10).fit(rasters.numpy(), self.digits.labels.numpy())
+        clouds = self.training.read_batch(range(len(self.training)))
+        rasters = self.digits.rasterise(clouds["clouds"], clouds["weights"])
+        return SVC(C=10).fit(rasters.numpy(), clouds["labels"].numpy())
 
     def share_as_asked(self, clouds: Tensor) -> float:
         """The share of clouds that the classifier takes for the digit that was asked for."""
@@ -299,7 +297,8 @@ class Distances(Callback):
         as_asked = self.share_as_asked(clouds)
         self.file.add({"step": step, **distances, "as_asked": as_asked})
         words = ", ".join(f"{name} {value:.4f} (others {self.floor[name]:.4f})" for name, value in distances.items())
-        trainer.run.print(f"distances   step {step}: {words}, {as_asked:.0%} as asked")
+        real = self.share_as_asked(self.held_out["clouds"])
+        trainer.run.print(f"distances   step {step}: {words}, {as_asked:.0%} as asked (real {real:.0%})")
         rows = {name: self.file.numbers(name) for name in self.floor}
         lines: dict[str, Any] = {name: (list(each), list(each.values())) for name, each in rows.items()}
         lines |= {f"{name}, other real clouds": ([0, step], [value] * 2) for name, value in self.floor.items()}
@@ -347,7 +346,8 @@ def train(flags: Flags) -> bool:
     set_seed(flags.run.seed)
     clouds = flags.clouds
     digits = Digits(clouds.geometry, clouds.points)
-    training, held_out, others = digits.split(clouds.measured_clouds)
+    distances = Distances(digits, clouds)
+    training = distances.training
     flow = RiemannianFlow(
         SetTransformer(digits.geometry, training.conditions, clouds.width, clouds.layers),
         space=Points(digits.geometry),
@@ -355,5 +355,4 @@ def train(flags: Flags) -> bool:
         coupling=clouds.coupling,
         condition_dropout=clouds.condition_dropout,
     )
-    distances = Distances(digits, held_out, others, clouds)
     return Trainer(flow, training, flags.run, callbacks=[distances], flags=recorded(flags)).train()

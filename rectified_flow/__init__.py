@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rectified_flow.data.catalog import open_dataset as open_dataset
     from rectified_flow.data.image_store import ImageDataset as ImageDataset
+    from rectified_flow.data.line_store import open_lines as open_lines
     from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
+    from rectified_flow.data.point_clouds import PointClouds as PointClouds
     from rectified_flow.errors import RunError as RunError
     from rectified_flow.errors import UsageError as UsageError
     from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
@@ -14,13 +16,18 @@ if TYPE_CHECKING:
     from rectified_flow.flows.flow import Flow as Flow
     from rectified_flow.flows.mean import MeanFlow as MeanFlow
     from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
+    from rectified_flow.flows.riemannian import RiemannianFlow as RiemannianFlow
     from rectified_flow.flows.saved import load_flow as load_flow
     from rectified_flow.networks.conditions import Labels as Labels
     from rectified_flow.networks.conditions import Vector as Vector
     from rectified_flow.networks.unet import Unet as Unet
     from rectified_flow.registry import register as register
     from rectified_flow.runs.config import TrainingConfig as TrainingConfig
+    from rectified_flow.spaces.geometry import Euclidean as Euclidean
+    from rectified_flow.spaces.geometry import FlatTorus as FlatTorus
+    from rectified_flow.spaces.geometry import Sphere as Sphere
     from rectified_flow.spaces.pixels import Pixels as Pixels
+    from rectified_flow.spaces.points import Points as Points
     from rectified_flow.spaces.space import Space as Space
     from rectified_flow.training.callbacks import Callback as Callback
     from rectified_flow.training.eval_hook import EvaluationHook as EvaluationHook
@@ -29,17 +36,23 @@ if TYPE_CHECKING:
 _HOMES = {
     "Callback": "training.callbacks",
     "DistilledFlow": "flows.distilled",
+    "Euclidean": "spaces.geometry",
     "EvaluationHook": "training.eval_hook",
     "Evaluator": "evaluation.evaluator",
+    "FlatTorus": "spaces.geometry",
     "Flow": "flows.flow",
     "ImageDataset": "data.image_store",
     "Labels": "networks.conditions",
     "MeanFlow": "flows.mean",
     "OxfordFlowersDataset": "data.oxford_flowers",
     "Pixels": "spaces.pixels",
+    "PointClouds": "data.point_clouds",
+    "Points": "spaces.points",
     "RectifiedFlow": "flows.rectified",
+    "RiemannianFlow": "flows.riemannian",
     "RunError": "errors",
     "Space": "spaces.space",
+    "Sphere": "spaces.geometry",
     "Trainer": "training.trainer",
     "TrainingConfig": "runs.config",
     "Unet": "networks.unet",
@@ -47,6 +60,7 @@ _HOMES = {
     "Vector": "networks.conditions",
     "load_flow": "flows.saved",
     "open_dataset": "data.catalog",
+    "open_lines": "data.line_store",
     "register": "registry",
 }
 """The public names and their modules, imported when first used: ``--help`` needs none of them."""

@@ -38,7 +38,9 @@ class RiemannianFlow(Flow):
         point_coupling: which point of the noise each point comes from: any, or by optimal transport inside of the pair
             of clouds (Haviv et al. 2024, arXiv:2411.00698), ``barycentric`` the mean of those that the plan names, or
             ``drawn`` one of them.
-        regularisation: of that transport, see :func:`sinkhorn <rectified_flow.flows.transport.sinkhorn>`.
+        regularisation: of that transport, see :func:`sinkhorn <rectified_flow.flows.transport.sinkhorn>`. With 0.02, a
+            quarter of the noise's points is drawn by none of 40, and they are missed where sampling starts; with the
+            default, 8%.
         settings: those of :class:`Flow`; the coupling ``ot`` pairs whole clouds with noise, at the transport's cost.
 
     Raises:
@@ -54,7 +56,7 @@ class RiemannianFlow(Flow):
         space: Points,
         time_distribution: TimeDistribution | None = None,
         point_coupling: PointCoupling = "independent",
-        regularisation: float = 0.02,
+        regularisation: float = 0.002,
         **settings: Any,
     ) -> None:
         super().__init__(network, space=space, **settings)
@@ -106,8 +108,8 @@ class RiemannianFlow(Flow):
 
     @property
     def _precision(self) -> dict[str, Any]:
-        """Errors of a hundredth of a cloud's weight are nothing beside the draws of a step."""
-        return {"regularisation": self.regularisation, "tolerance": 1e-2, "max_iterations": 500}
+        """Errors of a twentieth of a cloud's weight are nothing beside the draws of a step."""
+        return {"regularisation": self.regularisation, "tolerance": 0.05, "max_iterations": 500}
 
     @torch.no_grad()
     def sample(

@@ -58,6 +58,12 @@ def test_the_same_run_on_two_processes_with_loader_processes(text: Path, whole: 
     assert list(losses(two)) == [2, 4, 6, 8]
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_any_start_method_of_loader_processes(method: str, text: Path, whole: Path, tmp_path: Path) -> None:
+    other = run(text, tmp_path, f"--num_workers 2 --multiprocessing_context {method}")
+    assert losses(other) == losses(whole)
+
+
 def test_a_resumed_run_is_the_same_to_the_byte(text: Path, whole: Path, tmp_path: Path) -> None:
     stopped = run(text, tmp_path / "stopped", "--train_num_steps 4")
     run(text, stopped)

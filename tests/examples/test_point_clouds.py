@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.cli.command_line import parse
+from rectified_flow.data.point_clouds import PointClouds
 from rectified_flow.networks.conditions import Vector
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
 from tests.patience import PATIENCE
@@ -66,6 +67,27 @@ def test_a_resumed_run_is_the_same_to_the_byte(whole: Path, tmp_path: Path) -> N
         assert one == two, name
     assert rows(stopped) == rows(reference)
     assert {path.name for path in stopped.glob("*.png")} >= {"clouds.png", "distances.png", "loss.png"}
+
+
+def train_with_a_far_point(words: str) -> None:
+    """Train, with one cloud whose squares no float32 holds."""
+    split = example.Digits.split
+
+    def spoilt(digits: example.Digits, held_out: int) -> tuple[PointClouds, ...]:
+        parts = split(digits, held_out)
+        parts[0].clouds[: len(parts[0]) // 40, 0] = 1e30
+        return parts
+
+    example.Digits.split = spoilt  # type: ignore[assignment, method-assign]
+    train(words)
+
+
+def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
+    flags = f"--output_dir {tmp_path} --batch_size 8 {FLAGS} --seed 1 --max_bad_steps 8"
+    run_on_ranks(2, train_with_a_far_point, flags)
+    bad = [json.loads(line) for line in (tmp_path / "bad_steps.jsonl").read_text().splitlines()]
+    assert 0 < len(bad) < 8
+    assert (tmp_path / "checkpoints/step_00000008").exists()
 
 
 @pytest.mark.parametrize("geometry", ["plane", "torus"])
