@@ -41,6 +41,7 @@ from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
 from rectified_flow.networks.conditions import Values
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pictures import to_grid, write_picture
+from rectified_flow.plots import draw_lines
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
@@ -298,6 +299,10 @@ FACTORS = {
 }
 
 
+KNOWN_AS = {"half whole paths, all of the rows, a quarter as many": "from a teacher"}
+"""Short names of factors in plots."""
+
+
 @dataclass(frozen=True)
 class Flags:
     factors: tuple[str, ...] = tuple(FACTORS)
@@ -320,6 +325,8 @@ class Flags:
     """File to which results are appended."""
     table: bool = False
     """Print the table of what is there, and train nothing."""
+    curve: Path | None = None
+    """Plot the distances of what is there over the number of images into this PNG file, and train nothing."""
 
 
 @dataclass(frozen=True)
@@ -469,6 +476,9 @@ def find(case: Case) -> dict[str, Any] | None:
 
 
 def main(flags: Flags) -> None:
+    if flags.curve is not None:
+        draw_curve(flags, flags.curve)
+        return
     cases = [Case(name, seed, flags) for seed in flags.seeds for name in flags.factors]
     if not flags.table:
         flags.output_dir.mkdir(parents=True, exist_ok=True)
@@ -500,6 +510,23 @@ def print_table(flags: Flags) -> None:
                 ]
                 cells.append(f"{mean(values):.{digits}g}" if values else "")
         print(f"| {name} | {len(found)} | " + " | ".join(cells) + " |")
+
+
+def draw_curve(flags: Flags, path: Path) -> None:
+    """Distances over lengths of training on doubly logarithmic axes, and the powers that fit them."""
+    rows = [json.loads(line) for line in flags.results.read_text().splitlines()]
+    rows = [row for row in rows if row["data"] == Path(flags.data).name and row["seed"] in flags.seeds]
+    lines = {}
+    for name in flags.factors:
+        of_factor = sorted((row for row in rows if row["factor"] == name), key=lambda row: row["images"])
+        for calls in (1, 4, 16):
+            line = {row["images"]: row["distances"][str(calls)][DISTANCE.format("frechet")] for row in of_factor}
+            logs = torch.tensor([*line.items()], dtype=torch.float64).log()
+            slope = float(torch.linalg.lstsq(torch.stack((logs[:, 0], logs[:, 0] ** 0), dim=1), logs[:, 1]).solution[0])
+            label = f"{KNOWN_AS.get(name, name)}, {calls} call{'s' * (calls > 1)}: power {slope:.2f}"
+            lines[label] = list(line), list(line.values())
+            print(label)
+    draw_lines(path, lines, Path(flags.data).name, "images", "Fréchet distance", log_x=True, log_y=True)
 
 
 if __name__ == "__main__":
