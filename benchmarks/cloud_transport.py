@@ -1,7 +1,7 @@
 """The cost of optimal transport between clouds of points: many pairs in one call, beside POT with one pair a call.
 
 Both stop at the same error of the weights. The second table compares a training step of a flow between clouds with its
-share of transport. Needs `pip install -e ".[dev,points]"`.
+share of transport. Needs `pip install -e ".[dev]"`.
 """
 
 import sys
@@ -18,11 +18,9 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
-from train_point_clouds import SetTransformer
 
-from rectified_flow import Euclidean, Points, RiemannianFlow
+from rectified_flow import Euclidean, Points, RiemannianFlow, SetTransformer
 from rectified_flow.flows.riemannian import PointCoupling, equal_shares
 from rectified_flow.flows.transport import sinkhorn
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from accelerate.utils import set_seed
-from torch import Tensor, nn
+from torch import Tensor
 
-from rectified_flow import Callback, Labels, Trainer, TrainingConfig, randomness, register
+from rectified_flow import Callback, Labels, SetTransformer, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.flags import ProgramConfig
 from rectified_flow.cli.processes import join
@@ -33,8 +33,6 @@ from rectified_flow.files import replace_file
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow, shares
 from rectified_flow.flows.transport import cloud_costs, optimal_pairs
-from rectified_flow.networks.conditions import Kinds
-from rectified_flow.networks.unet import TimeEmbedding, zero_init
 from rectified_flow.plots import draw_lines
 from rectified_flow.runs.line_file import LineFile
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
@@ -164,61 +162,6 @@ class Digits:
         rows = rows[self.labels[rows].argsort(stable=True)]
         clouds = [self.clouds[int(row)] for row in rows]
         return PointClouds(clouds, self.geometry, conditions={"labels": (Labels(DIGITS), self.labels[rows])})
-
-
-@register
-class SetTransformer(nn.Module):
-    """Attention among the points of a cloud; another order of the points is the same order of the output.
-
-    A point of twice the weight counts as two points, and one of weight 0 not at all.
-
-    Args:
-        geometry: of the points.
-        conditions: that it takes, by name.
-        width: channels of a point.
-        layers: of attention.
-    """
-
-    def __init__(self, geometry: Geometry, conditions: Kinds, width: int, layers: int) -> None:
-        super().__init__()
-        self.geometry, self.conditions, self.width, self.layers = geometry, dict(conditions), width, layers
-        features = geometry.coordinates(torch.zeros(1, geometry.dim)).shape[1]
-        self.place = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width))
-        self.time = TimeEmbedding(width, width)
-        self.embeddings = nn.ModuleDict({name: kind.embedding(width) for name, kind in self.conditions.items()})
-        self.blocks = nn.ModuleList(AttentionBlock(width) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.out = zero_init(nn.Linear(width, geometry.dim))
-
-    def forward(self, x: Tensor, t: Tensor, weights: Tensor | None = None, **conditions: Tensor) -> Tensor:
-        """Velocities ``[b, n, d]`` of points ``[b, n, d]`` at times ``[b]``."""
-        hidden, context = self.place(self.geometry.coordinates(x)), self.time(t, t)
-        for name, embedding in self.embeddings.items():
-            values = conditions[name] if name in conditions else self.conditions[name].none(len(x), x.device)
-            context = context + embedding(values)
-        bias = None if weights is None else weights.log()[:, None, None]
-        for block in self.blocks:
-            hidden = block(hidden, F.silu(context), bias)
-        return self.out(self.norm(hidden))
-
-
-class AttentionBlock(nn.Module):
-    """Attention and a network for each point, both scaled and shifted by a context ``[b, width]``."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.modulation = nn.Linear(width, 4 * width)
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.join = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
-        scale_1, shift_1, scale_2, shift_2 = self.modulation(context)[:, None].chunk(4, dim=2)
-        q, k, v = self.qkv(self.norm(x) * (1 + scale_1) + shift_1).unflatten(2, (3, -1, 32)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q))
-        x = x + self.join(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm(x) * (1 + scale_2) + shift_2)
 
 
 class Distances(Callback):

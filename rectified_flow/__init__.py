@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rectified_flow.flows.saved import load_flow as load_flow
     from rectified_flow.networks.conditions import Labels as Labels
     from rectified_flow.networks.conditions import Vector as Vector
+    from rectified_flow.networks.set_transformer import SetTransformer as SetTransformer
     from rectified_flow.networks.unet import Unet as Unet
     from rectified_flow.registry import register as register
     from rectified_flow.runs.config import TrainingConfig as TrainingConfig
@@ -51,6 +52,7 @@ _HOMES = {
     "RectifiedFlow": "flows.rectified",
     "RiemannianFlow": "flows.riemannian",
     "RunError": "errors",
+    "SetTransformer": "networks.set_transformer",
     "Space": "spaces.space",
     "Sphere": "spaces.geometry",
     "Trainer": "training.trainer",

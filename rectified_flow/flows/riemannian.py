@@ -11,7 +11,7 @@ from rectified_flow.flows.guidance import Guidance, guided
 from rectified_flow.flows.rectified import NO_GUIDANCE
 from rectified_flow.flows.solvers import FixedStep, Watch, integrate
 from rectified_flow.flows.time_grids import time_grid
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
+from rectified_flow.flows.timesteps import TimeDistribution, Uniform
 from rectified_flow.flows.transport import barycentric, cloud_costs, drawn_targets, sinkhorn
 from rectified_flow.networks.conditions import Values
 from rectified_flow.registry import register
@@ -34,7 +34,8 @@ class RiemannianFlow(Flow):
     Args:
         network: see above; without weights, it is called without them.
         space: of the clouds.
-        time_distribution: of the training times.
+        time_distribution: of the training times, uniform if not given. Where points are coupled, much is decided near
+            the noise, which the times of pictures seldom see.
         point_coupling: which point of the noise each point comes from: any, or by optimal transport inside of the pair
             of clouds (Haviv et al. 2024, arXiv:2411.00698), ``barycentric`` the mean of those that the plan names, or
             ``drawn`` one of them.
@@ -62,7 +63,7 @@ class RiemannianFlow(Flow):
         super().__init__(network, space=space, **settings)
         if self.coupling == "immiscible":
             raise ValueError("clouds of points are not coupled by immiscible: take ot or independent")
-        self.time_distribution = time_distribution or LogitNormal()
+        self.time_distribution = time_distribution or Uniform()
         self.point_coupling, self.regularisation = point_coupling, regularisation
 
     def forward(self, **batch: Any) -> Tensor:

@@ -21,7 +21,7 @@ HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
 OWN_KINDS = (
     *("flows.rectified", "flows.mean", "flows.distilled", "flows.riemannian"),
-    *("networks.unet", "spaces.pixels", "spaces.points"),
+    *("networks.unet", "networks.set_transformer", "spaces.pixels", "spaces.points"),
 )
 """Modules that register the project's own kinds, which import this one."""
 
