@@ -7,7 +7,7 @@ finds is measured as it trains. Needs `pip install -e ".[text]"`.
 
 from rectified_flow.cli.launch import run
 
-if __name__ == "__main__":  # before torch is imported, so that --help answers at once
+if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_masked_text:train", "train_masked_text:Flags", __doc__)
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -35,9 +35,6 @@ from rectified_flow.files import replace_file
 from rectified_flow.plots import draw_lines
 from rectified_flow.progress import progress_bar
 from rectified_flow.runs.line_file import LineFile
-
-if TYPE_CHECKING:
-    pass
 
 PADDING, UNKNOWN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[MASK]")
 HELD_OUT_EVERY = 20

@@ -8,7 +8,7 @@ measured, and so is the share of clouds that a classifier takes for the digit as
 
 from rectified_flow.cli.launch import run
 
-if __name__ == "__main__":  # before torch is imported, so that --help answers at once
+if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_point_clouds:train", "train_point_clouds:Flags", __doc__)
 
 from dataclasses import dataclass, field

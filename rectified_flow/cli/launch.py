@@ -13,7 +13,8 @@ import sys
 import time
 import traceback
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from threading import Thread, Timer
 from typing import Any
 
@@ -58,7 +59,7 @@ def run(main: str, config_class: str, description: str) -> None:
     open_missing_streams()
     with tolerant_streams(), exit_on_signals():
         _prepare_process()
-        config = _parse(_find(config_class), description)
+        config = _parse(config_class, description)
         _exit(*_call(main, config))
 
 
@@ -74,7 +75,7 @@ def _call(main: str, config: Any) -> tuple[int, bool]:
     """The exit code, and whether all processes end here alike."""
     stopped = config.program.interrupted_exit_code
     try:
-        with stop_on_signals():
+        with stop_on_signals(), _naming_missing_packages():
             with exit_on_signals(stopped):
                 function = _find(main)
             return (stopped if function(config) is False else 0), True
@@ -92,13 +93,15 @@ def _program() -> str:
     return os.path.basename(sys.argv[0])
 
 
-def _parse(config_class: type[Any], description: str) -> Any:
+def _parse(config_class: str, description: str) -> Any:
     from rectified_flow.cli.command_line import parse
     from rectified_flow.machine import allow_open_files
 
     speaks = os.environ.get("RANK", "0") == "0"
     try:
-        config = parse(config_class, description, _without_local_rank(sys.argv[1:]), quiet=not speaks)
+        with _naming_missing_packages():
+            flags = _find(config_class)
+        config = parse(flags, description, _without_local_rank(sys.argv[1:]), quiet=not speaks)
         allow_open_files()
         with exit_on_signals(config.program.interrupted_exit_code):
             _import_modules(config.program.import_)
@@ -148,6 +151,20 @@ def _import_modules(names: tuple[str, ...]) -> None:
 def _find(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+@contextmanager
+def _naming_missing_packages() -> Iterator[None]:
+    """A package of an extra that is not installed becomes a UsageError."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in ("", __name__.partition(".")[0]):
+            raise
+        raise UsageError(
+            f"the Python package {package} is not installed: the first lines of {_program()} say how to install it"
+        ) from error
 
 
 def _agreed_code(sentence: str, code: int) -> int:

@@ -1,4 +1,4 @@
-"""The examples, started as a person starts them and killed."""
+"""The examples, started as a person starts them."""
 
 import random
 import sys
@@ -41,3 +41,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(example: str, tmp_path: Pat
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     measured = "accuracy.jsonl" if "text" in example else "distances.jsonl"
     assert (tmp_path / "killed" / measured).read_text() == (tmp_path / "straight" / measured).read_text()
+
+
+@pytest.mark.parametrize(
+    ("example", "package"),
+    [
+        ("train_masked_text.py", "tokenizers"),
+        ("train_masked_text.py", "transformers"),
+        ("train_point_clouds.py", "sklearn"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(example: str, package: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("sun and sea\n" * 60)
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError(name={package!r})")
+    command = [sys.executable, str(EXAMPLES / example), *TINY[example].split()]
+    code, output = launch(command, tmp_path, PYTHONPATH=str(tmp_path))
+    assert code == 2
+    assert f"error: the Python package {package} is not installed" in output
+    assert "Traceback" not in output
