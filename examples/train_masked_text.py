@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from rectified_flow import Callback, Trainer, TrainingConfig, randomness, register
+from rectified_flow import Measurement, Trainer, TrainingConfig, randomness, register
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.flags import ProgramConfig
 from rectified_flow.cli.processes import join
@@ -34,7 +34,6 @@ from rectified_flow.errors import UsageError, require, require_positive
 from rectified_flow.files import replace_file
 from rectified_flow.plots import draw_lines
 from rectified_flow.progress import progress_bar
-from rectified_flow.runs.line_file import LineFile
 
 PADDING, UNKNOWN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[MASK]")
 HELD_OUT_EVERY = 20
@@ -191,8 +190,8 @@ class MaskedModel(nn.Module):
         return torch.where(chosen, replaced, tokens), chosen
 
 
-class Accuracy(Callback):
-    """Measures the share of masked tokens that the averaged model finds on lines that are held out, and plots it.
+class Accuracy(Measurement):
+    """The share of masked tokens that the averaged model finds on lines that are held out.
 
     Args:
         lines: those that are held out.
@@ -201,43 +200,33 @@ class Accuracy(Callback):
     """
 
     def __init__(self, lines: Lines, every: int, count: int) -> None:
-        self.every = every
-        self.tokens = lines.read_batch(range(min(count, len(lines))))["tokens"]
+        super().__init__("accuracy", min(count, len(lines)), every)
+        self.tokens = lines.read_batch(range(self.total))["tokens"]
 
-    def on_start(self, trainer: Trainer) -> None:
-        if trainer.accelerator.is_main_process:
-            path = trainer.config.output_dir / "accuracy.jsonl"
-            self.file = LineFile(path, trainer.state.step, trainer.run.print)
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.is_due(self.every):
-            trainer.stepper.finish_pending()
-            if trainer.accelerator.is_main_process:
-                self.measure(trainer)
-
-    @torch.no_grad()
-    def measure(self, trainer: Trainer) -> None:
-        """Measure, write down and plot; the lines are masked as ever."""
-        model = trainer.averaged_flow
+    def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
+        """For each line: tokens that are masked, those found, and those that are the most frequent token."""
+        model, device = trainer.averaged_flow, trainer.device
         assert isinstance(model, MaskedModel)
-        with randomness.deterministic(randomness.Samples(0, range(len(self.tokens)))):
-            hidden, chosen = model.mask(self.tokens)
         model.eval()
-        found = [model.predict(part.to(trainer.device)).argmax(dim=-1).cpu() for part in hidden.split(64)]
-        right, common = self.tokens[chosen], self.tokens[~chosen & (self.tokens > 0)].mode().values
-        accuracy, guess = (float((each == right).float().mean()) for each in (torch.cat(found)[chosen], common))
-        self.file.add({"step": trainer.state.step, "accuracy": accuracy, "guess": guess})
-        trainer.run.print(
-            f"accuracy    step {trainer.state.step}: {accuracy:.1%} (the most frequent token: {guess:.1%})"
-        )
-        curves = {
-            name: (list(rows), list(rows.values()))
-            for name, rows in (
-                ("model", self.file.numbers("accuracy")),
-                ("the most frequent token", self.file.numbers("guess")),
-            )
-        }
-        title = f"masked tokens of {len(self.tokens)} lines that are held out"
+        tokens = self.tokens[numbers].to(device)
+        with randomness.deterministic(randomness.Samples(0, numbers), device):  # masked as ever
+            hidden, chosen = model.mask(tokens)
+        found = torch.cat([model.predict(part).argmax(dim=-1) for part in hidden.split(64)]) == tokens
+        common = tokens == self.tokens[self.tokens > len(SPECIAL)].mode().values.to(device)
+        return torch.stack([(each & chosen).sum(dim=1) for each in (chosen, found, common)], dim=1).float()
+
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, float]:
+        masked, found, common = rows.sum(dim=0).tolist()
+        accuracy, guess = found / max(1, masked), common / max(1, masked)
+        words = f"{accuracy:.1%} (the most frequent token: {guess:.1%})"
+        trainer.run.print(f"accuracy    step {trainer.state.step}: {words}")
+        return {"accuracy": accuracy, "guess": guess}
+
+    def plot(self, trainer: Trainer) -> None:
+        names = {"model": "accuracy", "the most frequent token": "guess"}
+        rows = {name: self.file.numbers(key) for name, key in names.items()}
+        curves = {name: (list(row), list(row.values())) for name, row in rows.items()}
+        title = f"masked tokens of {self.total} lines that are held out"
         draw_lines(trainer.config.output_dir / "accuracy.png", curves, title, "step", "share that is found")
 
 

@@ -11,6 +11,7 @@ from rectified_flow.cli.launch import run
 if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_point_clouds:train", "train_point_clouds:Flags", __doc__)
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from io import BytesIO
@@ -22,19 +23,17 @@ import torch.nn.functional as F
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from rectified_flow import Callback, Labels, SetTransformer, Trainer, TrainingConfig, randomness
+from rectified_flow import Labels, Measurement, SetTransformer, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.flags import ProgramConfig
 from rectified_flow.cli.processes import join
 from rectified_flow.data.point_clouds import PointClouds
-from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share
 from rectified_flow.errors import require, require_fraction, require_positive
 from rectified_flow.files import replace_file
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow, shares
 from rectified_flow.flows.transport import cloud_costs, optimal_pairs
 from rectified_flow.plots import draw_lines
-from rectified_flow.runs.line_file import LineFile
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
 from rectified_flow.spaces.points import Points
 
@@ -164,7 +163,7 @@ class Digits:
         return PointClouds(clouds, self.geometry, conditions={"labels": (Labels(DIGITS), self.labels[rows])})
 
 
-class Distances(Callback):
+class Distances(Measurement):
     """Compares generated with held-out clouds, and plots the distances and the clouds.
 
     The distance between two sets of clouds is the mean over their best matching. That of two clouds is the mean squared
@@ -176,49 +175,51 @@ class Distances(Callback):
         flags: see :class:`CloudConfig`.
     """
 
+    kinds = ("wasserstein", "chamfer")
+
     def __init__(self, digits: Digits, flags: CloudConfig) -> None:
+        super().__init__("distances", flags.measured_clouds, flags.measure_every)
         self.digits, self.flags = digits, flags
         self.training, held_out, others = digits.split(flags.measured_clouds)
         self.held_out, self.others = (each.read_batch(range(len(each))) for each in (held_out, others))
+        self.costs_of_others: list[Tensor] = []
 
-    def on_start(self, trainer: Trainer) -> None:
-        if trainer.accelerator.is_main_process:
-            self.file = LineFile(trainer.config.output_dir / "distances.jsonl", trainer.state.step, trainer.run.print)
-        if trainer.state.step == 0:
-            self.measure(trainer)
-
-    def on_step(self, trainer: Trainer) -> None:
-        if trainer.is_due(self.flags.measure_every):
-            trainer.stepper.finish_pending()
-            self.measure(trainer)
-
-    @torch.no_grad()
-    def measure(self, trainer: Trainer) -> None:
-        """Each rank draws and compares its share of the clouds; the main one writes down and plots."""
-        flow, state, total = trainer.averaged_flow, trainer.accelerator, len(self.held_out["clouds"])
+    def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
+        """For each cloud: its points, and its distances and those of another real one to all that are held out."""
+        flow = trainer.averaged_flow
         assert isinstance(flow, RiemannianFlow)
-        mine = interleaved_share(total, state.process_index, state.num_processes)
-        asked: dict[str, Any] = {name: self.held_out[name][mine].to(trainer.device) for name in ("weights", "labels")}
-        with randomness.deterministic(randomness.Samples(trainer.config.seed, mine)):
+        asked: dict[str, Any] = {
+            name: self.held_out[name][numbers].to(trainer.device) for name in ("weights", "labels")
+        }
+        with randomness.deterministic(randomness.Samples(trainer.config.seed, numbers)):
             drawn = flow.sample(**asked, guidance=Guidance(self.flags.guidance_scale)).cpu()
-        costs = self.costs(drawn, self.held_out["weights"][mine])
-        clouds, *joined = (gather_interleaved(each.to(trainer.device), total).cpu() for each in (drawn, *costs))
-        if state.is_main_process:
-            self.write(trainer, clouds, dict(zip(self.floor, map(matched, joined), strict=True)))
+        self.costs_of_others = self.costs_of_others or self.costs(
+            *(self.others[k][numbers] for k in ("clouds", "weights"))
+        )
+        costs = self.costs(drawn, self.held_out["weights"][numbers]) + self.costs_of_others
+        return torch.cat([drawn.flatten(1), *costs], dim=1)
 
-    def costs(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Wasserstein and Chamfer distances ``[b, k]`` of clouds to each that is held out."""
-        geometry, y, b = self.digits.geometry, self.held_out["clouds"], shares(self.held_out["weights"])
-        a = shares(weights)
-        assert a is not None
-        assert b is not None
-        return cloud_costs(x, a, y, b, geometry, **TRANSPORT), chamfer_costs(x, a, y, b, geometry)
+    def costs(self, x: Tensor, weights: Tensor) -> list[Tensor]:
+        """Distances ``[b, k]`` of clouds to each that is held out, of each kind."""
+        geometry, y = self.digits.geometry, self.held_out["clouds"]
+        a, b = shares(weights), shares(self.held_out["weights"])
+        return [cloud_costs(x, a, y, b, geometry, **TRANSPORT), chamfer_costs(x, a, y, b, geometry)]
 
-    @cached_property
-    def floor(self) -> dict[str, float]:
-        """Distances of other real clouds."""
-        costs = self.costs(self.others["clouds"], self.others["weights"])
-        return dict(zip(("wasserstein", "chamfer"), map(matched, costs), strict=True))
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, float]:
+        shape = self.held_out["clouds"].shape
+        clouds, *costs = rows.split([shape[1] * shape[2], *[self.total] * 2 * len(self.kinds)], dim=1)
+        clouds, distances = clouds.unflatten(1, shape[1:]), [matched(each) for each in costs]
+        as_asked, real = (self.share_as_asked(each) for each in (clouds, self.held_out["clouds"]))
+        ours, others = (dict(zip(self.kinds, each, strict=True)) for each in (distances[:2], distances[2:]))
+        words = ", ".join(f"{kind} {ours[kind]:.4f} (others {others[kind]:.4f})" for kind in self.kinds)
+        trainer.run.print(f"distances   step {trainer.state.step}: {words}, {as_asked:.0%} as asked (real {real:.0%})")
+        draw_clouds(trainer.config.output_dir / "clouds.png", self.digits, self.held_out, clouds)
+        return ours | {"as_asked": as_asked} | {f"{kind}_of_others": value for kind, value in others.items()}
+
+    def share_as_asked(self, clouds: Tensor) -> float:
+        """The share of clouds that the classifier takes for the digit that was asked for."""
+        found = self.classifier.predict(self.digits.rasterise(clouds, self.held_out["weights"]).numpy())
+        return float((torch.as_tensor(found) == self.held_out["labels"]).float().mean())
 
     @cached_property
     def classifier(self) -> Any:
@@ -229,24 +230,12 @@ class Distances(Callback):
         rasters = self.digits.rasterise(clouds["clouds"], clouds["weights"])
         return SVC(C=10).fit(rasters.numpy(), clouds["labels"].numpy())
 
-    def share_as_asked(self, clouds: Tensor) -> float:
-        """The share of clouds that the classifier takes for the digit that was asked for."""
-        found = self.classifier.predict(self.digits.rasterise(clouds, self.held_out["weights"]).numpy())
-        return float((torch.as_tensor(found) == self.held_out["labels"]).float().mean())
-
-    def write(self, trainer: Trainer, clouds: Tensor, distances: dict[str, float]) -> None:
-        """A line in the file and on the screen, and both pictures."""
-        step, folder = trainer.state.step, trainer.config.output_dir
-        as_asked = self.share_as_asked(clouds)
-        self.file.add({"step": step, **distances, "as_asked": as_asked})
-        words = ", ".join(f"{name} {value:.4f} (others {self.floor[name]:.4f})" for name, value in distances.items())
-        real = self.share_as_asked(self.held_out["clouds"])
-        trainer.run.print(f"distances   step {step}: {words}, {as_asked:.0%} as asked (real {real:.0%})")
-        rows = {name: self.file.numbers(name) for name in self.floor}
-        lines: dict[str, Any] = {name: (list(each), list(each.values())) for name, each in rows.items()}
-        lines |= {f"{name}, other real clouds": ([0, step], [value] * 2) for name, value in self.floor.items()}
-        draw_lines(folder / "distances.png", lines, f"{len(clouds)} clouds, {self.flags.geometry}", "step", "distance")
-        draw_clouds(folder / "clouds.png", self.digits, self.held_out, clouds)
+    def plot(self, trainer: Trainer) -> None:
+        rows = {kind: self.file.numbers(kind) for kind in self.kinds}
+        rows |= {f"{kind}, other real clouds": self.file.numbers(f"{kind}_of_others") for kind in self.kinds}
+        lines = {name: (list(row), list(row.values())) for name, row in rows.items()}
+        title = f"{self.total} clouds, {self.flags.geometry}"
+        draw_lines(trainer.config.output_dir / "distances.png", lines, title, "step", "distance")
 
 
 def matched(costs: Tensor) -> float:

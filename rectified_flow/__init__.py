@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from rectified_flow.spaces.space import Space as Space
     from rectified_flow.training.callbacks import Callback as Callback
     from rectified_flow.training.eval_hook import EvaluationHook as EvaluationHook
+    from rectified_flow.training.measurement import Measurement as Measurement
     from rectified_flow.training.trainer import Trainer as Trainer
 
 _HOMES = {
@@ -45,6 +46,7 @@ _HOMES = {
     "ImageDataset": "data.image_store",
     "Labels": "networks.conditions",
     "MeanFlow": "flows.mean",
+    "Measurement": "training.measurement",
     "OxfordFlowersDataset": "data.oxford_flowers",
     "Pixels": "spaces.pixels",
     "PointClouds": "data.point_clouds",

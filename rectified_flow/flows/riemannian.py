@@ -69,7 +69,7 @@ class RiemannianFlow(Flow):
     def forward(self, **batch: Any) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)
-        weights = shares(batch.get("weights"))
+        weights = _shares_of(batch)
         start = self.couple(x_0, self.space.geometry.from_normal(noise), weights)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         return self.loss(x_0, start, t, conditions, weights)
@@ -102,7 +102,7 @@ class RiemannianFlow(Flow):
         return noise.gather(1, drawn_targets(plan)[..., None].expand_as(noise))
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
-        weights = shares(batch.get("weights"))
+        weights = _shares_of(batch)
         geometry, everywhere = self.space.geometry, equal_shares(noise)
         w = everywhere if weights is None else weights
         return cloud_costs(x_0, w, geometry.from_normal(noise), everywhere, geometry, **self._precision)
@@ -150,7 +150,7 @@ class RiemannianFlow(Flow):
             raise ValueError("guidance needs a network that takes conditions")
         times, count = time_grid(steps, grid), count if weights is None else len(weights)
         z, values = self.draw_start(count, conditions, noise=noise, generator=generator)
-        w = shares(weights if weights is None else weights.to(z.device))
+        w = None if weights is None else shares(weights.to(z.device))
 
         def velocity(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
             rows = w if w is None else w.repeat(len(x) // len(w), 1)  # guidance asks for each row twice
@@ -167,11 +167,15 @@ class RiemannianFlow(Flow):
         return self.space.geometry.to_tangent(x, self.network(x, t, **given).float())
 
 
-def shares(weights: Tensor | None) -> Tensor | None:
+def shares(weights: Tensor) -> Tensor:
     """Weights ``[b, n]`` of any sum, as float32 with sum 1 in each row."""
-    return None if weights is None else weights.float() / weights.float().sum(dim=1, keepdim=True)
+    return weights.float() / weights.float().sum(dim=1, keepdim=True)
 
 
 def equal_shares(x: Tensor) -> Tensor:
     """Weights of clouds ``[b, n, d]`` whose points count alike, with sum 1."""
     return x.new_full(x.shape[:2], 1 / x.shape[1])
+
+
+def _shares_of(batch: dict[str, Any]) -> Tensor | None:
+    return shares(batch["weights"]) if "weights" in batch else None
