@@ -26,6 +26,7 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError, UsageError, require
 from rectified_flow.files import lock_of, prepare_folder
 from rectified_flow.flags import plain
+from rectified_flow.flows.config import Solver
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
@@ -54,6 +55,7 @@ class Request:
         folder: where they go.
         steps: intervals that each picture is drawn in.
         guidance_scale: of the teacher.
+        solver: that crosses an interval.
     """
 
     flag: str
@@ -63,6 +65,7 @@ class Request:
     folder: Path
     steps: int
     guidance_scale: float = 1.0
+    solver: Solver = "midpoint"
 
     @property
     def points(self) -> int:
@@ -89,6 +92,7 @@ class Recipe:
     points: int = 1
     """Of each path; 1 for pairs."""
     guidance_scale: float = 1.0
+    solver: str = "midpoint"
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
@@ -136,6 +140,7 @@ def _recipe(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictur
         flags={name: flags[name] for name in INHERITED},
         points=request.points,
         guidance_scale=request.guidance_scale,
+        solver=request.solver,
     )
 
 
@@ -149,7 +154,7 @@ def _begin(writer: PairWriter, recipe: Recipe, request: Request, held: ExitStack
         whole = writer.is_whole
         # Complete rows are taken as they are, in whichever precision this machine would draw them.
         shaped_by = {"pairs": rows, "steps": "steps", "points": "points", "guidance_scale": "guidance", "seed": "seed"}
-        shaped_by |= {"pictures": "pictures"} | ({} if whole else {"precision": "precision"})
+        shaped_by |= {"pictures": "pictures", "solver": "solver"} | ({} if whole else {"precision": "precision"})
         for name, called in shaped_by.items() if known is not None else ():
             then, now = getattr(known, name), getattr(recipe, name)
             require(
@@ -232,6 +237,7 @@ class _Drawing:
             images = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
+                solver=self.request.solver,
                 guidance=Guidance(self.recipe.guidance_scale),
                 watch=lambda _t, x: path.append(x.half().cpu()),
                 **given,

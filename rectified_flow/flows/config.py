@@ -89,10 +89,10 @@ class TeacherConfig:
 
     teacher: Path | None = None
     """Learn from the rectified flow of this run or checkpoint, whose data and network flags it inherits."""
-    teacher_paths: Annotated[int | None, default_is("10000")] = None
+    teacher_paths: Annotated[int | None, default_is("5000")] = None
     """Paths from noise to picture that it draws to train on."""
-    teacher_steps: Annotated[int | None, default_is("8")] = None
-    """Intervals that each path is drawn in, of two network calls each."""
+    teacher_steps: Annotated[int | None, default_is("16")] = None
+    """Intervals that each path is drawn in; sampling in more steps than that asks for what was never learned."""
     whole_fraction: Annotated[float | None, default_is("0.5")] = None
     """Share of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
