@@ -159,6 +159,7 @@ def test_a_first_run_names_what_its_time_was_too_short_for(capfd: pytest.Capture
     assert "--only compiled-mean" in output
 
 
+@pytest.mark.slow
 def test_launches_are_counted_without_a_gpu() -> None:
     """In a process of its own: it pretends that there is one."""
     command = [sys.executable, str(BENCHMARKS / "launches.py"), "--tiny", "--flows", "rectified flow"]

@@ -59,6 +59,7 @@ def test_the_same_run_on_two_processes_with_loader_processes(text: Path, whole: 
     assert list(losses(two)) == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_any_start_method_of_loader_processes(method: str, text: Path, whole: Path, tmp_path: Path) -> None:
     other = run(text, tmp_path, f"--num_workers 2 --multiprocessing_context {method}")

@@ -77,6 +77,7 @@ def train_with_a_far_point(words: str) -> None:
     train(words)
 
 
+@pytest.mark.slow
 def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
     flags = f"--output_dir {tmp_path} --batch_size 8 {FLAGS} --seed 1 --max_bad_steps 8"
     run_on_ranks(2, train_with_a_far_point, flags)
@@ -85,6 +86,7 @@ def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/step_00000008").exists()
 
 
+@pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     folder = run(tmp_path, "--geometry torus --train_num_steps 60 --measure_every 60 --ema_decay 0.9")
     before, after = rows(folder)

@@ -19,6 +19,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", list(TINY))
 def test_a_killed_run_goes_on_as_if_nothing_had_been(example: str, tmp_path: Path) -> None:
     draw = random.Random(0)
