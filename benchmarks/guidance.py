@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.cli.trained import class_names
 from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.config import FeatureNetwork
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -76,7 +76,7 @@ def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequentia
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
         batch = pictures.read_batch([rest[(64 * step + i) % len(rest)] for i in range(64)])
-        loss = F.cross_entropy(classifier(PIXELS.augment(PIXELS.encode(batch["images"]))), batch["labels"])
+        loss = F.cross_entropy(classifier(PIXELS.encode(PIXELS.augment(batch["images"]))), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
 from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.flow import Flow, expand

@@ -34,7 +34,7 @@ from peer import PEER, Budget, PeerFlow, train_peer
 
 from rectified_flow import randomness
 from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.rectified import RectifiedFlow

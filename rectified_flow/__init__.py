@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rectified_flow.data.catalog import open_dataset as open_dataset
-    from rectified_flow.data.image_store import ImageDataset as ImageDataset
+    from rectified_flow.data.latent_store import LatentDataset as LatentDataset
     from rectified_flow.data.line_store import open_lines as open_lines
     from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
     from rectified_flow.data.point_clouds import PointClouds as PointClouds
+    from rectified_flow.data.store import ImageDataset as ImageDataset
     from rectified_flow.errors import RunError as RunError
     from rectified_flow.errors import UsageError as UsageError
     from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
@@ -24,18 +25,24 @@ if TYPE_CHECKING:
     from rectified_flow.networks.unet import Unet as Unet
     from rectified_flow.registry import register as register
     from rectified_flow.runs.config import TrainingConfig as TrainingConfig
+    from rectified_flow.spaces.autoencoder import Autoencoder as Autoencoder
+    from rectified_flow.spaces.autoencoder import Haar as Haar
     from rectified_flow.spaces.geometry import Euclidean as Euclidean
     from rectified_flow.spaces.geometry import FlatTorus as FlatTorus
     from rectified_flow.spaces.geometry import Sphere as Sphere
+    from rectified_flow.spaces.latents import Latents as Latents
     from rectified_flow.spaces.pixels import Pixels as Pixels
     from rectified_flow.spaces.points import Points as Points
+    from rectified_flow.spaces.pretrained import PretrainedAutoencoder as PretrainedAutoencoder
     from rectified_flow.spaces.space import Space as Space
     from rectified_flow.training.callbacks import Callback as Callback
+    from rectified_flow.training.encoding import encode_pictures as encode_pictures
     from rectified_flow.training.eval_hook import EvaluationHook as EvaluationHook
     from rectified_flow.training.measurement import Measurement as Measurement
     from rectified_flow.training.trainer import Trainer as Trainer
 
 _HOMES = {
+    "Autoencoder": "spaces.autoencoder",
     "Callback": "training.callbacks",
     "DistilledFlow": "flows.distilled",
     "Euclidean": "spaces.geometry",
@@ -43,14 +50,18 @@ _HOMES = {
     "Evaluator": "evaluation.evaluator",
     "FlatTorus": "spaces.geometry",
     "Flow": "flows.flow",
-    "ImageDataset": "data.image_store",
+    "Haar": "spaces.autoencoder",
+    "ImageDataset": "data.store",
     "Labels": "networks.conditions",
+    "LatentDataset": "data.latent_store",
+    "Latents": "spaces.latents",
     "MeanFlow": "flows.mean",
     "Measurement": "training.measurement",
     "OxfordFlowersDataset": "data.oxford_flowers",
     "Pixels": "spaces.pixels",
     "PointClouds": "data.point_clouds",
     "Points": "spaces.points",
+    "PretrainedAutoencoder": "spaces.pretrained",
     "RectifiedFlow": "flows.rectified",
     "RiemannianFlow": "flows.riemannian",
     "RunError": "errors",
@@ -62,6 +73,7 @@ _HOMES = {
     "Unet": "networks.unet",
     "UsageError": "errors",
     "Vector": "networks.conditions",
+    "encode_pictures": "training.encoding",
     "load_flow": "flows.saved",
     "open_dataset": "data.catalog",
     "open_lines": "data.line_store",

@@ -12,7 +12,7 @@ os.environ["ACCELERATE_USE_CPU"] = "true"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_SILENT"] = "true"
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from tests.training.runs import tiny_dataset
 
 # Started in the background of a script, the tests would ignore these, and so would all they start.

@@ -5,9 +5,9 @@ teacher from whole paths. A run keeps them and their recipe, so that it resumes 
 gone.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.image_store import ImageDataset
-from rectified_flow.data.pair_store import PairDataset, PairWriter
+from rectified_flow.data.pair_store import PATH_FILE, PairDataset
+from rectified_flow.data.store import NOISE_FILE, ImageDataset
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import RunError, UsageError, require
+from rectified_flow.distributed.filling import fill, no_room
+from rectified_flow.errors import UsageError, require
 from rectified_flow.files import lock_of, prepare_folder
 from rectified_flow.flags import plain
 from rectified_flow.flows.config import Solver
@@ -31,13 +33,16 @@ from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.placing import to_device
-from rectified_flow.progress import progress_bar
+from rectified_flow.registry import build, describe
+from rectified_flow.runs import checkpoint
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
 from rectified_flow.training.accelerator import choose_precision
 
 BATCH_SIZE = 64
 LOCK_TIMEOUT = 10.0
 NETWORK_FLAGS = ("dim", "dim_mults", "dropout", "use_cfg")
-DATA_FLAGS = ("dataset", "image_size", "skip_broken_images")
+DATA_FLAGS = ("dataset", "image_size", "skip_broken_images", "autoencoder")
 FOLDERS = ("dataset_path", "cache_dir")
 """Inherited where they are not given: a folder may have moved."""
 INHERITED = (*DATA_FLAGS, "prediction", *NETWORK_FLAGS, *FOLDERS)
@@ -93,12 +98,16 @@ class Recipe:
     """Of each path; 1 for pairs."""
     guidance_scale: float = 1.0
     solver: str = "midpoint"
+    space: dict[str, Any] = field(default_factory=dict)
+    """Description of the teacher's; earlier versions, which knew pixels alone, did not record it."""
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
 
-def open_drawn(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset) -> PairDataset:
-    """The pairs or paths of a teacher, drawn by all processes together if they are not there yet.
+def open_drawn(
+    config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset
+) -> tuple[PairDataset, Space]:
+    """The pairs or paths of a teacher and its space, drawn by all processes together if they are not there yet.
 
     Args:
         config: as :func:`with_teacher_flags` returned it.
@@ -117,18 +126,44 @@ def open_drawn(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pic
         f"--{count_flag} {request.count} is fewer than one global batch ({batch}): pass more, or a smaller "
         "--batch_size",
     )
-    writer = PairWriter(request.folder, request.count, config.data.image_size, request.points)
-    recipe = _recipe(config, request, pictures)
+    space = on_main(state, lambda: space_of(config, request))
+    writer = StoreWriter(request.folder, request.count, _rows(space, request), request.rows)
+    recipe = _recipe(config, request, pictures, space)
     with ExitStack() as held:
         done = on_main(state, lambda: _begin(writer, recipe, request, held))
         if done is not None:
             drawing = _Drawing(request, recipe, state, writer, pictures)
             drawing.draw(done)
             on_main(state, drawing.finish)
-    return PairDataset(writer.path, pictures.recipe)
+    return PairDataset(writer.path, pictures.recipe), space
 
 
-def _recipe(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset) -> Recipe:
+def space_of(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -> Space:
+    """The teacher's space: as what is drawn says, or the checkpoint.
+
+    Raises:
+        UsageError: if neither can be read.
+    """
+    if config.data.autoencoder is None:
+        side = config.data.image_size
+        return Pixels((3, side, side))
+    known = StoreWriter.recipe_of(request.folder, Recipe)
+    description = checkpoint.load_description(request.source)["space"] if known is None else known.space
+    space: Space = build(description)
+    return space
+
+
+def _rows(space: Space, request: Request) -> dict[str, Sequence[int]]:
+    """Shape of a row of each file of the store."""
+    shape = space.shape or ()
+    stored = space.to_stored(torch.zeros(1, *shape))
+    data = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
+    return data | ({PATH_FILE: (request.points, *shape)} if request.rows == "paths" else {NOISE_FILE: shape})
+
+
+def _recipe(
+    config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictures: ImageDataset, space: Space
+) -> Recipe:
     flags = {"prediction": "velocity"} | plain(config)
     return Recipe(
         source=str(request.source),
@@ -141,16 +176,17 @@ def _recipe(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, pictur
         points=request.points,
         guidance_scale=request.guidance_scale,
         solver=request.solver,
+        space=describe(space),
     )
 
 
-def _begin(writer: PairWriter, recipe: Recipe, request: Request, held: ExitStack) -> int | None:
+def _begin(writer: StoreWriter, recipe: Recipe, request: Request, held: ExitStack) -> int | None:
     """Lock other runs out; the number of rows that are there, or None if all are there, undamaged."""
     rows, folder_flag = request.rows, f"{request.rows}_dir"
     prepare_folder(folder_flag, writer.path.parent)
     try:
         held.enter_context(lock_of(Path(f"{writer.path}.lock")).acquire(timeout=LOCK_TIMEOUT))
-        known = PairWriter.recipe_of(writer.path, Recipe)
+        known = StoreWriter.recipe_of(writer.path, Recipe)
         whole = writer.is_whole
         # Complete rows are taken as they are, in whichever precision this machine would draw them.
         shaped_by = {"pairs": rows, "steps": "steps", "points": "points", "guidance_scale": "guidance", "seed": "seed"}
@@ -180,7 +216,7 @@ class _Drawing:
         request: Request,
         recipe: Recipe,
         state: PartialState,
-        writer: PairWriter,
+        writer: StoreWriter,
         pictures: ImageDataset,
     ) -> None:
         self.request, self.recipe, self.state, self.writer, self.pictures = request, recipe, state, writer, pictures
@@ -196,54 +232,39 @@ class _Drawing:
         )
 
     def draw(self, done: int) -> None:
-        """Draw all from number ``done`` on, and record the progress after each block."""
-        rank, length = self.state.process_index, self.writer.length
-        block = BATCH_SIZE * self.state.num_processes
-        bar = progress_bar(
-            total=length,
-            initial=done,
-            desc=f"drawing {self.request.rows}",
-            unit=self.request.rows.removesuffix("s"),
-            disable=not self.state.is_main_process,
-        )
-        with bar, self._needing_room():
-            for start in range(done, length, block):
-                first = start + BATCH_SIZE * rank
-                numbers = range(first, min(first + BATCH_SIZE, length))
-                if numbers:
-                    self._write(numbers)
-                self.state.wait_for_everyone()
-                end = min(start + block, length)
-                if self.state.is_main_process:
-                    self.writer.reached(end)
-                bar.update(end - start)
+        """Draw all from number ``done`` on."""
+        fill(self.writer, self.state, done, self._rows, doing="drawing", batch_size=BATCH_SIZE)
 
     def finish(self) -> None:
         """Give the store its name."""
         labels, names = np.full(self.writer.length, -1), list[str]()
         if self._labels is not None:
             labels, names = self._labels.numpy(), self.pictures.class_names
-        with self._needing_room():
-            self.writer.finish(labels, names, f"{self.request.rows} of {self.request.source}")
+        source, side = f"{self.request.rows} of {self.request.source}", self.pictures.info.image_size
+        try:
+            self.writer.finish(labels, source=source, image_size=side, class_names=names)
+        except OSError as error:
+            raise no_room(self.writer, error) from error
 
-    def _write(self, numbers: Sequence[int]) -> None:
-        device = self.state.device
+    def _rows(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
+        device, space = self.state.device, self.teacher.space
         bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
         path: list[Tensor] = []
         with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), device), bf16:
-            shape = (len(numbers), *(self.teacher.space.shape or ()))
+            shape = (len(numbers), *(space.shape or ()))
             noise = randomness.randn("sample noise", shape, device).half().float()  # as it is stored
             given: dict[str, Any] = {} if self._labels is None else {"labels": self._labels[list(numbers)]}
-            images = self.teacher.sample(
+            x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
                 solver=self.request.solver,
                 guidance=Guidance(self.recipe.guidance_scale),
                 watch=lambda _t, x: path.append(x.half().cpu()),
+                decode=False,
                 **given,
             )
         points = torch.stack(path[:-1], dim=1) if self.request.rows == "paths" else path[0]
-        self.writer.write(numbers[0], self.teacher.space.draw(images).cpu(), points)
+        return dict(zip(self.writer.rows, (space.to_stored(x), points), strict=True))
 
     @cached_property
     def _labels(self) -> Tensor | None:
@@ -253,13 +274,3 @@ class _Drawing:
         source = randomness.generator("cpu", self.recipe.seed, "labels of pairs")
         rows = torch.randint(len(self.pictures), (self.writer.length,), generator=source)
         return torch.from_numpy(self.pictures.labels[rows.numpy()])
-
-    @contextmanager
-    def _needing_room(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"could not write {self.request.rows} into {self.writer.stage} ({error}): make room, and run the same "
-                "command to resume"
-            ) from error

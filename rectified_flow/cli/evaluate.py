@@ -20,7 +20,7 @@ from rectified_flow.cli.trained import (
     solver_options,
 )
 from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.documents import read_document
@@ -109,7 +109,7 @@ def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
     return open_dataset(
         recipe.dataset,
         config.dataset_path or recipe.dataset_path,
-        image_size=recipe.image_size or (trained.flow.space.shape or (0,))[-1],
+        image_size=recipe.image_size or trained.flow.space.picture_side or 0,
         cache_dir=config.cache_dir or recipe.cache_dir,
         skip_broken_images=recipe.skip_broken_images,
         split=recipe.split or SPLIT,

@@ -66,7 +66,8 @@ class TrainRectifiedFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        self.network.check_side(self.data.image_size)
+        if self.data.autoencoder is None:
+            self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
         self.rectified_flow.check_times(self.times)
@@ -96,7 +97,8 @@ class TrainMeanFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        self.network.check_side(self.data.image_size)
+        if self.data.autoencoder is None:
+            self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
@@ -122,6 +124,8 @@ class ModelConfig:
     """Pictures drawn at once by each process."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Precision of the network."""
+    autoencoder: str | None = None
+    """Folder or hub id of the autoencoder that a flow of latents was trained with, if it has moved since."""
 
     def __post_init__(self) -> None:
         check_paths(self)

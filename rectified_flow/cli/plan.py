@@ -2,15 +2,18 @@
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.teacher import request_of
+from rectified_flow.data.store import LATENTS_FILE, row_size
 from rectified_flow.flags import plain
+from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.placing import to_device
 from rectified_flow.report import line
+from rectified_flow.spaces.latents import Latents
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.costs import forward_flops, gradient_time, multiplication_rate, training_memory
+from rectified_flow.training.costs import cost_of, forward_flops, gradient_time, multiplication_rate, training_memory
 from rectified_flow.training.summary import summarize
 
 LARGEST_SIDE_MEASURED = 64
@@ -22,7 +25,7 @@ SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 Config = TrainRectifiedFlow | TrainMeanFlow
 
 
-def print_plan(config: Config, flow: nn.Module) -> None:
+def print_plan(config: Config, flow: Flow) -> None:
     """Print every flag with its resolved value, and the size, memory and time of the run."""
     run = config.run
     accelerator = build_accelerator(run, supports_bf16=getattr(flow, "supports_bf16", True))
@@ -38,23 +41,46 @@ def print_plan(config: Config, flow: nn.Module) -> None:
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
-    side = config.data.image_size
+    side, flow_side = config.data.image_size, _side_of(flow)
     with accelerator.autocast():
-        flops = forward_flops(flow, _black(config, side, accelerator.device))
+        flops = forward_flops(flow, _blank(config, flow, flow_side, accelerator.device))
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {side} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
+    if isinstance(flow.space, Latents):
+        accelerator.print(_describe_latents(config, flow.space))
     accelerator.print(_describe_memory(config, accelerator, flow))
     accelerator.print(_describe_time(config, accelerator, flow, flops))
 
 
-def _describe_memory(config: Config, accelerator: Accelerator, flow: nn.Module) -> str:
+def _describe_latents(config: Config, space: Latents) -> str:
+    """Lines on what the autoencoder takes."""
+    moments, *shape = space.autoencoder.shape_of(space.image_size)
+    variants = 1 + config.data.horizontal_flip
+    size = variants * row_size(LATENTS_FILE, (moments, *shape))
+    pictures = torch.zeros(1, 3, space.image_size, space.image_size, device="meta")
+    encoding = cost_of(lambda: space.autoencoder.encode(pictures))
+    decoding = cost_of(lambda: space.autoencoder.decode(torch.zeros(1, *shape, device="meta")))
+    mirrored = ", with its mirror image" * config.data.horizontal_flip
+    return "\n".join(
+        [
+            line("latents", f"{' x '.join(map(str, shape))}, {size / 1e3:,.1f} kB of disk for each picture{mirrored}"),
+            line("encoding", f"{variants * encoding.flops / 1e9:.3g} GFLOP for each picture, once"),
+            line(
+                "decoding",
+                f"{decoding.flops / 1e9:.3g} GFLOP and {decoding.memory / 1e6:,.0f} MB for each picture that is drawn",
+            ),
+        ]
+    )
+
+
+def _describe_memory(config: Config, accelerator: Accelerator, flow: Flow) -> str:
     """A line on the memory that a step takes."""
-    count, side = config.run.split_batch(accelerator.num_processes).per_process, _side_measured(config)
-    item = _black(config, side, accelerator.device)
+    count, side = config.run.split_batch(accelerator.num_processes).per_process, _side_measured(config, flow)
+    item = _blank(config, flow, side, accelerator.device)
     averages = config.run.use_ema + 2 * config.run.power_ema
     memory = training_memory(flow, item, averages, accelerator.autocast)
-    per_image = memory.per_image * (config.data.image_size / side) ** 2
+    per_image = memory.per_image * (_side_of(flow) / side) ** 2
     return line(
         "memory",
         f"about {memory.fixed / 1e9:.2f} GB + {count} images x {per_image / 1e6:,.1f} MB = "
@@ -62,12 +88,10 @@ def _describe_memory(config: Config, accelerator: Accelerator, flow: nn.Module) 
     )
 
 
-def _describe_time(config: Config, accelerator: Accelerator, flow: nn.Module, flops: int) -> str:
+def _describe_time(config: Config, accelerator: Accelerator, flow: Flow, flops: int) -> str:
     """Lines on the time that a step takes, and the least it can take."""
-    batch, item = (
-        config.run.split_batch(accelerator.num_processes),
-        _black(config, _side_measured(config), accelerator.device),
-    )
+    batch, side = config.run.split_batch(accelerator.num_processes), _side_measured(config, flow)
+    item = _blank(config, flow, side, accelerator.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate = multiplication_rate(accelerator.device, dtype)
     flops_measured = forward_flops(flow, item)
@@ -80,9 +104,7 @@ def _describe_time(config: Config, accelerator: Accelerator, flow: nn.Module, fl
     images = batch.per_process * batch.accumulation
     steps = 0 if config.run.num_epochs else config.run.total_steps(batch, 0)
     whole = f", {_duration(per_image * images * steps)} in all" if steps else ""
-    how = (
-        f"measured just now on {count} images of {item['images'].shape[-1]} px" + ", not compiled" * config.run.compile
-    )
+    how = f"measured just now on {count} images of side {side}" + ", not compiled" * config.run.compile
     least = 3 * flops * images / rate
     taken = line("time", f"about {_duration(per_image * images)} a step{whole}: {how}")
     bound = line(
@@ -93,8 +115,13 @@ def _describe_time(config: Config, accelerator: Accelerator, flow: nn.Module, fl
     return f"{taken}\n{bound}"
 
 
-def _side_measured(config: Config) -> int:
-    return min(config.data.image_size, max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1)))
+def _side_of(flow: Flow) -> int:
+    """Of the flow's ``x``: pixels, or latents."""
+    return (flow.space.shape or (0,))[-1]
+
+
+def _side_measured(config: Config, flow: Flow) -> int:
+    return min(_side_of(flow), max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1)))
 
 
 def _duration(seconds: float) -> str:
@@ -105,10 +132,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
 
 
-def _black(config: Config, side: int, device: torch.device) -> dict[str, Tensor]:
-    """A batch of one black picture, with its path where those are learned from."""
-    batch = {"images": torch.zeros(1, 3, side, side, dtype=torch.uint8, device=device)}
+def _blank(config: Config, flow: Flow, side: int, device: torch.device) -> dict[str, Tensor]:
+    """A batch of one datum that is 0 everywhere, with its path where those are learned from."""
+    zeros = torch.zeros(1, (flow.space.shape or (0,))[0], side, side, device=device)
+    batch = {flow.space.key: flow.space.to_stored(zeros)}
     request = request_of(config)
     if request is not None and request.rows == "paths":
-        batch["path"] = torch.zeros(1, request.points, 3, side, side, dtype=torch.float16, device=device)
+        batch["path"] = zeros[:, None].expand(-1, request.points, -1, -1, -1).half()
     return batch

@@ -43,14 +43,12 @@ from rectified_flow.report import line, lines
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
-from rectified_flow.spaces.pixels import Pixels
 
 LOCK_FILE = ".sample.lock"
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
-RGB = 3
 BLOCK = 4096
 """Of a disk, which the smallest file takes [bytes]."""
 
@@ -149,7 +147,7 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
     require(flags.path == "none" or "watch" in accepted, f"--path has no effect: a {type(flow).__name__} has no path")
     if flags.from_images is not None:
         require(
-            "start" in accepted and isinstance(flow.space, Pixels) and (flow.space.shape or (0,))[0] == RGB,
+            "start" in accepted and flow.space.picture_side is not None,
             f"--from_images is for flows of RGB pictures: {source} holds a {type(flow).__name__} of other data",
         )
         start = _load_images(flags.from_images, flags.num_samples, flow)
@@ -245,7 +243,7 @@ def _find_class(name: str, names: list[str]) -> int:
 def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
     require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
-    side = (flow.space.shape or (0,))[-1]
+    side = flow.space.picture_side or 0
     pictures = []
     for file in files[:count]:
         try:
@@ -253,7 +251,7 @@ def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
                 pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
-    return torch.from_numpy(np.stack(pictures))
+    return flow.space.from_pictures(torch.from_numpy(np.stack(pictures)).to(flow.device)).cpu()
 
 
 def picture_name(number: int, count: int) -> str:

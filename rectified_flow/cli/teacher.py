@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli.drawn import DATA_FLAGS, FOLDERS, INHERITED, NETWORK_FLAGS, Recipe, Request
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.pair_store import PairWriter
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, require
 from rectified_flow.flags import checked
@@ -90,7 +90,7 @@ def with_teacher_flags(config: Config) -> Config:
 def _find_source(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -> tuple[Path, dict[str, Any]]:
     """The teacher's checkpoint, and the flags that come with it; of rows that are drawn, those of their recipe."""
     _refuse_other_run(config, request)
-    known = PairWriter.recipe_of(request.folder, Recipe)
+    known = StoreWriter.recipe_of(request.folder, Recipe)
     if known is not None:
         source = Path(known.source)
         require(
@@ -119,6 +119,7 @@ def _flags_of(source: Path) -> dict[str, Any]:
 
 def _inherited(flags: Mapping[str, Any], request: Request, source: Path) -> dict[str, Any]:
     """Those of the flags of ``source`` that a run takes over."""
+    flags = {"autoencoder": None} | dict(flags)  # which earlier versions did not have
     names = ", ".join(name for name in INHERITED if name not in flags)
     require(not names, f"--{request.flag} {source} was not trained by train_oxford.py: it lacks the flags {names}")
     return checked(TrainRectifiedFlow, {name: flags[name] for name in INHERITED}, source)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
@@ -16,7 +16,7 @@ from rectified_flow.cli.processes import join
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.config import EvaluationConfig
@@ -29,12 +29,15 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
 from rectified_flow.machine import require_memory
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
-from rectified_flow.networks.config import UnetConfig
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, read
 from rectified_flow.runs.resume import check_start
-from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.pixels import RGB, Pixels
+from rectified_flow.spaces.pretrained import open_autoencoder
+from rectified_flow.spaces.space import Space
 from rectified_flow.training.callbacks import Callback
+from rectified_flow.training.encoding import encode_pictures
 from rectified_flow.training.eval_hook import EvaluationHook
 from rectified_flow.training.trainer import Trainer
 
@@ -49,13 +52,15 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    space = planned_space(config)
     if config.program.dry_run:
-        print_plan(config, build_rectified_flow(config, PLANNED_LABELS))
+        print_plan(config, build_rectified_flow(config, PLANNED_LABELS, space))
         return True
     on_main(state, lambda: check_start(config.run))
-    require_room_for_batch(config)
+    require_room_for_batch(config, space)
+    space.prepare(state.device)
     pictures = open_pictures(config.data)
-    flow = build_rectified_flow(config, pictures.conditions)
+    flow = build_rectified_flow(config, pictures.conditions, space)
     return train(config, flow, pictures)
 
 
@@ -64,26 +69,33 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    space = planned_space(config)
     if config.program.dry_run:
-        print_plan(config, build_mean_flow(config, PLANNED_LABELS))
+        print_plan(config, build_mean_flow(config, PLANNED_LABELS, space))
         return True
     on_main(state, lambda: check_start(config.run, config.mean_flow.init_from))
-    require_room_for_batch(config)
+    require_room_for_batch(config, space)
+    space.prepare(state.device)
     pictures = open_pictures(config.data)
-    flow = build_mean_flow(config, pictures.conditions)
+    flow = build_mean_flow(config, pictures.conditions, space)
     if config.mean_flow.init_from is not None:
         start_from(config.mean_flow.init_from, flow)
     return train(config, flow, pictures)
 
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
-    """Train ``flow`` on pictures, or on what a teacher draws, from its weights on; returns whether it finished."""
+    """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
-    request, dataset = request_of(config), pictures
+    request, dataset = request_of(config), cast(StoreDataset, pictures)
     if request is not None:
         if not list_checkpoints(config.run.checkpoints):
             start_from(request.source, flow)
-        dataset = open_drawn(config, request, pictures)
+        dataset, flow.space = open_drawn(config, request, pictures)
+    elif isinstance(flow.space, Latents):
+        latents = encode_pictures(
+            pictures, flow.space.autoencoder, PartialState(), mirrored=config.data.horizontal_flip
+        )
+        dataset, flow.space = latents, latents.space(flow.space.autoencoder)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
@@ -96,37 +108,45 @@ def start_from(path: Path, flow: Flow) -> None:
     read(path, partial(load_averaged, flow.network), PartialState())
 
 
-def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow) -> None:
+def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Space) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
-    state, side = PartialState(), config.data.image_size
+    state, side = PartialState(), (space.shape or (0,))[-1]
     if state.device.type != "cpu":
         return
     count = config.run.split_batch(state.num_processes).per_process
     skips = 3 * count * config.network.dim * side**2  # at full resolution alone, of a convolution and two blocks
     remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-    require_memory(2 * skips, f"a batch of {count} images of {side} px", remedy)
+    require_memory(2 * skips, f"a batch of {count} images of {config.data.image_size} px", remedy)
 
 
-def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds) -> RectifiedFlow:
-    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given."""
-    flags = config.rectified_flow
+def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds, space: Space | None = None) -> RectifiedFlow:
+    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given.
+
+    Args:
+        config: all flags.
+        conditions: of the data.
+        space: of the flow; :func:`planned_space` if not given.
+    """
+    flags, space = config.rectified_flow, space or planned_space(config)
     times: dict[str, TimeDistribution] = {
         "logit_normal": LogitNormal(flags.time_mean, flags.time_std, flags.time_shift),
         "uniform": Uniform(flags.time_shift),
         "u_shaped": UShaped(),
     }
     return RectifiedFlow(
-        build_network(config.network, config.data, conditions),
+        build_network(config, conditions, space),
         prediction=flags.prediction,
         time_distribution=times[config.times],
         distance=flags.loss or ("mse" if config.reflow.reflow_from is None else "pseudo_huber"),
+        space=space,
         **_shared_settings(config),
     )
 
 
-def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> FlowMap:
-    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given."""
-    flags, network = config.mean_flow, build_network(config.network, config.data, conditions)
+def build_mean_flow(config: TrainMeanFlow, conditions: Kinds, space: Space | None = None) -> FlowMap:
+    """The flow of the flags, as :func:`build_rectified_flow`."""
+    flags, space = config.mean_flow, space or planned_space(config)
+    network = build_network(config, conditions, space)
     if config.teacher.teacher is not None:
         fraction = config.teacher.whole_fraction
         return DistilledFlow(
@@ -134,7 +154,7 @@ def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> FlowMap:
             whole_fraction=DEFAULT_WHOLE_FRACTION if fraction is None else fraction,
             weight_power=flags.weight_power,
             weight_epsilon=flags.weight_epsilon,
-            space=_space(config),
+            space=space,
         )
     return MeanFlow(
         network,
@@ -146,6 +166,7 @@ def build_mean_flow(config: TrainMeanFlow, conditions: Kinds) -> FlowMap:
         earlier_distribution=LogitNormal(flags.earlier_mean, flags.earlier_std),
         guidance_scale=flags.guidance_scale,
         guidance_mixing=flags.guidance_mixing,
+        space=space,
         **_shared_settings(config),
     )
 
@@ -165,24 +186,41 @@ def open_pictures(config: DataConfig) -> ImageDataset:
     )
 
 
-def build_network(config: UnetConfig, data: DataConfig, conditions: Kinds) -> Unet:
-    """The Unet of the flags.
+def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
+    """The space of the flags; that of latents does not know their scales yet.
+
+    Raises:
+        UsageError: if there is no such autoencoder, or the size of the pictures does not suit it or the network.
+    """
+    data = config.data
+    if data.autoencoder is None:
+        return Pixels((RGB, data.image_size, data.image_size), horizontal_flip=data.horizontal_flip)
+    space = Latents(open_autoencoder(data.autoencoder), data.image_size)
+    config.network.check_side(data.image_size, (space.shape or (0,))[-1])
+    return space
+
+
+def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds, space: Space) -> Unet:
+    """The Unet of the flags, for the ``x`` of ``space``.
 
     Raises:
         UsageError: if ``--use_cfg`` is given and there are no conditions.
     """
-    if config.use_cfg and not conditions:
+    flags = config.network
+    channels, *_, side = space.shape or ()
+    if flags.use_cfg and not conditions:
         raise UsageError(
             "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
         )
     network = Unet(
-        config.dim,
-        config.dim_mults,
-        conditions=conditions if config.use_cfg else None,
-        image_size=data.image_size,
-        dropout=config.dropout,
+        flags.dim,
+        flags.dim_mults,
+        channels=channels,
+        conditions=conditions if flags.use_cfg else None,
+        image_size=side,
+        dropout=flags.dropout,
     )
-    network.gradient_checkpointing = config.gradient_checkpointing
+    network.gradient_checkpointing = flags.gradient_checkpointing
     return network
 
 
@@ -203,12 +241,6 @@ def build_callbacks(config: EvaluationConfig, pictures: ImageDataset, seed: int)
 def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:
     """The settings of every flow on pictures."""
     return {
-        "space": _space(config),
         "condition_dropout": CONDITION_DROPOUT,
         "coupling": config.coupling.coupling,
     }
-
-
-def _space(config: TrainRectifiedFlow | TrainMeanFlow) -> Pixels:
-    side = config.data.image_size
-    return Pixels((3, side, side), horizontal_flip=config.data.horizontal_flip)

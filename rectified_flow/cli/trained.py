@@ -11,7 +11,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli.flags import ModelConfig, SolverConfig
 from rectified_flow.distributed.agreement import check_equal
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError, require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.guidance import Guidance
@@ -24,6 +24,8 @@ from rectified_flow.runs.document import read_config
 from rectified_flow.runs.manifest import read_manifest
 from rectified_flow.runs.saved_state import RunIdentity
 from rectified_flow.runs.snapshots import synthesize
+from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.pretrained import PretrainedAutoencoder
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def load_trained(config: ModelConfig, state: PartialState) -> Trained:
     """The flow of a run or checkpoint, on this process's device, from the same checkpoint on all processes.
 
     Raises:
-        UsageError: if there is none, another one is there on another machine, or it is not a :class:`Flow`.
+        UsageError: if there is none, another one is there on another machine, or it is not a :class:`Flow`; if its
+            autoencoder is not there.
     """
 
     def read(source: Path) -> Trained:
@@ -58,8 +61,19 @@ def load_trained(config: ModelConfig, state: PartialState) -> Trained:
         return read_trained(source)
 
     trained = checkpoint.read(config.checkpoint, read, state)
+    if config.autoencoder is not None:
+        _move_autoencoder(trained, config.autoencoder)
+    trained.flow.space.prepare(state.device)
     to_device(trained.flow, state.device, config.mixed_precision)
     return trained
+
+
+def _move_autoencoder(trained: Trained, name: str) -> None:
+    """Take the autoencoder from elsewhere, if it has the same weights."""
+    space = trained.flow.space
+    if not (isinstance(space, Latents) and isinstance(space.autoencoder, PretrainedAutoencoder)):
+        raise UsageError(f"--autoencoder has no effect: {trained.source} holds no flow of an autoencoder's latents")
+    space.autoencoder = PretrainedAutoencoder.at(name, space.autoencoder.fingerprint)
 
 
 def read_trained(source: Path) -> Trained:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import ImageSource, open_store
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError

@@ -20,6 +20,8 @@ class DataConfig:
     """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
     image_size: int = 64
     """Side of the images [px]; pictures are resized by their short side and cropped to the centre."""
+    autoencoder: str | None = None
+    """Train on latents: haar, an exact wavelet, or the folder or hub id of an image autoencoder of diffusers."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
     skip_broken_images: bool = False

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import OXFORD_FLOWERS
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 
 
 class OxfordFlowersDataset(ImageDataset):

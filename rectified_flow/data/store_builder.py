@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from tqdm.auto import tqdm
 
-from rectified_flow.data.image_store import IMAGES_FILE, INFO_FILE, LABELS_FILE, describe_files, find_damage
+from rectified_flow.data.store import IMAGES_FILE, INFO_FILE, LABELS_FILE, describe_files, find_damage
 from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush_folder, lock_of, remove, usable_path

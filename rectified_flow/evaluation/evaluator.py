@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow import randomness
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
 from rectified_flow.errors import require
 from rectified_flow.evaluation.config import FeatureNetwork

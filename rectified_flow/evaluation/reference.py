@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.evaluation.features import Features
 from rectified_flow.files import hash_file, remove, replace_file

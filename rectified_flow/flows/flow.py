@@ -109,14 +109,11 @@ class Flow(nn.Module, Saved):
                 f"a batch has {', '.join(batch)}, but not {self.space.key}, which the flow is trained on: rename the "
                 "entry of the dataset's items"
             )
-        x_0 = self.space.encode(batch[self.space.key])
+        data, paired = batch[self.space.key], "noise" in batch
+        x_0 = self.space.encode(data if paired else self.space.augment(data))
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = {name: batch[name] for name in self.conditions if name in batch}
-        if "noise" in batch:
-            noise = batch["noise"].float()
-        else:
-            x_0 = self.space.augment(x_0)
-            noise = self._draw_noise(x_0, conditions, batch)
+        noise = batch["noise"].float() if paired else self._draw_noise(x_0, conditions, batch)
         return x_0, noise, drop(self.conditions, conditions, self.condition_dropout)
 
     @property
@@ -130,7 +127,7 @@ class Flow(nn.Module, Saved):
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
         """
-        x_0 = self.space.augment(self.space.encode(batch[self.space.key]))
+        x_0 = self.space.encode(self.space.augment(batch[self.space.key]))
         conditions = {name: batch[name] for name in self.conditions if name in batch}
         noise = randomness.randn("noise", x_0.shape, x_0.device)
         return optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))

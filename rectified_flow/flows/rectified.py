@@ -90,6 +90,7 @@ class RectifiedFlow(Flow):
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
         watch: Watch | None = None,
+        decode: bool = True,
         **conditions: Tensor,
     ) -> Tensor:
         """Generate data as the space decodes them; with :class:`Pixels` float32 ``[b, c, h, w]`` in [0, 1].
@@ -105,6 +106,7 @@ class RectifiedFlow(Flow):
             noise: ``[b, ...]``, standard normal; drawn if not given.
             generator: source of the draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
+            decode: if not, return ``x`` itself.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
@@ -124,7 +126,7 @@ class RectifiedFlow(Flow):
         with self.evaluating():
             field, at_data = self._field(self._exact_velocity, values, guidance), self.prediction != "clean"
             x = integrate(field, x, times, solver, fresh_noise=fresh_noise, watch=watch, evaluate_at_data=at_data)
-        return self.space.decode(x)
+        return self.space.decode(x) if decode else x
 
     @torch.no_grad()
     def encode(

@@ -22,6 +22,7 @@ LIBRARY = "rectified-flow-trainer"
 OWN_KINDS = (
     *("flows.rectified", "flows.mean", "flows.distilled", "flows.riemannian"),
     *("networks.unet", "networks.set_transformer", "spaces.pixels", "spaces.points"),
+    *("spaces.autoencoder", "spaces.latents", "spaces.pretrained"),
 )
 """Modules that register the project's own kinds, which import this one."""
 

@@ -37,11 +37,16 @@ class UnetConfig:
         what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
         require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the two")
 
-    def check_side(self, image_size: int) -> None:
-        """Raise a UsageError if the levels cannot halve a side of ``image_size`` px."""
+    def check_side(self, image_size: int, latent_side: int | None = None) -> None:
+        """Raise a UsageError if the levels cannot halve a side of ``image_size`` px, or that of its latents."""
         divisor = 2 ** (len(self.dim_mults) - 1)
+        needed = f"by {divisor}, as the {len(self.dim_mults)} levels of --dim_mults need"
+        if latent_side is None:
+            nearest = max(1, round(image_size / divisor)) * divisor
+            require(image_size % divisor == 0, f"--image_size {image_size} is not divisible {needed}; take {nearest}")
+            return
         require(
-            image_size % divisor == 0,
-            f"--image_size {image_size} is not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
-            f"--dim_mults need; take {max(1, round(image_size / divisor)) * divisor}",
+            latent_side % divisor == 0,
+            f"--image_size {image_size} has latents of side {latent_side}, which is not divisible {needed}: pass fewer "
+            "levels, or a larger power of two as --image_size",
         )

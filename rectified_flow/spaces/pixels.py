@@ -9,6 +9,8 @@ from rectified_flow import randomness
 from rectified_flow.registry import register
 from rectified_flow.spaces.space import Space
 
+RGB = 3
+
 
 @register
 class Pixels(Space):
@@ -25,17 +27,21 @@ class Pixels(Space):
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip = horizontal_flip
 
+    @property
+    def picture_side(self) -> int | None:
+        return self.shape[-1] if self.shape is not None and self.shape[0] == RGB else None
+
+    def augment(self, data: Tensor) -> Tensor:
+        """Each row mirrored left to right with probability 1/2, if that is asked for."""
+        if not self.horizontal_flip:
+            return data
+        mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
+        return torch.where(mirrored, data.flip(-1), data)
+
     def encode(self, data: Tensor) -> Tensor:
         if data.dtype == torch.uint8:
             return data.float() / 127.5 - 1
         return data.float()
-
-    def augment(self, x: Tensor) -> Tensor:
-        """Each row mirrored left to right with probability 1/2, if that is asked for."""
-        if not self.horizontal_flip:
-            return x
-        mirrored = randomness.rand("horizontal flip", (len(x), 1, 1, 1), x.device) < 0.5
-        return torch.where(mirrored, x.flip(-1), x)
 
     def decode(self, x: Tensor) -> Tensor:
         """Float32 in [0, 1], values outside clipped."""
@@ -45,6 +51,13 @@ class Pixels(Space):
         """uint8; a single channel becomes grey, and channels after the third are left out."""
         pictures = data.mul(255).round().to(torch.uint8)
         return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :3]
+
+    def from_pictures(self, pictures: Tensor) -> Tensor:
+        return pictures
+
+    def to_stored(self, x: Tensor) -> Tensor:
+        """uint8."""
+        return self.draw(self.decode(x))
 
     def problem_with(self, data: Tensor) -> str | None:
         """Pictures that are not uint8 and outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""

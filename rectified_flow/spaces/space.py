@@ -3,15 +3,19 @@
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
+import torch
 from torch import Tensor
+
+from rectified_flow.errors import UsageError
 
 
 class Space(ABC):
     """Between the data that a dataset stores and the ``x`` that a flow works on.
 
-    A flow encodes each training batch, and decodes what it generates. Nothing else in the package knows ranges, types
-    or channels of the data. Register a subclass and keep its constructor's arguments as attributes, and checkpoints can
-    name it. Random draws belong into :meth:`augment`, and come from :mod:`rectified_flow.randomness`.
+    A flow augments and encodes each training batch, and decodes what it generates. Nothing else in the package knows
+    ranges, types or channels of the data. Register a subclass and keep its constructor's arguments as attributes, and
+    checkpoints can name it. Random draws belong into :meth:`augment`, and come from
+    :mod:`rectified_flow.randomness`.
     """
 
     key: ClassVar[str] = "images"
@@ -19,13 +23,18 @@ class Space(ABC):
     shape: tuple[int, ...] | None = None
     """Shape of one ``x``, without the batch; a flow sets it at its first training batch where it is None."""
 
+    @property
+    def picture_side(self) -> int | None:
+        """Side of the RGB pictures that :meth:`from_pictures` takes [px]; None if the data are no pictures."""
+        return None
+
+    def augment(self, data: Tensor) -> Tensor:
+        """A random variant of each row of stored data ``[b, ...]``, in training only."""
+        return data
+
     @abstractmethod
     def encode(self, data: Tensor) -> Tensor:
         """Stored data ``[b, ...]`` to float32 ``x`` ``[b, ...]`` of about unit scale, for which noise is normal."""
-
-    def augment(self, x: Tensor) -> Tensor:
-        """A random variant of each row of ``x``, in training only."""
-        return x
 
     @abstractmethod
     def decode(self, x: Tensor) -> Tensor:
@@ -34,6 +43,29 @@ class Space(ABC):
     @abstractmethod
     def draw(self, data: Tensor) -> Tensor:
         """A picture, uint8 ``[b, 3, h, w]``, of each row of what :meth:`decode` returned."""
+
+    def from_pictures(self, pictures: Tensor) -> Tensor:
+        """RGB pictures, uint8 ``[b, 3, s, s]``, as data that a dataset might store.
+
+        Raises:
+            UsageError: if the space is of other data.
+        """
+        raise UsageError(f"{type(self).__name__} are no pictures")
+
+    def to_stored(self, x: Tensor) -> Tensor:
+        """Generated ``x`` as data that a dataset might store, which :meth:`encode` takes back.
+
+        Raises:
+            UsageError: if the space has no such way.
+        """
+        raise UsageError(f"{type(self).__name__} cannot be stored")
+
+    def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
+        """Load what decoding needs, where something is to be loaded.
+
+        Raises:
+            UsageError: if it is not there.
+        """
 
     def problem_with(self, data: Tensor) -> str | None:
         """A sentence on what looks wrong with stored ``data``, or None; the trainer asks at the first batch."""

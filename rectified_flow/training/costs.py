@@ -58,6 +58,23 @@ def training_memory(
     return Memory(weights + BYTES * (3 + averages) * trained, activations.peak // 2)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What a computation takes."""
+
+    flops: int
+    """Floating-point operations."""
+    memory: int
+    """Of what it computes, at the peak [bytes]."""
+
+
+def cost_of(action: Callable[[], object]) -> Cost:
+    """What ``action`` takes, without gradients; on torch's meta device it is counted without being done."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, _Activations(nn.Module()) as activations:
+        action()
+    return Cost(int(counter.get_total_flops()), activations.peak)
+
+
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second that the device multiplies large matrices with, measured now."""
     side = 4096 if device.type == "cuda" else 1024

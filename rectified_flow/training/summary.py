@@ -40,8 +40,11 @@ def summarize(
 
 
 def items_of(flow: nn.Module) -> str:
-    """What a batch holds, in the plural: the name of its entry that a flow's space knows."""
-    return getattr(getattr(flow, "space", None), "key", "items")
+    """What a batch holds, in the plural: images, or the name of the entry that a flow's space knows."""
+    space = getattr(flow, "space", None)
+    if getattr(space, "picture_side", None) is not None:
+        return "images"
+    return getattr(space, "key", "items")
 
 
 def _length(config: TrainingConfig, batch: GlobalBatch, length: int | None, items: str) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.data.image_store import ImageDataset, find_damage
+from rectified_flow.data.store import ImageDataset, find_damage
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.documents import write_document
 from tests.patience import PATIENCE

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from rectified_flow.data.fingerprint import PROBES, fingerprint_of, length_only
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 
 COUNT = 40
 

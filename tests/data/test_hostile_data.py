@@ -18,7 +18,7 @@ from PIL import Image
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.huggingface import HuggingFaceSource
 from rectified_flow.data.image_folder import ImageFolder, files_fingerprint
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import default_cache_dir, open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import DamageError, UsageError

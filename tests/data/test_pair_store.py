@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.data.pair_store import PairDataset, PairWriter
+from rectified_flow.data.pair_store import PairDataset
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.errors import UsageError
 
 LENGTH, SIDE = 4, 2
+ROWS = {"images.uint8": (3, SIDE, SIDE), "noise.float16": (3, SIDE, SIDE)}
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,12 @@ class Recipe:
     sha256: str = ""
 
 
-def begun(path: Path) -> PairWriter:
+def begun(path: Path) -> StoreWriter:
     """A writer that has written the first two pairs."""
-    writer = PairWriter(path, LENGTH, SIDE)
+    writer = StoreWriter(path, LENGTH, ROWS, "pairs")
     assert writer.begin({"source": "a flow"}) == 0
     images = torch.full((2, 3, SIDE, SIDE), 7, dtype=torch.uint8)
-    writer.write(0, images, images.float())
+    writer.write(0, {"images.uint8": images, "noise.float16": images.float()})
     writer.reached(2)
     return writer
 
@@ -33,8 +35,8 @@ def begun(path: Path) -> PairWriter:
 def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     writer = begun(tmp_path / "pairs")
     assert writer.begin({"source": "a flow"}) == 2
-    assert PairWriter.recipe_of(tmp_path / "pairs", Recipe).source == "a flow"  # type: ignore[union-attr]
-    writer.finish(np.full(LENGTH, -1), [], "a flow")
+    assert StoreWriter.recipe_of(tmp_path / "pairs", Recipe).source == "a flow"  # type: ignore[union-attr]
+    writer.finish(np.full(LENGTH, -1), source="a flow", image_size=SIDE)
     assert writer.is_whole
     assert PairDataset(writer.path)[1]["noise"].unique().tolist() == [7.0]
 
@@ -57,4 +59,4 @@ def test_an_altered_recipe_is_refused(tmp_path: Path) -> None:
     file = writer.stage / "recipe.json"
     file.write_text(file.read_text().replace("a flow", "b flow"))
     with pytest.raises(UsageError, match=r"recipe\.json was altered"):
-        PairWriter.recipe_of(writer.path, Recipe)
+        StoreWriter.recipe_of(writer.path, Recipe)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches, StreamSampler, as_they_are, collate, image_indices, permuted
 
 

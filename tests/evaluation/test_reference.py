@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.evaluation.features import Features

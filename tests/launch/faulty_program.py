@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.launch import run
-from rectified_flow.cli.train import build_network, open_pictures
+from rectified_flow.cli.train import build_network, open_pictures, planned_space
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
 
@@ -22,7 +22,8 @@ class Faulty(RectifiedFlow):
 
 
 def main(config: TrainRectifiedFlow) -> None:
-    Trainer(Faulty(build_network(config.network, config.data, {})), open_pictures(config.data), config.run).train()
+    flow = Faulty(build_network(config, {}, planned_space(config)))
+    Trainer(flow, open_pictures(config.data), config.run).train()
 
 
 if __name__ == "__main__":

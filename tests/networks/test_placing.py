@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.placing import to_device
 from rectified_flow.networks.unet import Unet

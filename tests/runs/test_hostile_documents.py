@@ -12,7 +12,7 @@ from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.teacher import with_teacher_flags
 from rectified_flow.cli.trained import read_trained
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.saved import load_flow
 from rectified_flow.runs import checkpoint

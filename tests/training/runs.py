@@ -9,7 +9,7 @@ from typing import Any, Literal
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.train import build_callbacks
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.evaluation.config import EvaluationConfig

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
 from tests import programs

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import image_indices
 from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow

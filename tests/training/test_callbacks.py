@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours

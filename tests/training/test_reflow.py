@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.cli.train import open_pictures, train_rectified_flow
-from rectified_flow.data.pair_store import PairDataset, PairWriter
+from rectified_flow.data.pair_store import PairDataset
+from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.flags import command_line
 from rectified_flow.flows.rectified import RectifiedFlow
 from tests.programs import assert_refused
@@ -49,7 +51,7 @@ def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
     config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
     request = request_of(config)
     assert request is not None
-    return open_drawn(config, request, open_pictures(config.data)).path
+    return open_drawn(config, request, open_pictures(config.data))[0].path
 
 
 @pytest.fixture(scope="module")
@@ -86,29 +88,29 @@ def test_one_process_that_was_killed_draws_the_same(
     teacher: Path, pairs: PairDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PartialState()
-    reached, written = PairWriter.reached, list[int]()
+    reached, written = StoreWriter.reached, list[int]()
 
-    def die(writer: PairWriter, done: int) -> None:
+    def die(writer: StoreWriter, done: int) -> None:
         reached(writer, done)
         if done:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(PairWriter, "reached", die)
+        patch.setattr(StoreWriter, "reached", die)
         with pytest.raises(KeyboardInterrupt):
             draw_pairs(teacher, tmp_path)
     assert not (tmp_path / "pairs").exists()
-    write = PairWriter.write
+    write = StoreWriter.write
 
-    def count(writer: PairWriter, first: int, *tensors: torch.Tensor) -> None:
+    def count(writer: StoreWriter, first: int, values: Mapping[str, torch.Tensor]) -> None:
         written.append(first)
-        write(writer, first, *tensors)
+        write(writer, first, values)
 
-    monkeypatch.setattr(PairWriter, "write", count)
+    monkeypatch.setattr(StoreWriter, "write", count)
     again = PairDataset(draw_pairs(teacher, tmp_path))
     assert written == [64, 128], "it did not resume where it was"
-    assert np.array_equal(again.noise, pairs.noise)
-    assert np.abs(again.images.astype(int) - pairs.images).max() <= 1  # rounding, in batches of another size
+    assert np.array_equal(again.entries["noise"], pairs.entries["noise"])
+    assert np.abs(again.entries["images"].astype(int) - pairs.entries["images"]).max() <= 1
     assert np.array_equal(again.labels, pairs.labels)
     draw_pairs(teacher, tmp_path, mixed_precision="bf16")
     assert written == [64, 128], "they were there already"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.data.image_store import ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed import agreement
 from rectified_flow.errors import UsageError
 from tests.programs import program

@@ -49,7 +49,7 @@ def draw_paths(teacher: Path, output_dir: Path) -> Path:
     config = with_teacher_flags(taught(teacher, output_dir))
     request = request_of(config)
     assert request is not None
-    return open_drawn(config, request, open_pictures(config.data)).path
+    return open_drawn(config, request, open_pictures(config.data))[0].path
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.data import image_store
+from rectified_flow.data import store as store_module
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.image_store import ImageDataset, find_damage
+from rectified_flow.data.store import ImageDataset, find_damage
 from rectified_flow.data.store_builder import fit, open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.documents import write_document
@@ -283,7 +283,7 @@ def test_a_copied_store_is_read_once_and_then_trusted(tmp_path: Path, monkeypatc
     path = open_store(SyntheticFlowers(8, count=20), 4, cache_dir=tmp_path)
     os.utime(path / "images.uint8", (1, 1))
     assert find_damage(path) is None
-    monkeypatch.setattr(image_store, "hash_contents", None)
+    monkeypatch.setattr(store_module, "hash_contents", None)
     assert find_damage(path) is None
 
 

@@ -1,7 +1,8 @@
-"""The image store: decoded pictures in a memory map that every process shares.
+"""A store: the rows of a dataset in memory maps that every process shares.
 
-A store is a folder: ``images.uint8`` ``[n, 3, s, s]``, ``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``.
-``info.json`` has a hash of the contents, and size and time of each file, by which a later change is noticed.
+A store is a folder: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its items, such as ``images.uint8``,
+``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``. ``info.json`` has a hash of the contents, and size and
+time of each file, by which a later change is noticed.
 """
 
 import os
@@ -10,6 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +26,8 @@ from rectified_flow.errors import DamageError
 from rectified_flow.files import open_regular, reading
 from rectified_flow.networks.conditions import Condition, Labels
 
-IMAGES_FILE, LABELS_FILE, INFO_FILE = "images.uint8", "labels.npy", "info.json"
+IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
+LABELS_FILE, INFO_FILE = "labels.npy", "info.json"
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
@@ -39,11 +42,25 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class LatentInfo:
+    """What the latents of a store are of."""
+
+    autoencoder: str
+    """Its name, for display."""
+    pictures: str
+    """Fingerprint of the pictures that it encoded."""
+    mean: list[float]
+    """Of each channel, over all pictures."""
+    std: list[float]
+    """Standard deviation of each channel, likewise."""
+
+
+@dataclass(frozen=True)
 class StoreInfo:
     """``info.json``."""
 
     content: str
-    """Hash of the pixels and labels."""
+    """Hash of the rows and labels."""
     source: str
     """Of the images, for display."""
     length: Positive
@@ -53,24 +70,40 @@ class StoreInfo:
     skipped: list[str] = field(default_factory=list)
     """Broken images that were left out."""
     files: dict[str, FileInfo] = field(default_factory=dict)
+    rows: dict[str, list[Positive]] = field(default_factory=dict)
+    """Shape of a row of each file but the labels'; stores of images alone, and earlier ones, do not record it."""
+    latents: LatentInfo | None = None
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
     def __post_init__(self) -> None:
-        images = self.files.get(IMAGES_FILE)
-        if images is not None and images.size != 3 * self.length * self.image_size**2:
-            raise ValueError(f"{images.size} bytes are not {self.length} images of {self.image_size} px")
+        for name, shape in self.shapes.items():
+            file = self.files.get(name)
+            if file is not None and file.size != row_size(name, shape) * self.length:
+                raise ValueError(f"{file.size} bytes are not {self.length} rows of {' x '.join(map(str, shape))}")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of a row of each file but the labels'."""
+        if self.rows:
+            return {name: tuple(shape) for name, shape in self.rows.items()}
+        images = (3, self.image_size, self.image_size)
+        shapes: dict[str, tuple[int, ...]] = {IMAGES_FILE: images}
+        if NOISE_FILE in self.files:
+            points = self.files[NOISE_FILE].size // (row_size(NOISE_FILE, images) * self.length)
+            shapes[NOISE_FILE] = images if points == 1 else (points, *images)
+        return shapes
 
 
-class ImageDataset(Dataset[dict[str, Tensor]]):
-    """The pictures of a store.
+class StoreDataset(Dataset[dict[str, Tensor]]):
+    """The rows of a store.
 
-    Pickles as a path, a length and a recipe; each process maps the file when it first reads, and all share one page
-    cache. Items are dicts of ``images`` (uint8 ``[3, s, s]``) and, if the source has labels, ``labels`` (int64 scalar).
+    Pickles as a path, a length and a recipe; each process maps the files when it first reads, and all share one page
+    cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
 
     Args:
         path: a store's folder.
-        recipe: the arguments of :func:`rectified_flow.open_dataset` that open these pictures again.
+        recipe: the arguments of :func:`rectified_flow.open_dataset` that open the pictures again.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
@@ -84,11 +117,9 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
         return read_document(self.path / INFO_FILE, StoreInfo)
 
     @cached_property
-    def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """All images, a read-only memory map ``[n, 3, s, s]``."""
-        side = self.info.image_size
-        with reading(self.path / IMAGES_FILE):
-            return np.memmap(self.path / IMAGES_FILE, np.uint8, "r", shape=(len(self), 3, side, side))
+    def entries(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All rows by entry of an item, read-only memory maps ``[n, ...]``."""
+        return {Path(name).stem: self._map(name, shape) for name, shape in self.info.shapes.items()}
 
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -115,16 +146,21 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all pixels and labels: equal data has equal fingerprints, wherever it came from."""
+        """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
         return self.info.content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The items of ``indices`` with a leading batch dimension, in one read."""
-        return {"images": torch.from_numpy(self.images[list(indices)]), **self.condition_values(indices)}
+        rows = {name: torch.from_numpy(values[list(indices)]) for name, values in self.entries.items()}
+        return {**rows, **self.condition_values(indices)}
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The conditions of the items of ``indices``, by name."""
         return {"labels": torch.from_numpy(self.labels[list(indices)])} if self.class_names else {}
+
+    def _map(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
+        with reading(self.path / name):
+            return np.memmap(self.path / name, dtype_of(name), "r", shape=(len(self), *shape))
 
     def __len__(self) -> int:
         return self._length
@@ -142,6 +178,25 @@ class ImageDataset(Dataset[dict[str, Tensor]]):
         return {"path": self.path, "recipe": self.recipe, "_length": self._length}
 
 
+class ImageDataset(StoreDataset):
+    """The pictures of a store: items have ``images``, uint8 ``[3, s, s]``."""
+
+    @property
+    def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """All images, a read-only memory map ``[n, 3, s, s]``."""
+        return self.entries["images"]
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """The type of the values in a store's file ``NAME.DTYPE``."""
+    return np.dtype(Path(name).suffix[1:])
+
+
+def row_size(name: str, shape: Sequence[int]) -> int:
+    """Bytes of a row of that shape in a store's file ``NAME.DTYPE``."""
+    return dtype_of(name).itemsize * prod(shape)
+
+
 def find_damage(path: Path) -> str | None:
     """The damage of the store at ``path`` in words, or None.
 
@@ -152,7 +207,7 @@ def find_damage(path: Path) -> str | None:
     """
     try:
         info = read_document(path / INFO_FILE, StoreInfo)
-        stats = {name: _stat(path / name) for name in (IMAGES_FILE, LABELS_FILE, *info.files)}
+        stats = {name: _stat(path / name) for name in (*info.shapes, LABELS_FILE, *info.files)}
         for name, made in info.files.items():
             if stats[name].st_size != made.size:
                 return f"{name} has {stats[name].st_size} bytes, and had {made.size}"
@@ -165,7 +220,10 @@ def find_damage(path: Path) -> str | None:
                     os.utime(path / name, (made.time, made.time))
         if not info.sha256:
             with suppress(OSError):
-                write_document(path / INFO_FILE, asdict(info))
+                unknown = {"rows", "latents"} if not info.rows else set()  # to the version that wrote it
+                write_document(
+                    path / INFO_FILE, {name: value for name, value in asdict(info).items() if name not in unknown}
+                )
     except DamageError as error:
         return str(error)
     return None

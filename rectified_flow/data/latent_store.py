@@ -1,0 +1,89 @@
+"""The latents of a store's pictures, in a store of their own beside it."""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, dtype_of
+from rectified_flow.errors import DamageError, require
+from rectified_flow.spaces.autoencoder import Autoencoder
+from rectified_flow.spaces.latents import Latents
+
+LATENTS_VERSION = 1
+ROWS_AT_ONCE = 256
+
+
+class LatentDataset(StoreDataset):
+    """The latents of a store: items have ``latents``, float16 ``[v, k, c, h, w]``, as :class:`Latents` takes them.
+
+    Args:
+        path: the store's folder.
+        recipe: the arguments of :func:`rectified_flow.open_dataset` that open the pictures.
+        mirrored: read the mirror images too, if the store has them.
+    """
+
+    def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None, *, mirrored: bool = True) -> None:
+        super().__init__(path, recipe)
+        self.mirrored = mirrored
+
+    @property
+    def encoded(self) -> LatentInfo:
+        """What the latents are of."""
+        if self.info.latents is None:
+            raise DamageError(f"{self.path} holds no latents")
+        return self.info.latents
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the pictures; the autoencoder is part of the flow."""
+        return self.encoded.pictures
+
+    @property
+    def description(self) -> str:
+        shape = " x ".join(map(str, self.info.shapes[LATENTS_FILE][2:]))
+        return f"{super().description}, as latents of {shape} by {self.encoded.autoencoder}"
+
+    def space(self, autoencoder: Autoencoder) -> Latents:
+        """The space of these latents."""
+        shape = self.info.shapes[LATENTS_FILE][2:]
+        return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
+
+    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        rows = self.entries["latents"]
+        # Only what is used is read.
+        latents = rows[list(indices)] if self.mirrored else rows[list(indices), :1]
+        return {"latents": torch.from_numpy(latents), **self.condition_values(indices)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "mirrored": self.mirrored}
+
+
+def latents_path(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> Path:
+    """The folder of the latents of ``pictures``, there or not."""
+    shaped_by = (LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
+    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
+    return pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
+
+
+def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Mean and standard deviation of each channel of ``length`` latents of a shape ``(v, k, c, h, w)``, 4 digits.
+
+    Raises:
+        UsageError: if they are not finite.
+    """
+    rows = np.memmap(file, dtype_of(file.name), "r", shape=(length, *shape))
+    sums = np.zeros((2, shape[2]))
+    for start in range(0, length, ROWS_AT_ONCE):
+        some = rows[start : start + ROWS_AT_ONCE].astype(np.float64)
+        variance = some[:, :, 1:] ** 2  # of the latents' own distribution; none of a single point
+        sums[0] += some[:, :, 0].sum(axis=(0, 1, 3, 4))
+        sums[1] += (some[:, :, 0] ** 2).sum(axis=(0, 1, 3, 4)) + variance.sum(axis=(0, 1, 2, 4, 5))
+    mean, square = sums / (length * shape[0] * shape[3] * shape[4])
+    require(bool(np.isfinite(square).all()), "the autoencoder's latents are not finite, or too large for float16")
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]

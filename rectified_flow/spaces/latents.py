@@ -1,0 +1,112 @@
+"""Latents: pictures as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rectified_flow import randomness
+from rectified_flow.registry import register
+from rectified_flow.spaces.autoencoder import Autoencoder
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
+
+PIXELS_AT_ONCE = 2**20
+"""Of the pictures that are encoded or decoded at once: their activations are many times as large."""
+
+
+@register
+class Latents(Space):
+    """Latents ``[b, c, h, w]`` of pictures, each channel of mean 0 and standard deviation 1 over the training pictures.
+
+    Stored data are ``[b, v, k, c, h, w]``: for each of ``v`` variants (the picture as it is, and perhaps its mirror
+    image) the mean, and for ``k = 2`` the standard deviation of its latents' distribution, as the autoencoder gives
+    them. Training draws a variant, and its latents from their distribution, afresh at each step. Generated data are
+    pictures, float32 in [0, 1].
+
+    Args:
+        autoencoder: that encoded the pictures.
+        image_size: side of the pictures [px].
+        shape: ``(c, h, w)``; of the autoencoder if not given.
+        mean: of each channel.
+        std: standard deviation of each channel.
+    """
+
+    key = "latents"
+
+    def __init__(
+        self,
+        autoencoder: Autoencoder,
+        image_size: int,
+        shape: Sequence[int] | None = None,
+        *,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+    ) -> None:
+        self.autoencoder, self.image_size = autoencoder, image_size
+        self.shape = tuple(shape or autoencoder.shape_of(image_size)[1:])
+        self.mean = list(mean) or [0.0] * self.shape[0]
+        self.std = list(std) or [1.0] * self.shape[0]
+        if not len(self.mean) == len(self.std) == self.shape[0]:
+            raise ValueError(f"{len(self.mean)} means and {len(self.std)} deviations for {self.shape[0]} channels")
+        self._pixels = Pixels((3, image_size, image_size))
+
+    @property
+    def picture_side(self) -> int:
+        return self.image_size
+
+    def augment(self, data: Tensor) -> Tensor:
+        """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, h, w]``, float32."""
+        rows = torch.arange(len(data), device=data.device)
+        if data.shape[1] > 1:
+            data = data[rows, randomness.randint("variant", data.shape[1], (len(data),), data.device)][:, None]
+        latents = data[:, :1, :1].float()
+        if data.shape[2] > 1:
+            noise = randomness.randn("latents", (len(data), *data.shape[3:]), data.device)
+            latents = latents + data[:, :1, 1:].float() * noise[:, None, None]
+        return latents
+
+    def encode(self, data: Tensor) -> Tensor:
+        """Of the first variant, and the mean of its distribution."""
+        mean, std = self._scales(data.device)
+        return (data[:, 0, 0].float() - mean) / std
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Pictures in [0, 1], some at a time."""
+        mean, std = self._scales(x.device)
+        parts = (x.float() * std + mean).split(self._at_once)
+        return self._pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
+
+    def draw(self, data: Tensor) -> Tensor:
+        return self._pixels.draw(data)
+
+    def from_pictures(self, pictures: Tensor) -> Tensor:
+        """A single variant ``[b, 1, k, c, h, w]``, some at a time."""
+        parts = self._pixels.encode(pictures).split(self._at_once)
+        encoded = [self.autoencoder.encode(part) for part in parts]
+        return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
+
+    def to_stored(self, x: Tensor) -> Tensor:
+        """A single variant without a standard deviation, float16 ``[b, 1, 1, c, h, w]``."""
+        mean, std = self._scales(x.device)
+        return (x.float() * std + mean)[:, None, None].half()
+
+    def prepare(self, device: torch.device) -> None:
+        self.autoencoder.prepare(device)
+
+    def problem_with(self, data: Tensor) -> str | None:
+        if tuple(data.shape[3:]) != self.shape:
+            return f"stored latents are {tuple(data.shape[3:])}, and those of the autoencoder {self.shape}"
+        return None if data.isfinite().all() else "latents are not finite"
+
+    @property
+    def noun(self) -> str:
+        return f"{self.image_size} px by {self.autoencoder.name}"
+
+    @property
+    def _at_once(self) -> int:
+        return max(1, PIXELS_AT_ONCE // self.image_size**2)
+
+    def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        mean, std = torch.tensor([self.mean, self.std], device=device)[..., None, None]
+        return mean, std
