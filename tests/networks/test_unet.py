@@ -130,6 +130,7 @@ def test_forward_mode_derivative_under_bf16_autocast() -> None:
     assert (derivative_16 - derivative).norm() < 0.06 * derivative.norm()
 
 
+@pytest.mark.slow
 def test_forward_mode_derivative_inside_a_compiled_loss() -> None:
     """With activations kept, and computed again. In a process of its own: a failed attempt spoils all later ones."""
     program = """

@@ -93,5 +93,7 @@ def test_it_is_described() -> None:
 def test_what_looks_wrong_is_told() -> None:
     space = space_of_two()
     assert space.problem_with(torch.zeros(1, 1, 1, 12, 2, 2)) is None
-    assert "(4, 8, 8), and those of the autoencoder (12, 2, 2)" in str(space.problem_with(torch.zeros(1, 1, 1, 4, 8, 8)))
+    assert "(4, 8, 8), and those of the autoencoder (12, 2, 2)" in str(
+        space.problem_with(torch.zeros(1, 1, 1, 4, 8, 8))
+    )
     assert "not finite" in str(space.problem_with(torch.full((1, 1, 1, 12, 2, 2), torch.nan)))
