@@ -1,5 +1,6 @@
 """Pictures as files: opened, side by side in a grid, and written whole or not at all."""
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +43,16 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     content = BytesIO()
     Image.fromarray(pixels).save(content, format=suffix[1:], **options)
     return content.getvalue()
+
+
+def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:
+    """Write frames ``[h, w, 3]`` as a GIF that repeats, each shown for some milliseconds; return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
+    rest = [Image.fromarray(frame) for frame in frames[1:]]
+    return write_picture(path, frames[0], save_all=True, append_images=rest, duration=list(pauses), loop=0)
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:

@@ -4,6 +4,8 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import names, plain
+from rectified_flow.runs.config import TrainingConfig
 from tests.patience import PATIENCE
 from tests.programs import program
 from tests.ranks import run_on_ranks
@@ -250,3 +253,23 @@ def test_what_no_memory_can_hold_is_refused(config: type[Any], words: list[str])
     with pytest.raises(UsageError, match=r"would need at least .* of memory, and this machine has") as refused:
         parse(config, "A program.", words)
     assert words[0] in str(refused.value)
+
+
+@dataclass(frozen=True)
+class Short:
+    """A program whose runs have few steps."""
+
+    run: TrainingConfig = field(default_factory=partial(TrainingConfig, train_num_steps=7))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [("", 7, None), ("--num_epochs 2", None, 2), ("--train_num_steps 3", 3, None)],
+)
+def test_a_number_of_epochs_takes_the_place_of_a_default_number_of_steps(
+    words: str, steps: int | None, epochs: float | None
+) -> None:
+    run = parse(Short, "", words.split()).run
+    assert (run.train_num_steps, run.num_epochs) == (steps, epochs)
+    with pytest.raises(UsageError, match="exclude each other"):
+        parse(Short, "", ["--num_epochs", "2", "--train_num_steps", "3"])

@@ -35,7 +35,7 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _refuse_empty(arguments)
-    arguments = [*_from_file(config_class, arguments), *arguments]
+    arguments = [*_unset(config_class, arguments), *_from_file(config_class, arguments), *arguments]
     explanation = io.StringIO()
     try:
         with redirect_stderr(explanation):
@@ -63,6 +63,17 @@ def _refuse_empty(arguments: Sequence[str]) -> None:
             raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
 
 
+def _unset(config_class: type, arguments: Sequence[str]) -> list[str]:
+    """The words that unset a program's own default number of steps, where a number of epochs is given."""
+    epochs = {"num_epochs", "train_num_steps"} <= set(names(config_class)) and "num_epochs" in _given(arguments)
+    return ["--train_num_steps", "None"] if epochs else []
+
+
+def _given(arguments: Sequence[str]) -> set[str]:
+    """The names of the flags on the command line."""
+    return {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
+
+
 def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
     """The words that stand for the file of ``--config``, if there is one."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -81,7 +92,7 @@ def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:
     if unknown:
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     checked(config_class, flags, path)  # the words of a list could set other flags
-    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
+    given = _given(arguments)
     modules = flags.pop("import", None)
     if modules and "import" not in given:
         raise UsageError(

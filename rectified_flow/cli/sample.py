@@ -13,7 +13,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from filelock import Timeout
-from PIL import Image
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -37,7 +36,7 @@ from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
 from rectified_flow.machine import require_disk
-from rectified_flow.pictures import open_picture, to_grid, write_picture
+from rectified_flow.pictures import open_picture, to_grid, write_motion, write_picture
 from rectified_flow.progress import progress_bar
 from rectified_flow.report import line, lines
 from rectified_flow.runs.folder import STATUS_FILE
@@ -284,10 +283,8 @@ def _draw_path(config: SampleConfig, plan: Plan) -> Path:
 
     list(plan.draw(range(min(PATH_PICTURES, config.pictures.num_samples)), config, watch=watch))
     if config.pictures.path == "gif":
-        first, *rest = [Image.fromarray(to_grid(frame)) for frame in frames]
-        pauses = [80] * len(rest) + [1500]
-        motion = {"save_all": True, "append_images": rest, "duration": pauses, "loop": 0}
-        return write_picture(plan.output_dir / "path.gif", np.asarray(first), **motion)
+        pauses = [80] * (len(frames) - 1) + [1500]
+        return write_motion(plan.output_dir / "path.gif", [to_grid(frame) for frame in frames], pauses)
     stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
     strip = torch.stack([frames[stop] for stop in stops], dim=1)
     return write_picture(plan.output_dir / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))

@@ -54,9 +54,9 @@ class LatentDataset(StoreDataset):
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        rows = self.entries["latents"]
-        # Only what is used is read.
-        latents = rows[list(indices)] if self.mirrored else rows[list(indices), :1]
+        if self.mirrored:
+            return super().read_batch(indices)
+        latents = self.entries["latents"][list(indices), :1]  # read no more than that
         return {"latents": torch.from_numpy(latents), **self.condition_values(indices)}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     def _map(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         with reading(self.path / name):
-            return np.memmap(self.path / name, dtype_of(name), "r", shape=(len(self), *shape))
+            return np.memmap(self.path / name, dtype_of(name), "r", shape=(self.info.length, *shape))
 
     def __len__(self) -> int:
         return self._length

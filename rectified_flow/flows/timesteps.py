@@ -52,6 +52,30 @@ class LogitNormal:
 
 @register
 @dataclass(frozen=True)
+class TruncatedLogitNormal:
+    """Logit-normal times, as :class:`LogitNormal`, given that they lie in ``[low, high]``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=device)
+        centre = self.mean + log(self.shift)
+        low, high = torch.special.ndtr((ends.logit() - centre) / self.std)
+        share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
+        t = torch.sigmoid(torch.special.ndtri(share) * self.std + centre).float()
+        return t.clamp(self.low, self.high)
+
+
+@register
+@dataclass(frozen=True)
 class UShaped:
     """Times near both ends, with density proportional to ``cosh(steepness (t - 1/2))``.
 

@@ -1,4 +1,4 @@
-"""Latents: pictures as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
+"""Latents: data as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
 
 from collections.abc import Sequence
 
@@ -8,55 +8,40 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoder import Autoencoder
-from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.spaces.space import Space
 
 PIXELS_AT_ONCE = 2**20
 """Of the pictures that are encoded or decoded at once: their activations are many times as large."""
 
 
-@register
-class Latents(Space):
-    """Latents ``[b, c, h, w]`` of pictures, each channel of mean 0 and standard deviation 1 over the training pictures.
+class StoredLatents(Space):
+    """Latents of any data, ``[b, c, ...]``, of which a store keeps the autoencoder's distributions.
 
-    Stored data are ``[b, v, k, c, h, w]``: for each of ``v`` variants (the picture as it is, and perhaps its mirror
+    Stored data are ``[b, v, k, c, ...]``: for each of ``v`` variants of the datum (as it is, and perhaps its mirror
     image) the mean, and for ``k = 2`` the standard deviation of its latents' distribution, as the autoencoder gives
-    them. Training draws a variant, and its latents from their distribution, afresh at each step. Generated data are
-    pictures, float32 in [0, 1].
+    them. Training draws a variant, and its latents from their distribution, afresh at each step.
 
     Args:
-        autoencoder: that encoded the pictures.
-        image_size: side of the pictures [px].
-        shape: ``(c, h, w)``; of the autoencoder if not given.
-        mean: of each channel.
-        std: standard deviation of each channel.
+        shape: ``(c, ...)``.
+        mean: of each channel; 0 if not given.
+        std: standard deviation of each channel, by which latents are divided; 1 if not given.
+
+    Raises:
+        ValueError: if there are not as many as channels.
     """
 
     key = "latents"
 
-    def __init__(
-        self,
-        autoencoder: Autoencoder,
-        image_size: int,
-        shape: Sequence[int] | None = None,
-        *,
-        mean: Sequence[float] = (),
-        std: Sequence[float] = (),
-    ) -> None:
-        self.autoencoder, self.image_size = autoencoder, image_size
-        self.shape = tuple(shape or autoencoder.shape_of(image_size)[1:])
+    def __init__(self, shape: Sequence[int], mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+        self.shape = tuple(shape)
         self.mean = list(mean) or [0.0] * self.shape[0]
         self.std = list(std) or [1.0] * self.shape[0]
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError(f"{len(self.mean)} means and {len(self.std)} deviations for {self.shape[0]} channels")
-        self._pixels = Pixels((3, image_size, image_size))
-
-    @property
-    def picture_side(self) -> int:
-        return self.image_size
 
     def augment(self, data: Tensor) -> Tensor:
-        """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, h, w]``, float32."""
+        """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, ...]``, float32."""
         rows = torch.arange(len(data), device=data.device)
         if data.shape[1] > 1:
             data = data[rows, randomness.randint("variant", data.shape[1], (len(data),), data.device)][:, None]
@@ -71,10 +56,60 @@ class Latents(Space):
         mean, std = self._scales(data.device)
         return (data[:, 0, 0].float() - mean) / std
 
+    def to_stored(self, x: Tensor) -> Tensor:
+        """A single variant without a standard deviation, float16 ``[b, 1, 1, c, ...]``."""
+        return self.unscaled(x)[:, None, None].half()
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """Latents as the autoencoder has them, float32."""
+        mean, std = self._scales(x.device)
+        return x.float() * std + mean
+
+    def problem_with(self, data: Tensor) -> str | None:
+        if tuple(data.shape[3:]) != self.shape:
+            return f"stored latents are {tuple(data.shape[3:])}, and those of the autoencoder {self.shape}"
+        return None if data.isfinite().all() else "latents are not finite"
+
+    def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        trailing = [1] * (len(self.shape or ()) - 1)
+        mean, std = torch.tensor([self.mean, self.std], device=device).reshape(2, -1, *trailing)
+        return mean, std
+
+
+@register
+class Latents(StoredLatents):
+    """Latents ``[b, c, h, w]`` of pictures, each channel of mean 0 and standard deviation 1 over the training pictures.
+
+    Generated data are pictures, float32 in [0, 1].
+
+    Args:
+        autoencoder: that encoded the pictures.
+        image_size: side of the pictures [px].
+        shape: ``(c, h, w)``; of the autoencoder if not given.
+        mean: of each channel.
+        std: standard deviation of each channel.
+    """
+
+    def __init__(
+        self,
+        autoencoder: Autoencoder,
+        image_size: int,
+        shape: Sequence[int] | None = None,
+        *,
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+    ) -> None:
+        super().__init__(shape or autoencoder.shape_of(image_size)[1:], mean, std)
+        self.autoencoder, self.image_size = autoencoder, image_size
+        self._pixels = Pixels((RGB, image_size, image_size))
+
+    @property
+    def picture_side(self) -> int:
+        return self.image_size
+
     def decode(self, x: Tensor) -> Tensor:
         """Pictures in [0, 1], some at a time."""
-        mean, std = self._scales(x.device)
-        parts = (x.float() * std + mean).split(self._at_once)
+        parts = self.unscaled(x).split(self._at_once)
         return self._pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
 
     def draw(self, data: Tensor) -> Tensor:
@@ -86,18 +121,8 @@ class Latents(Space):
         encoded = [self.autoencoder.encode(part) for part in parts]
         return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
 
-    def to_stored(self, x: Tensor) -> Tensor:
-        """A single variant without a standard deviation, float16 ``[b, 1, 1, c, h, w]``."""
-        mean, std = self._scales(x.device)
-        return (x.float() * std + mean)[:, None, None].half()
-
     def prepare(self, device: torch.device) -> None:
         self.autoencoder.prepare(device)
-
-    def problem_with(self, data: Tensor) -> str | None:
-        if tuple(data.shape[3:]) != self.shape:
-            return f"stored latents are {tuple(data.shape[3:])}, and those of the autoencoder {self.shape}"
-        return None if data.isfinite().all() else "latents are not finite"
 
     @property
     def noun(self) -> str:
@@ -106,7 +131,3 @@ class Latents(Space):
     @property
     def _at_once(self) -> int:
         return max(1, PIXELS_AT_ONCE // self.image_size**2)
-
-    def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        mean, std = torch.tensor([self.mean, self.std], device=device)[..., None, None]
-        return mean, std

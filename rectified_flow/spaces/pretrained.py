@@ -151,7 +151,10 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
 
 
 def _class(source: str, config: Any) -> Any:
-    import diffusers  # takes seconds
+    try:
+        import diffusers  # takes seconds
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
 
     name = config.get("_class_name") or next(iter(config.get("architectures") or ["model of another library"]))
     kind = getattr(diffusers, str(name), None)

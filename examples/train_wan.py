@@ -1,0 +1,571 @@
+"""Fine-tune a Wan video model of diffusers on a folder of clips with captions, as a LoRA or in full.
+
+The folder has videos (mp4, webm, gif) or folders of frames, each with a caption in a .txt file beside it, in
+caption.txt, or in metadata.jsonl. Clips and captions are encoded once, by all GPUs together, into the cache.
+Needs `pip install -e ".[latent]"`.
+"""
+
+from rectified_flow.cli.launch import run
+
+if __name__ == "__main__":  # before the rest, which is imported by its name
+    run("train_wan:train", "train_wan:Flags", __doc__)
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from hashlib import blake2b
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import set_seed
+from einops import rearrange
+from torch import Tensor, nn
+
+from rectified_flow import Callback, Measurement, RectifiedFlow, Trainer, TrainingConfig
+from rectified_flow.cli.command_line import recorded
+from rectified_flow.cli.flags import ProgramConfig
+from rectified_flow.cli.processes import join
+from rectified_flow.data.clips import Clip, clips_fingerprint, find_clips
+from rectified_flow.data.latent_store import LatentDataset
+from rectified_flow.data.store import LATENTS_FILE
+from rectified_flow.data.store_builder import default_cache_dir
+from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed.filling import fill
+from rectified_flow.errors import UsageError, first_line, require, require_finite, require_positive
+from rectified_flow.files import lock_of, prepare_folder, replace_file
+from rectified_flow.flags import check_paths, default_is
+from rectified_flow.flows.flow import expand
+from rectified_flow.flows.timesteps import TruncatedLogitNormal
+from rectified_flow.machine import memory
+from rectified_flow.networks.conditions import Condition
+from rectified_flow.pictures import write_motion, write_picture
+from rectified_flow.report import line
+from rectified_flow.spaces.latents import StoredLatents
+
+TEXT_FILE, TEXT_TOKENS = "text.float16", 512
+TRAINING_TIMESTEPS = 1000
+BYTES_PER_TRAINED_WEIGHT = 20
+"""The weight, its gradient, two moments and the average, in float32."""
+LORA_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+STRIP_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class WanConfig:
+    """The model, the clips and what is learned of them."""
+
+    model: str = ""
+    """Folder or hub id of a Wan pipeline in the form of diffusers, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."""
+    dataset_path: Path | None = None
+    """Folder of clips with captions."""
+    frames: int = 81
+    """Frames of a clip; 1 more than a multiple of 4."""
+    height: int = 480
+    """Height of a frame [px]."""
+    width: int = 832
+    """Width of a frame [px]."""
+    fps: float = 16.0
+    """Frames a second; of a faster video, some are left out."""
+    cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
+    """Where encoded clips are kept."""
+    train: Literal["lora", "full"] = "lora"
+    """Train low-rank additions to the attention's weights, or all weights."""
+    lora_rank: int = 32
+    """Rank of the additions."""
+    lora_alpha: Annotated[float | None, default_is("the rank")] = None
+    """They are multiplied by this over the rank."""
+    noise_range: tuple[float, float] = (0.0, 1.0)
+    """Least and greatest noise level of training; one expert of a model of two has 0.875 1 or 0 0.875."""
+    time_shift: Annotated[float | None, default_is("of the model's scheduler")] = None
+    """Move times towards the noise (above 1)."""
+    first_frame: bool = False
+    """Learn to continue a first frame, which is given without noise; needs tokens with times of their own."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
+    caption_dropout: float = 0.1
+    """Probability of training a clip without its caption."""
+    preview_clips: int = 2
+    """Clips that are drawn every --sample_every steps, with the first captions; 0 for none."""
+    preview_steps: int = 30
+    """Steps of the pipeline's own scheduler."""
+    preview_guidance: float = 5.0
+    """Guidance scale of previews."""
+
+    def __post_init__(self) -> None:
+        check_paths(self)
+        require_finite(self)
+        require(bool(self.model), "--model is missing: pass the folder or hub id of a Wan pipeline of diffusers")
+        require(self.dataset_path is not None, "--dataset_path is missing: pass a folder of clips with captions")
+        require_positive(self, "frames", "height", "width", "fps", "lora_rank", "lora_alpha", "time_shift")
+        require_positive(self, "preview_steps")
+        require(self.preview_clips >= 0, f"--preview_clips is {self.preview_clips}; it must not be negative")
+        low, high = self.noise_range
+        require(0 <= low < high <= 1, f"--noise_range is {low:g} {high:g}; it must be two numbers from 0 to 1, rising")
+        require(0 <= self.caption_dropout <= 1, f"--caption_dropout is {self.caption_dropout}; it must be in [0, 1]")
+
+
+@dataclass(frozen=True)
+class Flags:
+    wan: WanConfig = field(default_factory=WanConfig)
+    run: TrainingConfig = field(
+        default_factory=partial(
+            TrainingConfig,
+            batch_size=1,
+            train_num_steps=2000,
+            learning_rate=1e-4,
+            lr_warmup_steps=50,
+            ema_decay=0.99,
+            num_samples=0,
+            sample_every=500,
+            save_every=250,
+            output_dir=Path("runs/wan"),
+        )
+    )
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+    def __post_init__(self) -> None:
+        require(self.run.num_samples == 0, "--num_samples is for pictures: pass --preview_clips instead")
+
+
+# The model
+
+
+class Wan:
+    """The parts of a pipeline, each loaded when it is needed.
+
+    Args:
+        config: names the model and what is trained of it.
+        device: where to compute.
+
+    Raises:
+        UsageError: if it is no Wan pipeline, or has no part for what is asked.
+    """
+
+    def __init__(self, config: WanConfig, device: torch.device) -> None:
+        self.config, self.device = config, device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.index = self._find()
+        boundary, (low, high) = self.index.get("boundary_ratio"), config.noise_range
+        require(
+            boundary is None or low >= boundary or high <= boundary,
+            f"--model {config.model} has two experts, for noise levels above and below {boundary}: pass --noise_range "
+            f"{boundary} 1 or 0 {boundary}",
+        )
+        self.expert = "transformer_2" if boundary is not None and high <= boundary else "transformer"
+        require(
+            not config.first_frame or bool(self.index.get("expand_timesteps")),
+            f"--first_frame needs a model whose tokens have times of their own, such as Wan2.2-TI2V-5B, which "
+            f"{config.model} is not",
+        )
+
+    def _find(self) -> dict[str, Any]:
+        from diffusers import DiffusionPipeline
+
+        try:
+            index, _ = DiffusionPipeline.load_config(self.config.model, return_unused_kwargs=True)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--model {self.config.model} cannot be found ({first_line(error)})") from error
+        kind = str(index.get("_class_name"))
+        require(kind.startswith("Wan"), f"--model {self.config.model} is a {kind}, not a Wan pipeline of diffusers")
+        return dict(index)
+
+    def load(self, part: str, **options: Any) -> Any:
+        """A part of the pipeline; networks are frozen."""
+        library, name = self.index[part]
+        source = __import__(library)
+        try:
+            loaded = getattr(source, name).from_pretrained(self.config.model, subfolder=part, **options)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{part} of --model {self.config.model} cannot be loaded ({first_line(error)})") from error
+        return loaded.eval().requires_grad_(False).to(self.device) if isinstance(loaded, nn.Module) else loaded
+
+    @cached_property
+    def vae(self) -> Any:
+        """The autoencoder of clips, float32."""
+        return self.load("vae", torch_dtype=torch.float32)
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """What the pipeline samples with."""
+        return self.load("scheduler")
+
+    @property
+    def time_shift(self) -> float:
+        """That of the flag, or of the scheduler."""
+        known = self.scheduler.config
+        return float(self.config.time_shift or known.get("flow_shift") or known.get("shift") or 1.0)
+
+    @property
+    def space(self) -> "ClipLatents":
+        """The space of the clips' latents, scaled as the model was trained."""
+        config = self.vae.config
+        frames, height, width = self.config.frames, self.config.height, self.config.width
+        by_time, by_side = config.scale_factor_temporal, config.scale_factor_spatial
+        require((frames - 1) % by_time == 0, f"--frames is {frames}; it must be 1 more than a multiple of {by_time}")
+        for name, side in (("height", height), ("width", width)):
+            require(side % (2 * by_side) == 0, f"--{name} is {side}; it must be a multiple of {2 * by_side}")
+        shape = (config.z_dim, 1 + (frames - 1) // by_time, height // by_side, width // by_side)
+        return ClipLatents(shape, config.latents_mean, config.latents_std)
+
+    @property
+    def text_dim(self) -> int:
+        """Numbers in the embedding of a token."""
+        return int(self._settings["text_dim"])
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """Of the expert."""
+        from diffusers import WanTransformer3DModel
+
+        return dict(WanTransformer3DModel.load_config(self.config.model, subfolder=self.expert))
+
+    def transformer(self) -> nn.Module:
+        """The expert to train: the whole in float32, or with a new LoRA in float32."""
+        whole = self.config.train == "full"
+        if whole:
+            self._require_room_for_all()
+        # Not .to(dtype), which would also round the parts that are kept in float32.
+        network: Any = self.load(self.expert, torch_dtype=torch.float32 if whole else self.dtype)
+        channels = self.vae.config.z_dim
+        require(
+            network.config.in_channels == channels,
+            f"--model {self.config.model} takes {network.config.in_channels} channels and its latents have {channels}: "
+            "models that take a picture as further channels cannot be trained here",
+        )
+        if whole:
+            return network.requires_grad_(True)
+        from peft import LoraConfig
+
+        rank = self.config.lora_rank
+        alpha = self.config.lora_alpha or rank
+        settings: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(LORA_TARGETS)}
+        network.add_adapter(LoraConfig(**settings))
+        for parameter in network.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return network
+
+    def _require_room_for_all(self) -> None:
+        from diffusers import WanTransformer3DModel
+
+        with torch.device("meta"):
+            weights = sum(p.numel() for p in WanTransformer3DModel.from_config(self._settings).parameters())
+        needed = BYTES_PER_TRAINED_WEIGHT * weights
+        cuda = self.device.type == "cuda"
+        there = torch.cuda.get_device_properties(self.device).total_memory if cuda else memory()
+        require(
+            needed <= there,
+            f"--train full needs {needed / 1e9:.3g} GB for {weights / 1e9:.3g} billion weights, and there are "
+            f"{there / 1e9:.3g} GB: pass --train lora",
+        )
+
+    def pipeline(self, transformer: nn.Module | None, *, with_text: bool = False) -> Any:
+        """The pipeline of these parts; without text, it takes embeddings of captions."""
+        from diffusers import WanImageToVideoPipeline, WanPipeline
+
+        encoder = self.load("text_encoder", torch_dtype=self.dtype) if with_text else None
+        tokenizer = self.load("tokenizer") if with_text else None
+        scheduler = type(self.scheduler).from_config(self.scheduler.config)
+        parts = {"tokenizer": tokenizer, "text_encoder": encoder, "vae": self.vae, "scheduler": scheduler}
+        parts |= {"transformer": transformer, "expand_timesteps": bool(self.index.get("expand_timesteps"))}
+        if self.config.first_frame:
+            return WanImageToVideoPipeline(**parts, image_encoder=None, image_processor=None)
+        return WanPipeline(**parts)
+
+
+class ClipLatents(StoredLatents):
+    """Latents of clips ``[b, c, f, h, w]``, which the pipeline decodes."""
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self.unscaled(x)
+
+    def draw(self, data: Tensor) -> Tensor:
+        raise UsageError("latents of clips are drawn by the pipeline")
+
+
+class Captions(Condition):
+    """Embeddings of captions ``[b, tokens, d]``; that of the empty one stands for "none".
+
+    Args:
+        empty: it, ``[tokens, d]``.
+    """
+
+    def __init__(self, empty: Tensor) -> None:
+        self.empty = empty
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return self.empty.to(device).expand(count, -1, -1)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return (values == self.empty.to(values)).flatten(1).all(dim=1)
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """No caption."""
+        return self.none(count, device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        raise UsageError("captions are embedded by the model itself")
+
+
+class WanNetwork(nn.Module):
+    """A Wan transformer as the network of a flow: time 1 is noise for both.
+
+    Args:
+        transformer: of diffusers.
+        empty: embedding of the empty caption ``[tokens, d]``.
+        source: where its frozen weights come from, as they stand in no checkpoint.
+    """
+
+    def __init__(self, transformer: Any, empty: Tensor, source: str) -> None:
+        super().__init__()
+        self.transformer: Any = transformer
+        self.frozen_source = source
+        self.conditions = {"text": Captions(empty)}
+
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, *, known_frames: int = 0, **others: Tensor) -> Tensor:
+        """The velocity at ``x`` ``[b, c, f, h, w]`` and times ``t`` ``[b]``.
+
+        Args:
+            x: latents.
+            t: times.
+            text: embeddings of captions ``[b, tokens, d]``.
+            known_frames: how many frames of latents are without noise: the time of their tokens is 0.
+            others: none, as the model knows no others.
+
+        Raises:
+            UsageError: if it is asked for an average velocity, or given another condition.
+        """
+        require(not others, f"a Wan transformer takes no {', '.join(others)}: train it as a rectified flow")
+        config = self.transformer.config
+        times = TRAINING_TIMESTEPS * t
+        if known_frames:
+            frames, tokens = x.shape[2] // config.patch_size[0], prod(x.shape[3:]) // prod(config.patch_size[1:])
+            times = times[:, None].repeat(1, frames * tokens)
+            times[:, : known_frames * tokens] = 0
+        dtype = self.transformer.dtype
+        predicted: Tensor = self.transformer(x.to(dtype), times, text.to(dtype), return_dict=False)[0]
+        return predicted.float()
+
+
+class ClipFlow(RectifiedFlow):
+    """A rectified flow of clips whose first frame may be given.
+
+    Args:
+        network: a :class:`WanNetwork`.
+        first_frame: give it, without noise, and learn the others.
+        settings: those of :class:`RectifiedFlow`.
+    """
+
+    def __init__(self, network: WanNetwork, *, first_frame: bool, **settings: Any) -> None:
+        super().__init__(network, **settings)
+        self.first_frame = first_frame
+
+    def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+        """The mean squared error of the velocity, over the frames that are not given."""
+        known = int(self.first_frame)
+        noisy = torch.lerp(x_0, noise, expand(t, x_0))
+        x_t = torch.cat((x_0[:, :, :known], noisy[:, :, known:]), dim=2)
+        error = self.network(x_t, t, known_frames=known, **conditions) - (noise - x_0)
+        return error[:, :, known:].square().mean()
+
+
+# The clips
+
+
+class ClipDataset(LatentDataset):
+    """Encoded clips: ``latents`` float16 ``[1, 2, c, f, h, w]`` and ``text`` float16 ``[tokens, d]``.
+
+    The store's last row has the empty caption and no clip.
+    """
+
+    def __len__(self) -> int:
+        return self._length - 1
+
+    @property
+    def description(self) -> str:
+        shape = " x ".join(map(str, self.info.shapes[LATENTS_FILE][2:]))
+        return f"{self.info.source}: {len(self)} clips, as latents of {shape} by {self.encoded.autoencoder}"
+
+    @property
+    def empty(self) -> Tensor:
+        """The embedding of the empty caption."""
+        return torch.from_numpy(self.entries["text"][len(self)].astype(np.float32))
+
+
+def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDataset:
+    """All clips and captions, encoded by all processes together unless they are there. Collective.
+
+    Raises:
+        UsageError: if a clip cannot be read, or is too short.
+        RunError: if the disk is full.
+    """
+    config, space, (_, kind) = wan.config, wan.space, wan.index["vae"]
+    shaped_by = (clips_fingerprint(list(clips)), config.frames, config.height, config.width, config.fps, config.model)
+    key = blake2b(repr(shaped_by).encode(), digest_size=16).hexdigest()
+    folder = prepare_folder("cache_dir", config.cache_dir or default_cache_dir())
+    rows = {LATENTS_FILE: (1, 2, *(space.shape or ())), TEXT_FILE: (TEXT_TOKENS, wan.text_dim)}
+    writer = StoreWriter(folder / f"clips-{key[:16]}", len(clips) + 1, rows, "clips")
+    with ExitStack() as held:
+        done = on_main(state, lambda: _begin(writer, held))
+        if done is not None:
+            encoder = wan.pipeline(None, with_text=True)
+            make = partial(_encoded, wan, encoder, clips)
+            fill(writer, state, done, make, doing="encoding", batch_size=1)
+            latents = {"autoencoder": kind, "pictures": key, "mean": space.mean, "std": space.std}
+            info = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
+            on_main(state, lambda: writer.finish(np.full(writer.length, -1), **info))
+    return ClipDataset(writer.path)
+
+
+def _begin(writer: StoreWriter, held: ExitStack) -> int | None:
+    """Wait for other runs; the number of rows that are there, or None if all are there, undamaged."""
+    held.enter_context(lock_of(Path(f"{writer.path}.lock")))
+    return None if writer.is_whole else writer.begin({})
+
+
+@torch.no_grad()
+def _encoded(wan: Wan, pipeline: Any, clips: Sequence[Clip], numbers: Sequence[int]) -> dict[str, Tensor]:
+    """The row of a number; after the last clip, the empty caption."""
+    [number] = numbers
+    config, clip = wan.config, clips[number] if number < len(clips) else None
+    text, _ = pipeline.encode_prompt(
+        "" if clip is None else clip.caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+    )
+    latents = torch.zeros(1, 1, 2, *(wan.space.shape or ()))
+    if clip is not None:
+        frames = clip.decode(config.frames, config.height, config.width, config.fps).to(wan.device)
+        pixels = rearrange(frames.float() / 127.5 - 1, "f c h w -> 1 c f h w")
+        distribution = wan.vae.encode(pixels).latent_dist
+        latents = torch.stack((distribution.mean, distribution.std), dim=1)[:, None]
+    return {LATENTS_FILE: latents.half(), TEXT_FILE: text.half()}
+
+
+# During training
+
+
+def transformer_of(trainer: Trainer) -> nn.Module:
+    """The transformer with averaged weights."""
+    network = trainer.averaged_flow.network
+    assert isinstance(network, WanNetwork)
+    transformer: nn.Module = network.transformer
+    return transformer
+
+
+class LoraFile(Callback):
+    """Writes the averaged LoRA as a file that ``load_lora_weights`` of the pipeline takes, at each checkpoint.
+
+    The file carries the LoRA's settings: without them, an alpha other than the rank would be lost on loading.
+    """
+
+    def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
+        if trainer.accelerator.is_main_process:
+            write_lora(transformer_of(trainer), trainer.config.output_dir / "lora")
+
+
+def write_lora(transformer: nn.Module, folder: Path) -> Path:
+    """Write the LoRA of a transformer for ``load_lora_weights``; with ``load_into_transformer_2=True`` for the second.
+
+    Raises:
+        OSError: if that fails.
+    """
+    from diffusers import WanPipeline
+    from peft import get_peft_model_state_dict
+
+    config: Any = transformer.peft_config
+    stage = folder.with_name(f"{folder.name}.writing")
+    WanPipeline.save_lora_weights(
+        stage,
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=config["default"].to_dict(),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    [written] = stage.iterdir()
+    path = folder / written.name
+    replace_file(path, written.read_bytes())
+    shutil.rmtree(stage)
+    return path
+
+
+class Previews(Measurement):
+    """Clips of the first captions, drawn by the pipeline with its own scheduler; each rank draws a share.
+
+    Args:
+        wan: the model.
+        clips: what it is trained on.
+        dataset: their encodings.
+        every: steps between previews.
+    """
+
+    def __init__(self, wan: Wan, clips: Sequence[Clip], dataset: ClipDataset, every: int) -> None:
+        super().__init__("previews", min(wan.config.preview_clips, len(clips)), every)
+        self.wan, self.clips, self.dataset = wan, clips, dataset
+
+    def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
+        """Frames ``[b, f, 3, h, w]`` in [0, 1]."""
+        config, empty = self.wan.config, self.dataset.empty[None].to(trainer.device)
+        pipeline = self.wan.pipeline(transformer_of(trainer))
+        pipeline.set_progress_bar_config(disable=True)
+        drawn = [torch.empty(0, config.frames, 3, config.height, config.width)]
+        for number in numbers:
+            text = self.dataset.read_batch([number])["text"].to(trainer.device).float()
+            given = {"prompt_embeds": text, "negative_prompt_embeds": empty, "guidance_scale": config.preview_guidance}
+            if config.first_frame:
+                first = self.clips[number].decode(1, config.height, config.width, config.fps)
+                given["image"] = first.float() / 255
+            drawn.append(
+                pipeline(
+                    **given,
+                    height=config.height,
+                    width=config.width,
+                    num_frames=config.frames,
+                    num_inference_steps=config.preview_steps,
+                    generator=torch.Generator("cpu").manual_seed(number),
+                    output_type="pt",
+                ).frames.cpu()
+            )
+        return torch.cat(drawn)
+
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, float]:
+        clips = rows.mul(255).round().to(torch.uint8)
+        stem = trainer.config.output_dir / f"samples/step_{trainer.state.step:08d}"
+        stem.parent.mkdir(exist_ok=True)
+        frames = rearrange(clips, "b f c h w -> f h (b w) c").numpy()
+        write_motion(stem.with_suffix(".gif"), list(frames), [round(1000 / self.wan.config.fps)] * len(frames))
+        shown = np.linspace(0, clips.shape[1] - 1, min(STRIP_FRAMES, clips.shape[1])).round().astype(int)
+        strip = rearrange(clips[:, shown.tolist()], "b f c h w -> (b h) (f w) c").numpy()
+        trainer.run.print(line("samples", write_picture(stem.with_suffix(".png"), strip)))
+        return {"clips": float(len(clips))}
+
+
+def train(flags: Flags) -> bool:
+    """Train; returns whether it finished."""
+    state, config = join(flags), flags.wan
+    set_seed(flags.run.seed)
+    assert config.dataset_path is not None
+    clips = find_clips(config.dataset_path)
+    wan = Wan(config, state.device)
+    dataset = encode_clips(wan, clips, state)
+    transformer: Any = wan.transformer()
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    low, high = config.noise_range
+    flow = ClipFlow(
+        WanNetwork(transformer, dataset.empty, f"{config.model}/{wan.expert}"),
+        first_frame=config.first_frame,
+        space=wan.space,
+        time_distribution=TruncatedLogitNormal(0.0, 1.0, wan.time_shift, low, high),
+        condition_dropout=config.caption_dropout,
+    )
+    if state.is_main_process:
+        print(line("times", f"logit-normal, shift {wan.time_shift:g}, from {low:g} to {high:g}, of {wan.expert}"))
+    callbacks: list[Callback] = [LoraFile()] if config.train == "lora" else []
+    if config.preview_clips:
+        callbacks.append(Previews(wan, clips, dataset, flags.run.sample_every))
+    return Trainer(flow, dataset, flags.run, callbacks=callbacks, flags=recorded(flags)).train()

@@ -1,0 +1,148 @@
+"""A folder of clips with captions: videos, or folders of frames."""
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from rectified_flow.data.image_folder import IMAGE_SUFFIXES
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.files import printable
+from rectified_flow.pictures import open_picture
+
+VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".gif", ".mov", ".mkv"})
+METADATA_FILE, CAPTION_FILE = "metadata.jsonl", "caption.txt"
+CAPTION_KEYS = ("text", "caption", "prompt")
+
+
+@dataclass(frozen=True)
+class Clip:
+    """A video's file, or the folder of its frames."""
+
+    path: Path
+    caption: str
+
+    def decode(self, frames: int, height: int, width: int, fps: float) -> Tensor:
+        """The first frames, uint8 ``[f, 3, h, w]``, resized to cover that and cut to the centre.
+
+        Args:
+            frames: how many.
+            height: of a frame [px].
+            width: likewise.
+            fps: frames a second; of a faster video, some are left out. A folder has its own, whatever that is.
+
+        Raises:
+            UsageError: if it cannot be read, or is too short.
+        """
+        taken: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
+        try:
+            for image in _frames(self.path, fps):
+                fitted = ImageOps.fit(image.convert("RGB"), (width, height), Image.Resampling.LANCZOS)
+                taken.append(np.asarray(fitted))
+                if len(taken) == frames:
+                    break
+        except Exception as error:  # every decoder fails in its own way
+            raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
+        if len(taken) < frames:
+            raise UsageError(
+                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
+                "remove it, or lower --frames"
+            )
+        return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
+
+
+def find_clips(folder: Path) -> list[Clip]:
+    """All clips below ``folder``, each with its caption.
+
+    A caption is in ``metadata.jsonl`` (rows with ``file_name`` and ``text``, ``caption`` or ``prompt``), in a file
+    beside the clip with the suffix ``.txt``, or in ``caption.txt`` in the clip's folder.
+
+    Raises:
+        UsageError: if the folder has no clips, a clip has no caption, or a caption cannot be read.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--dataset_path {folder} is not a folder")
+    listed = _listed(folder / METADATA_FILE)
+    clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
+    if not clips:
+        kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
+        raise UsageError(f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
+    return clips
+
+
+def clips_fingerprint(clips: list[Clip]) -> str:
+    """Changes whenever a clip's file or caption does."""
+    digest = blake2b(digest_size=16)
+    for clip in clips:
+        for file in sorted(clip.path.iterdir()) if clip.path.is_dir() else [clip.path]:
+            stat = file.stat()
+            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+        digest.update(clip.caption.encode())
+    return digest.hexdigest()
+
+
+def _paths(folder: Path) -> Iterator[Path]:
+    """Videos, and folders that have pictures but no videos, in order."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith("."):
+            continue
+        if path.suffix.lower() in VIDEO_SUFFIXES:
+            yield path
+        elif path.is_dir():
+            inside = list(_paths(path))
+            yield from inside or ([path] if _pictures(path) else [])
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+
+
+def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
+    if path.is_dir():
+        for file in _pictures(path):
+            with open_picture(file) as image:
+                yield image
+        return
+    import av
+
+    with av.open(path) as container:
+        due = 0.0
+        for frame in container.decode(video=0):
+            if frame.time is None or frame.time >= due - 1e-3:
+                yield frame.to_image()
+                due += 1 / fps
+
+
+def _listed(path: Path) -> dict[Path, str]:
+    """Captions by clip, of a metadata file."""
+    if not path.exists():
+        return {}
+    captions = {}
+    for number, row in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            entry = json.loads(row)
+            text = next(entry[key] for key in CAPTION_KEYS if key in entry)
+            captions[(path.parent / entry["file_name"]).resolve()] = str(text)
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            raise UsageError(f"line {number} of {path} has no file_name and text: correct or remove it") from error
+    return captions
+
+
+def _caption_beside(path: Path) -> str:
+    own = path / CAPTION_FILE if path.is_dir() else path.parent / CAPTION_FILE
+    for file in (path.with_suffix(".txt"), own):
+        with suppress(FileNotFoundError):
+            try:
+                return file.read_text().strip()
+            except (OSError, UnicodeDecodeError) as error:
+                if isinstance(error, FileNotFoundError):
+                    raise
+                raise UsageError(f"caption {printable(file)} cannot be read ({first_line(error)})") from error
+    raise UsageError(f"clip {printable(path)} has no caption: write one into {path.with_suffix('.txt').name}")
