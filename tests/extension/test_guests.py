@@ -17,7 +17,7 @@ from rectified_flow import Flow, Trainer, TrainingConfig, UsageError
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
-GUESTS = ("own_network", "own_flow", "own_objective", "own_space", "own_dataset", "own_adapter")
+GUESTS = ("own_network", "own_flow", "own_objective", "own_space", "own_dataset", "own_adapter", "own_autoencoder")
 pytestmark = pytest.mark.xdist_group("guests")
 
 
@@ -90,7 +90,8 @@ def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     importlib.import_module(f"tests.extension.{guest}")
     flow = Flow.from_checkpoint(folder / "straight")
     samples = flow.sample(3, steps=2)
-    assert samples.shape == (3, *(flow.space.shape or ()))
+    side = flow.space.picture_side
+    assert samples.shape == (3, *((3, side, side) if side else flow.space.shape or ()))
     assert samples.isfinite().all()
     document = json.loads((folder / "straight/config.json").read_text())
     assert document["network"]["kind"] == type(flow.network).__name__
