@@ -42,8 +42,8 @@ from rectified_flow.training.accelerator import choose_precision
 BATCH_SIZE = 64
 LOCK_TIMEOUT = 10.0
 NETWORK_FLAGS = ("dim", "dim_mults", "dropout", "use_cfg")
-DATA_FLAGS = ("dataset", "image_size", "skip_broken_images", "autoencoder")
-FOLDERS = ("dataset_path", "cache_dir")
+DATA_FLAGS = ("dataset", "image_size", "skip_broken_images")
+FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
 """Inherited where they are not given: a folder may have moved."""
 INHERITED = (*DATA_FLAGS, "prediction", *NETWORK_FLAGS, *FOLDERS)
 

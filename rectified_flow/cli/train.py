@@ -18,7 +18,7 @@ from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, require
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.distilled import DistilledFlow
@@ -32,6 +32,7 @@ from rectified_flow.networks.conditions import Condition, Kinds, Labels
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, read
 from rectified_flow.runs.resume import check_start
+from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.spaces.pretrained import open_autoencoder
@@ -90,13 +91,25 @@ def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: Imag
     if request is not None:
         if not list_checkpoints(config.run.checkpoints):
             start_from(request.source, flow)
-        dataset, flow.space = open_drawn(config, request, pictures)
+        dataset, space = open_drawn(config, request, pictures)
+        if isinstance(flow.space, Latents) and isinstance(space, Latents):
+            flow.space = _taught_space(space, flow.space.autoencoder)
     elif isinstance(flow.space, Latents):
         latents = encode_pictures(
             pictures, flow.space.autoencoder, PartialState(), mirrored=config.data.horizontal_flip
         )
         dataset, flow.space = latents, latents.space(flow.space.autoencoder)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:
+    """The teacher's space, whose autoencoder may have moved since."""
+    require(
+        space.autoencoder.fingerprint == autoencoder.fingerprint,
+        f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the same",
+    )
+    space.autoencoder = autoencoder
+    return space
 
 
 def start_from(path: Path, flow: Flow) -> None:

@@ -84,10 +84,10 @@ class StoreWriter:
             try:
                 return min(read_document(progress, Progress).done, self.length)
             except DamageError as error:
-                tqdm.write(f"warning: {error}; drawing all again")
+                tqdm.write(f"warning: {error}; starting again")
         sizes = {name: row_size(name, shape) * self.length for name, shape in self.rows.items()}
         what = f"{self.length} {self.called}"
-        require_disk(sum(sizes.values()), self.path.parent, what, "draw fewer, or make room")
+        require_disk(sum(sizes.values()), self.path.parent, what, "make room, or take fewer")
         self.stage.mkdir(parents=True, exist_ok=True)
         for name, size in sizes.items():
             with (self.stage / name).open("wb") as file:

@@ -17,7 +17,7 @@ from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.runs.folder import RunFolder
 from rectified_flow.runs.saved_state import RunIdentity
 
-MAY_CHANGE = ("condition_dropout", "space.horizontal_flip", "space.autoencoder.source")
+MAY_CHANGE = ("condition_dropout", "space.horizontal_flip", "space.autoencoder.source", "space.mean", "space.std")
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 SHAPING = (
     *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),

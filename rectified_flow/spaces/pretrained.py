@@ -134,18 +134,18 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
     reasons = []
     for folder in (None, VAE_FOLDER):
         try:
-            config = json.loads(_fetch(source, folder).read_text())
-        except (OSError, ValueError, HfHubHTTPError) as error:
+            config = dict(json.loads(_fetch(source, folder).read_text()))
+        except (OSError, ValueError, TypeError, HfHubHTTPError) as error:
             reasons.append(first_line(error))
             if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached
                 break
             continue
-        name = config.get("_class_name") if isinstance(config, dict) else None
-        if folder is None and name is None and "architectures" not in config:
+        if folder is None and not config.keys() & {"_class_name", "architectures"}:
             continue
         return _class(source, config), config, folder
+    reason = reasons[0] if reasons else "its config.json names no class"
     raise UsageError(
-        f"--autoencoder {source} cannot be found ({reasons[0]}): pass haar, or the folder or hub id of an autoencoder "
+        f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder "
         "of diffusers"
     )
 
