@@ -10,9 +10,9 @@ from rectified_flow.cli.launch import run
 if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_wan:train", "train_wan:Flags", __doc__)
 
+import importlib
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from hashlib import blake2b
@@ -25,31 +25,40 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from einops import rearrange
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from rectified_flow import Callback, Measurement, RectifiedFlow, Trainer, TrainingConfig
 from rectified_flow.cli.command_line import recorded
-from rectified_flow.cli.flags import ProgramConfig
+from rectified_flow.cli.flags import ProgramConfig, check_folders
 from rectified_flow.cli.processes import join
 from rectified_flow.data.clips import Clip, clips_fingerprint, find_clips
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.latent_store import LatentDataset
 from rectified_flow.data.store import LATENTS_FILE
 from rectified_flow.data.store_builder import default_cache_dir
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.filling import fill
+from rectified_flow.distributed.filling import fill_once
 from rectified_flow.errors import UsageError, first_line, require, require_finite, require_positive
-from rectified_flow.files import lock_of, prepare_folder, replace_file
-from rectified_flow.flags import check_paths, default_is
+from rectified_flow.files import prepare_folder, replace_file
+from rectified_flow.flags import check_paths, default_is, plain
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.timesteps import TruncatedLogitNormal
+from rectified_flow.interruption import raise_if_stop_requested
 from rectified_flow.machine import memory
 from rectified_flow.networks.conditions import Condition
 from rectified_flow.pictures import write_motion, write_picture
 from rectified_flow.report import line
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.document import program_flags, read_config
+from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.latents import StoredLatents
 
+CLIPS_VERSION = 1
 TEXT_FILE, TEXT_TOKENS = "text.float16", 512
+LIBRARIES = ("diffusers", "transformers")
+"""Where the parts of a pipeline come from; a file names their classes, and nothing else is imported for it."""
 TRAINING_TIMESTEPS = 1000
 BYTES_PER_TRAINED_WEIGHT = 20
 """The weight, its gradient, two moments and the average, in float32."""
@@ -132,6 +141,7 @@ class Flags:
 
     def __post_init__(self) -> None:
         require(self.run.num_samples == 0, "--num_samples is for pictures: pass --preview_clips instead")
+        check_folders(DataConfig(dataset_path=self.wan.dataset_path, cache_dir=self.wan.cache_dir), self.run)
 
 
 # The model
@@ -153,6 +163,7 @@ class Wan:
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.index = self._find()
         boundary, (low, high) = self.index.get("boundary_ratio"), config.noise_range
+        self.has_two_experts = boundary is not None
         require(
             boundary is None or low >= boundary or high <= boundary,
             f"--model {config.model} has two experts, for noise levels above and below {boundary}: pass --noise_range "
@@ -178,11 +189,14 @@ class Wan:
 
     def load(self, part: str, **options: Any) -> Any:
         """A part of the pipeline; networks are frozen."""
-        library, name = self.index[part]
-        source = __import__(library)
+        library, name = self.index.get(part) or (None, None)
+        require(library in LIBRARIES, f"--model {self.config.model} has no {part}: pass a whole pipeline of diffusers")
         try:
-            loaded = getattr(source, name).from_pretrained(self.config.model, subfolder=part, **options)
-        except (OSError, ValueError) as error:
+            kind = getattr(importlib.import_module(str(library)), str(name))
+            if issubclass(kind, nn.Module):
+                options["use_safetensors"] = True
+            loaded = kind.from_pretrained(self.config.model, subfolder=part, **options)
+        except (OSError, ValueError, AttributeError, SafetensorError) as error:
             raise UsageError(f"{part} of --model {self.config.model} cannot be loaded ({first_line(error)})") from error
         return loaded.eval().requires_grad_(False).to(self.device) if isinstance(loaded, nn.Module) else loaded
 
@@ -198,7 +212,7 @@ class Wan:
 
     @property
     def time_shift(self) -> float:
-        """That of the flag, or of the scheduler."""
+        """The shift of ``--time_shift``, or of the model's scheduler."""
         known = self.scheduler.config
         return float(self.config.time_shift or known.get("flow_shift") or known.get("shift") or 1.0)
 
@@ -224,21 +238,52 @@ class Wan:
         """Of the expert."""
         from diffusers import WanTransformer3DModel
 
-        return dict(WanTransformer3DModel.load_config(self.config.model, subfolder=self.expert))
+        try:
+            settings = dict(WanTransformer3DModel.load_config(self.config.model, subfolder=self.expert))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--model {self.config.model} has no {self.expert} ({first_line(error)})") from error
+        kind = settings.get("_class_name")
+        require(
+            kind == "WanTransformer3DModel",
+            f"the {self.expert} of --model {self.config.model} is a {kind}, and only a WanTransformer3DModel can be "
+            "trained here",
+        )
+        return settings
+
+    def check(self) -> None:
+        """Refuse what cannot be trained, before clips take hours to encode.
+
+        Raises:
+            UsageError: if the model has further channels, or does not fit into memory as a whole.
+        """
+        given, channels = self._settings["in_channels"], (self.space.shape or (0,))[0]
+        require(
+            given == channels,
+            f"--model {self.config.model} takes {given} channels and its latents have {channels}: models that take a "
+            "picture as further channels cannot be trained here",
+        )
+        if self.config.train == "full":
+            self._require_room_for_all()
+        else:
+            importlib.import_module("peft")
+
+    @property
+    def weights(self) -> str:
+        """Which weights encode the clips: a revision of the hub, or the files of a folder."""
+        folder = Path(self.config.model).expanduser()
+        if not folder.is_dir():
+            from huggingface_hub import hf_hub_download
+
+            return Path(hf_hub_download(self.config.model, "model_index.json")).parent.name
+        files = [file for part in ("vae", "text_encoder") for file in sorted((folder / part).glob("*"))]
+        stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+        return repr((str(folder.resolve()), stats))
 
     def transformer(self) -> nn.Module:
         """The expert to train: the whole in float32, or with a new LoRA in float32."""
         whole = self.config.train == "full"
-        if whole:
-            self._require_room_for_all()
         # Not .to(dtype), which would also round the parts that are kept in float32.
         network: Any = self.load(self.expert, torch_dtype=torch.float32 if whole else self.dtype)
-        channels = self.vae.config.z_dim
-        require(
-            network.config.in_channels == channels,
-            f"--model {self.config.model} takes {network.config.in_channels} channels and its latents have {channels}: "
-            "models that take a picture as further channels cannot be trained here",
-        )
         if whole:
             return network.requires_grad_(True)
         from peft import LoraConfig
@@ -294,17 +339,18 @@ class Captions(Condition):
     """Embeddings of captions ``[b, tokens, d]``; that of the empty one stands for "none".
 
     Args:
-        empty: it, ``[tokens, d]``.
+        empty: the embedding of the empty caption ``[tokens, d]``.
     """
 
     def __init__(self, empty: Tensor) -> None:
         self.empty = empty
 
     def none(self, count: int, device: torch.device) -> Tensor:
-        return self.empty.to(device).expand(count, -1, -1)
+        self.empty = self.empty.to(device)
+        return self.empty.expand(count, -1, -1)
 
     def is_none(self, values: Tensor) -> Tensor:
-        return (values == self.empty.to(values)).flatten(1).all(dim=1)
+        return (values == self.none(len(values), values.device)).flatten(1).all(dim=1)
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
         """No caption."""
@@ -403,48 +449,69 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
     """All clips and captions, encoded by all processes together unless they are there. Collective.
 
     Raises:
-        UsageError: if a clip cannot be read, or is too short.
+        UsageError: if a clip cannot be read, or is too short, or the cache cannot be written.
         RunError: if the disk is full.
     """
     config, space, (_, kind) = wan.config, wan.space, wan.index["vae"]
-    shaped_by = (clips_fingerprint(list(clips)), config.frames, config.height, config.width, config.fps, config.model)
-    key = blake2b(repr(shaped_by).encode(), digest_size=16).hexdigest()
+    size = config.frames, config.height, config.width, config.fps
+    key = on_main(state, lambda: _key(CLIPS_VERSION, clips_fingerprint(list(clips)), size, wan.weights))
     folder = prepare_folder("cache_dir", config.cache_dir or default_cache_dir())
     rows = {LATENTS_FILE: (1, 2, *(space.shape or ())), TEXT_FILE: (TEXT_TOKENS, wan.text_dim)}
     writer = StoreWriter(folder / f"clips-{key[:16]}", len(clips) + 1, rows, "clips")
-    with ExitStack() as held:
-        done = on_main(state, lambda: _begin(writer, held))
-        if done is not None:
-            encoder = wan.pipeline(None, with_text=True)
-            make = partial(_encoded, wan, encoder, clips)
-            fill(writer, state, done, make, doing="encoding", batch_size=1)
-            latents = {"autoencoder": kind, "pictures": key, "mean": space.mean, "std": space.std}
-            info = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
-            on_main(state, lambda: writer.finish(np.full(writer.length, -1), **info))
+    encoder = _Encoder(wan, clips)
+
+    def finish() -> None:
+        latents = {"autoencoder": kind, "pictures": key, "mean": space.mean, "std": space.std}
+        more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
+        writer.finish(np.full(writer.length, -1), **more)
+
+    fill_once(writer, state, encoder.rows, finish, doing="encoding", batch_size=1)
     return ClipDataset(writer.path)
 
 
-def _begin(writer: StoreWriter, held: ExitStack) -> int | None:
-    """Wait for other runs; the number of rows that are there, or None if all are there, undamaged."""
-    held.enter_context(lock_of(Path(f"{writer.path}.lock")))
-    return None if writer.is_whole else writer.begin({})
+def _key(*values: object) -> str:
+    return blake2b(repr(values).encode(), digest_size=16).hexdigest()
 
 
-@torch.no_grad()
-def _encoded(wan: Wan, pipeline: Any, clips: Sequence[Clip], numbers: Sequence[int]) -> dict[str, Tensor]:
-    """The row of a number; after the last clip, the empty caption."""
-    [number] = numbers
-    config, clip = wan.config, clips[number] if number < len(clips) else None
-    text, _ = pipeline.encode_prompt(
-        "" if clip is None else clip.caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
-    )
-    latents = torch.zeros(1, 1, 2, *(wan.space.shape or ()))
-    if clip is not None:
-        frames = clip.decode(config.frames, config.height, config.width, config.fps).to(wan.device)
+class _Encoder:
+    """Encodes clips and captions; the models are loaded with the first.
+
+    Args:
+        wan: the model.
+        clips: all clips.
+    """
+
+    def __init__(self, wan: Wan, clips: Sequence[Clip]) -> None:
+        self.wan, self.clips = wan, clips
+
+    @torch.no_grad()
+    def rows(self, numbers: Sequence[int]) -> dict[str, Tensor]:
+        """The row of each number; the number after the last clip has the empty caption."""
+        each = [self._row(number) for number in numbers]
+        latents, text = (torch.cat(parts).half() for parts in zip(*each, strict=True))
+        for number, values in zip(numbers, each, strict=True):
+            finite = all(bool(value.half().isfinite().all()) for value in values)
+            where = self.clips[number].path if number < len(self.clips) else "the empty caption"
+            require(finite, f"the encoding of {where} is not finite, or too large for float16: remove it")
+        return {LATENTS_FILE: latents, TEXT_FILE: text}
+
+    def _row(self, number: int) -> tuple[Tensor, Tensor]:
+        config, space = self.wan.config, self.wan.space
+        clip = self.clips[number] if number < len(self.clips) else None
+        caption = "" if clip is None else clip.caption
+        text, _ = self._pipeline.encode_prompt(
+            caption, do_classifier_free_guidance=False, max_sequence_length=TEXT_TOKENS
+        )
+        if clip is None:
+            return torch.zeros(1, 1, 2, *(space.shape or ())), text.cpu()
+        frames = clip.decode(config.frames, config.height, config.width, config.fps).to(self.wan.device)
         pixels = rearrange(frames.float() / 127.5 - 1, "f c h w -> 1 c f h w")
-        distribution = wan.vae.encode(pixels).latent_dist
-        latents = torch.stack((distribution.mean, distribution.std), dim=1)[:, None]
-    return {LATENTS_FILE: latents.half(), TEXT_FILE: text.half()}
+        distribution = self.wan.vae.encode(pixels).latent_dist
+        return torch.stack((distribution.mean, distribution.std), dim=1)[:, None].cpu(), text.cpu()
+
+    @cached_property
+    def _pipeline(self) -> Any:
+        return self.wan.pipeline(None, with_text=True)
 
 
 # During training
@@ -466,7 +533,10 @@ class LoraFile(Callback):
 
     def on_checkpoint(self, trainer: Trainer, path: Path) -> None:
         if trainer.accelerator.is_main_process:
-            write_lora(transformer_of(trainer), trainer.config.output_dir / "lora")
+            try:
+                write_lora(transformer_of(trainer), trainer.config.output_dir / "lora")
+            except (OSError, SafetensorError) as error:  # a full disk does not end the run
+                trainer.run.print(f"warning: the LoRA of step {trainer.state.step} could not be written ({error})")
 
 
 def write_lora(transformer: nn.Module, folder: Path) -> Path:
@@ -493,6 +563,12 @@ def write_lora(transformer: nn.Module, folder: Path) -> Path:
     return path
 
 
+def _end_if_asked(_pipeline: Any, _step: int, _time: Any, _tensors: dict[str, Any]) -> dict[str, Any]:
+    """Called by the pipeline after each step."""
+    raise_if_stop_requested()
+    return {}
+
+
 class Previews(Measurement):
     """Clips of the first captions, drawn by the pipeline with its own scheduler; each rank draws a share.
 
@@ -508,19 +584,19 @@ class Previews(Measurement):
         self.wan, self.clips, self.dataset = wan, clips, dataset
 
     def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
-        """Frames ``[b, f, 3, h, w]`` in [0, 1]."""
+        """Frames, uint8 ``[b, f, 3, h, w]``."""
         config, empty = self.wan.config, self.dataset.empty[None].to(trainer.device)
         pipeline = self.wan.pipeline(transformer_of(trainer))
         pipeline.set_progress_bar_config(disable=True)
-        drawn = [torch.empty(0, config.frames, 3, config.height, config.width)]
+        drawn = [torch.empty(0, config.frames, 3, config.height, config.width, dtype=torch.uint8)]
         for number in numbers:
             text = self.dataset.read_batch([number])["text"].to(trainer.device).float()
             given = {"prompt_embeds": text, "negative_prompt_embeds": empty, "guidance_scale": config.preview_guidance}
             if config.first_frame:
                 first = self.clips[number].decode(1, config.height, config.width, config.fps)
                 given["image"] = first.float() / 255
-            drawn.append(
-                pipeline(
+            with torch.autocast(trainer.device.type, enabled=False):  # as the pipeline is used
+                frames = pipeline(
                     **given,
                     height=config.height,
                     width=config.width,
@@ -528,12 +604,12 @@ class Previews(Measurement):
                     num_inference_steps=config.preview_steps,
                     generator=torch.Generator("cpu").manual_seed(number),
                     output_type="pt",
-                ).frames.cpu()
-            )
+                    callback_on_step_end=_end_if_asked,
+                ).frames
+            drawn.append(frames.cpu().mul(255).round().to(torch.uint8))
         return torch.cat(drawn)
 
-    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, float]:
-        clips = rows.mul(255).round().to(torch.uint8)
+    def summarize(self, trainer: Trainer, clips: Tensor) -> dict[str, float]:
         stem = trainer.config.output_dir / f"samples/step_{trainer.state.step:08d}"
         stem.parent.mkdir(exist_ok=True)
         frames = rearrange(clips, "b f c h w -> f h (b w) c").numpy()
@@ -544,13 +620,38 @@ class Previews(Measurement):
         return {"clips": float(len(clips))}
 
 
+IDENTITY = ("model", "train", "lora_rank", "lora_alpha", "noise_range", "time_shift", "first_frame")
+"""Flags that make a run another one if they change."""
+
+
+def check_same_run(flags: Flags) -> None:
+    """Raise a UsageError if the newest checkpoint is of a run with another model or objective."""
+    now = plain(flags)
+    for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
+        then = program_flags(read_config(newest / checkpoint.CONFIG_FILE))
+        for name in IDENTITY:
+            require(
+                then.get(name) == now[name],
+                f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}: choose another "
+                "--output_dir",
+            )
+
+
 def train(flags: Flags) -> bool:
     """Train; returns whether it finished."""
     state, config = join(flags), flags.wan
     set_seed(flags.run.seed)
     assert config.dataset_path is not None
-    clips = find_clips(config.dataset_path)
+    on_main(state, lambda: check_start(flags.run))
+    on_main(state, lambda: check_same_run(flags))
+    clips, batch = find_clips(config.dataset_path), flags.run.split_batch(state.num_processes)
+    require(
+        len(clips) >= batch.total,
+        f"--dataset_path {config.dataset_path} has {len(clips)} clips, fewer than one global batch ({batch}): pass a "
+        "smaller --batch_size",
+    )
     wan = Wan(config, state.device)
+    wan.check()
     dataset = encode_clips(wan, clips, state)
     transformer: Any = wan.transformer()
     if config.gradient_checkpointing:
@@ -563,9 +664,11 @@ def train(flags: Flags) -> bool:
         time_distribution=TruncatedLogitNormal(0.0, 1.0, wan.time_shift, low, high),
         condition_dropout=config.caption_dropout,
     )
-    if state.is_main_process:
-        print(line("times", f"logit-normal, shift {wan.time_shift:g}, from {low:g} to {high:g}, of {wan.expert}"))
+    report: Callable[[str], object] = print if state.is_main_process else lambda _line: None
+    report(line("times", f"logit-normal, shift {wan.time_shift:g}, from {low:g} to {high:g}, of {wan.expert}"))
     callbacks: list[Callback] = [LoraFile()] if config.train == "lora" else []
-    if config.preview_clips:
+    if wan.has_two_experts and config.preview_clips:
+        report(line("samples", "none, as one of two experts draws no clip alone"))
+    elif config.preview_clips:
         callbacks.append(Previews(wan, clips, dataset, flags.run.sample_every))
     return Trainer(flow, dataset, flags.run, callbacks=callbacks, flags=recorded(flags)).train()

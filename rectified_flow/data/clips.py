@@ -1,10 +1,13 @@
 """A folder of clips with captions: videos, or folders of frames."""
 
+import importlib
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +44,7 @@ class Clip:
         Raises:
             UsageError: if it cannot be read, or is too short.
         """
+        _require_decoder(self.path)
         taken: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
         try:
             for image in _frames(self.path, fps):
@@ -88,6 +92,12 @@ def clips_fingerprint(clips: list[Clip]) -> str:
     return digest.hexdigest()
 
 
+def _require_decoder(path: Path) -> None:
+    """Raise a ModuleNotFoundError if what decodes videos is not installed."""
+    if not path.is_dir():
+        importlib.import_module("av")
+
+
 def _paths(folder: Path) -> Iterator[Path]:
     """Videos, and folders that have pictures but no videos, in order."""
     for path in sorted(folder.iterdir()):
@@ -101,7 +111,13 @@ def _paths(folder: Path) -> Iterator[Path]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES)
+    pictures = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
+    return sorted(pictures, key=lambda path: [int(part) if part.isdecimal() else part for part in _numbers(path)])
+
+
+def _numbers(path: Path) -> list[str]:
+    """The name cut at its numbers, so that 10 comes after 9."""
+    return re.split(r"(\d+)", path.name)
 
 
 def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
@@ -113,11 +129,14 @@ def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
     import av
 
     with av.open(path) as container:
-        due = 0.0
+        if not container.streams.video:
+            raise ValueError("it has no video stream")
+        due = -inf
         for frame in container.decode(video=0):
-            if frame.time is None or frame.time >= due - 1e-3:
-                yield frame.to_image()
-                due += 1 / fps
+            time = frame.time or 0.0
+            if frame.time is None or time >= due - 1e-3:
+                yield frame.to_image().rotate(frame.rotation, expand=True)
+                due = (due if time < due + 1 / fps else time) + 1 / fps  # after a gap, from there on
 
 
 def _listed(path: Path) -> dict[Path, str]:
@@ -125,12 +144,16 @@ def _listed(path: Path) -> dict[Path, str]:
     if not path.exists():
         return {}
     captions = {}
-    for number, row in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        rows = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{printable(path)} cannot be read ({first_line(error)}): correct or remove it") from error
+    for number, row in enumerate(rows, start=1):
         try:
             entry = json.loads(row)
-            text = next(entry[key] for key in CAPTION_KEYS if key in entry)
-            captions[(path.parent / entry["file_name"]).resolve()] = str(text)
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            text = next(entry[key] for key in CAPTION_KEYS if isinstance(entry.get(key), str))
+            captions[(path.parent / entry["file_name"]).resolve()] = text
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
             raise UsageError(f"line {number} of {path} has no file_name and text: correct or remove it") from error
     return captions
 

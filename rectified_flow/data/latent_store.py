@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, dtype_of
-from rectified_flow.errors import DamageError, require
+from rectified_flow.errors import DamageError
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
 
@@ -73,17 +73,15 @@ def latents_path(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
     """Mean and standard deviation of each channel of ``length`` latents of a shape ``(v, k, c, h, w)``, 4 digits.
 
-    Raises:
-        UsageError: if they are not finite.
+    Of the first variant alone: they are the same with mirror images and without.
     """
     rows = np.memmap(file, dtype_of(file.name), "r", shape=(length, *shape))
     sums = np.zeros((2, shape[2]))
     for start in range(0, length, ROWS_AT_ONCE):
-        some = rows[start : start + ROWS_AT_ONCE].astype(np.float64)
-        variance = some[:, :, 1:] ** 2  # of the latents' own distribution; none of a single point
-        sums[0] += some[:, :, 0].sum(axis=(0, 1, 3, 4))
-        sums[1] += (some[:, :, 0] ** 2).sum(axis=(0, 1, 3, 4)) + variance.sum(axis=(0, 1, 2, 4, 5))
-    mean, square = sums / (length * shape[0] * shape[3] * shape[4])
-    require(bool(np.isfinite(square).all()), "the autoencoder's latents are not finite, or too large for float16")
+        some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
+        variance = some[:, 1:] ** 2  # of the latents' own distribution; none of a single point
+        sums[0] += some[:, 0].sum(axis=(0, 2, 3))
+        sums[1] += (some[:, 0] ** 2).sum(axis=(0, 2, 3)) + variance.sum(axis=(0, 1, 3, 4))
+    mean, square = sums / (length * shape[3] * shape[4])
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]

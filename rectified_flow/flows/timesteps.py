@@ -5,7 +5,7 @@ The family includes the logit-normal distribution and the resolution shift ``t' 
 """
 
 from dataclasses import dataclass
-from math import log, sinh
+from math import erfc, inf, log, sinh
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -66,12 +66,20 @@ class TruncatedLogitNormal:
             raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
 
     def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=device)
         centre = self.mean + log(self.shift)
-        low, high = torch.special.ndtr((ends.logit() - centre) / self.std)
+        low, high = (_normal_share((_logit(end) - centre) / self.std) for end in (self.low, self.high))
         share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
         t = torch.sigmoid(torch.special.ndtri(share) * self.std + centre).float()
         return t.clamp(self.low, self.high)
+
+
+def _logit(t: float) -> float:
+    return log(t / (1 - t)) if 0 < t < 1 else (inf if t else -inf)
+
+
+def _normal_share(z: float) -> float:
+    """The share of a standard normal distribution below ``z``."""
+    return erfc(-z / 2**0.5) / 2
 
 
 @register

@@ -14,7 +14,7 @@ from rectified_flow.registry import register
 class Autoencoder(ABC):
     """Encodes pictures ``[b, 3, s, s]`` in [-1, 1], and decodes their latents ``[b, c, h, w]``, on any device.
 
-    On torch's meta device that needs no weights.
+    Both also work on torch's meta device, without weights.
 
     Register a subclass and keep its constructor's arguments as attributes, and checkpoints can name it.
     """

@@ -39,6 +39,7 @@ class StoredLatents(Space):
         self.std = list(std) or [1.0] * self.shape[0]
         if not len(self.mean) == len(self.std) == self.shape[0]:
             raise ValueError(f"{len(self.mean)} means and {len(self.std)} deviations for {self.shape[0]} channels")
+        self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def augment(self, data: Tensor) -> Tensor:
         """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, ...]``, float32."""
@@ -71,9 +72,11 @@ class StoredLatents(Space):
         return None if data.isfinite().all() else "latents are not finite"
 
     def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        trailing = [1] * (len(self.shape or ()) - 1)
-        mean, std = torch.tensor([self.mean, self.std], device=device).reshape(2, -1, *trailing)
-        return mean, std
+        if device not in self._placed:  # once, as a copy to the device waits for it
+            trailing = [1] * (len(self.shape or ()) - 1)
+            mean, std = torch.tensor([self.mean, self.std], device=device).reshape(2, -1, *trailing)
+            self._placed[device] = mean, std
+        return self._placed[device]
 
 
 @register

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share, on_main
+from rectified_flow.errors import RunError
 from rectified_flow.interruption import Interrupted
 from rectified_flow.runs.line_file import LineFile
 from rectified_flow.training.callbacks import Callback
@@ -70,7 +71,7 @@ class Measurement(Callback):
             return
         rows = gather_interleaved(share.to(state.device), self.total)
         if state.is_main_process:
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows.cpu())})
                 self.plot(trainer)
 

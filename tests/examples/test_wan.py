@@ -1,10 +1,15 @@
 """The example on Wan: on tiny models of the same classes, its numbers are those of diffusers."""
 
+import errno
 import json
+import os
+import shutil
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import diffusers
 import numpy as np
 import pytest
@@ -248,6 +253,11 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken/a.mp4").write_bytes(b"no video")
     (tmp_path / "mute").mkdir()
+    for name in ("vace", "partless"):
+        shutil.copytree(models["one"], tmp_path / name)
+    shutil.rmtree(tmp_path / "partless/transformer")
+    settings = tmp_path / "vace/transformer/config.json"
+    settings.write_text(settings.read_text().replace("WanTransformer3DModel", "WanVACETransformer3DModel"))
     (tmp_path / "mute/a.mp4").write_bytes(b"no video")
     (tmp_path / "broken/caption.txt").write_text("a square")
     one = f"--model {models['one']} --output_dir {tmp_path}/run --preview_clips 0 {SIZE}"
@@ -263,6 +273,10 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
         f"{one} --dataset_path {clips} --model {models['two']}": "pass --noise_range 0.875 1 or 0 0.875",
         f"{one} --dataset_path {clips} --model {tmp_path}/empty": "cannot be found",
         f"{one} --dataset_path {clips} --num_samples 4": "pass --preview_clips instead",
+        f"{one} --dataset_path {clips} --batch_size 6": "has 5 clips, fewer than one global batch",
+        f"{one} --dataset_path {clips} --output_dir {clips}/run": "lies inside --dataset_path",
+        f"{one} --dataset_path {clips} --model {tmp_path}/vace": "the transformer of --model",
+        f"{one} --dataset_path {clips} --model {tmp_path}/partless": "has no transformer",
         f"{one} --dataset_path {clips} --noise_range 1 0": "--noise_range is 1 0",
         f"--dataset_path {clips}": "--model is missing",
     }
@@ -272,7 +286,41 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
         assert sentence in str(caught.value)
     monkeypatch.setattr(example, "memory", lambda: 1000)
     with pytest.raises(UsageError, match=r"--train full needs .* GB .* pass --train lora"):
-        wan_of(models["one"], clips, "--train full").transformer()
+        wan_of(models["one"], clips, "--train full").check()
+
+
+@pytest.mark.parametrize("flags", ["--lora_alpha 4", "--noise_range 0 0.5", "--time_shift 1"])
+def test_a_run_does_not_go_on_as_another(runs: Path, models: dict[str, Path], clips: Path, flags: str) -> None:
+    """Nothing in the weights would tell."""
+    words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {runs}/1"
+    with pytest.raises(UsageError, match=rf"was trained with {flags.split(maxsplit=1)[0]} .*, and this run has"):
+        example.check_same_run(flags_of(f"{words} {flags}"))
+    example.check_same_run(flags_of(f"{words} --caption_dropout 0.3"))
+
+
+def test_other_weights_encode_anew(models: dict[str, Path], clips: Path, tmp_path: Path) -> None:
+    wan = wan_of(models["one"], clips)
+    before = wan.weights
+    other = shutil.copytree(models["one"], tmp_path / "other")
+    assert wan_of(other, clips).weights != before
+    os.utime(next((other / "vae").iterdir()), (1, 1))
+    assert wan_of(models["one"], clips).weights == before
+
+
+def test_a_full_disk_does_not_end_the_run(
+    tmp_path: Path, models: dict[str, Path], clips: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState()
+
+    def full(*_args: Any, **_kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("rectified_flow.pictures.replace_file", full)
+    monkeypatch.setattr(example, "replace_file", full)
+    words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {tmp_path}/run"
+    assert example.train(flags_of(f"{words} --train_num_steps 2"))
+    assert (tmp_path / "run/checkpoints/step_00000002").exists()
+    assert not (tmp_path / "run/lora/pytorch_lora_weights.safetensors").exists()
 
 
 def test_objectives_that_need_an_interval_are_refused(models: dict[str, Path], clips: Path) -> None:
@@ -294,6 +342,28 @@ def test_captions_and_frames_of_videos(tmp_path: Path) -> None:
     every, slower = (found[0].decode(5, 16, 16, fps).float().mean(dim=(2, 3))[:, 0] for fps in (100, 10))
     np.testing.assert_allclose(every, [0, 10, 20, 30, 40], atol=6)
     np.testing.assert_allclose(slower, [0, 20, 40, 60, 80], atol=6)
-    (tmp_path / "metadata.jsonl").write_text("{}\n")
+    numbered = tmp_path / "frames"
+    numbered.mkdir()
+    for number in range(12):
+        frames[number].save(numbered / f"{number}.png")
+    (numbered / "caption.txt").write_text("in order")
+    [in_order] = find_clips(tmp_path)[2:]
+    np.testing.assert_array_equal(in_order.decode(12, 4, 4, 16)[:, 0, 0, 0], range(0, 120, 10))
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.gif", "text": null}\n')
     with pytest.raises(UsageError, match=r"line 1 of .* has no file_name and text"):
         find_clips(tmp_path)
+
+
+def test_a_video_that_starts_late_keeps_its_pace(tmp_path: Path) -> None:
+    with av.open(tmp_path / "a.mkv", "w") as container:
+        stream = container.add_stream("mpeg4", rate=60)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv420p"
+        for number in range(40):
+            frame = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 5 * number, np.uint8))
+            frame.pts, frame.time_base = 60 + number, Fraction(1, 60)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    (tmp_path / "a.txt").write_text("grey becomes white")
+    [clip] = find_clips(tmp_path)
+    levels = clip.decode(5, 16, 16, 15).float().mean(dim=(1, 2, 3))
+    np.testing.assert_allclose(levels, [0, 20, 40, 60, 80], atol=6)

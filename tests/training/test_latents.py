@@ -20,13 +20,13 @@ from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.data.latent_store import LatentDataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.distributed import filling
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.files import lock_of
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.autoencoder import Haar
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pretrained import PretrainedAutoencoder, _find, _fingerprint_of, _load
-from rectified_flow.training import encoding
 from rectified_flow.training.encoding import encode_pictures
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
@@ -84,7 +84,7 @@ def test_latents_are_those_of_the_pictures_and_their_mirror_images(pictures: Ima
 def test_channels_are_scaled_by_what_was_measured(pictures: ImageDataset) -> None:
     latents = encode(pictures)
     space = latents.space(Haar(1))
-    x = torch.cat([space.encode(latents.read_batch(range(46))["latents"][:, v : v + 1]) for v in (0, 1)])
+    x = space.encode(latents.read_batch(range(46))["latents"])
     torch.testing.assert_close(x.mean(dim=(0, 2, 3)), torch.zeros(12), atol=1e-3, rtol=0)
     torch.testing.assert_close(x.std(dim=(0, 2, 3), correction=0), torch.ones(12), atol=1e-3, rtol=0)
 
@@ -161,16 +161,16 @@ def test_another_run_that_encodes_is_waited_for(
     shutil.rmtree(path)
     lock = lock_of(Path(f"{path}.lock"))
     lock.acquire()
-    find_or_lock = encoding._Encoding.find_or_lock
+    claim = filling._claim
 
-    def release_later(self: Any, held: Any, wait: float) -> Any:
+    def release_later(writer: StoreWriter, held: Any, wait: float) -> Any:
         if wait:
             lock.release()
-        return find_or_lock(self, held, wait)
+        return claim(writer, held, wait)
 
-    monkeypatch.setattr(encoding._Encoding, "find_or_lock", release_later)
+    monkeypatch.setattr(filling, "_claim", release_later)
     assert encode(pictures).path == path
-    assert "waiting for another run that encodes these pictures" in capsys.readouterr().out
+    assert "waiting for another run that is encoding these latents" in capsys.readouterr().out
 
 
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:
