@@ -98,6 +98,7 @@ def verdicts(output: str) -> dict[str, str]:
     return {name: verdict for verdict, name, *_ in map(str.split, output.splitlines()[1:-1])}
 
 
+@pytest.mark.slow
 def test_the_first_run_on_a_gpu_passes_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     import first_gpu
 

@@ -5,7 +5,7 @@ import pytest
 from tests.launch.soak import differences, leaks, two_runs
 from tests.patience import PATIENCE
 
-SHORT = ("kill_worker", "fill_disk", "kill_launcher", "corrupt_checkpoint", "preempt")
+SHORT = ("fill_disk", "kill_launcher", "corrupt_checkpoint")
 
 
 @pytest.mark.timeout(8 * PATIENCE)

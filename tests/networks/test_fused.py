@@ -153,6 +153,7 @@ def test_they_are_for_compiled_code_on_a_gpu_only() -> None:
     assert choose(x).ndim == torch.compile(choose, backend="eager")(x).ndim == 2
 
 
+@pytest.mark.slow
 def test_forward_mode_passes_through_them_inside_a_compiled_loss() -> None:
     """After a pass with gradient whose values it reuses, as mean flow has it.
 
