@@ -454,14 +454,15 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
     """
     config, space, (_, kind) = wan.config, wan.space, wan.index["vae"]
     size = config.frames, config.height, config.width, config.fps
-    key = on_main(state, lambda: _key(CLIPS_VERSION, clips_fingerprint(list(clips)), size, wan.weights))
+    key = on_main(state, lambda: _key(CLIPS_VERSION, clips_fingerprint(clips, times=True), size, wan.weights))
+    same = _key(clips_fingerprint(clips, times=False), size)  # a run goes on with clips that were copied
     folder = prepare_folder("cache_dir", config.cache_dir or default_cache_dir())
     rows = {LATENTS_FILE: (1, 2, *(space.shape or ())), TEXT_FILE: (TEXT_TOKENS, wan.text_dim)}
     writer = StoreWriter(folder / f"clips-{key[:16]}", len(clips) + 1, rows, "clips")
     encoder = _Encoder(wan, clips)
 
     def finish() -> None:
-        latents = {"autoencoder": kind, "pictures": key, "mean": space.mean, "std": space.std}
+        latents = {"autoencoder": kind, "pictures": same, "mean": space.mean, "std": space.std}
         more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
         writer.finish(np.full(writer.length, -1), **more)
 

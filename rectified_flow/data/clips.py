@@ -3,7 +3,7 @@
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -81,13 +81,13 @@ def find_clips(folder: Path) -> list[Clip]:
     return clips
 
 
-def clips_fingerprint(clips: list[Clip]) -> str:
-    """Changes whenever a clip's file or caption does."""
+def clips_fingerprint(clips: Sequence[Clip], *, times: bool) -> str:
+    """Changes whenever a clip's caption, name or size does; with ``times`` also when its file was written again."""
     digest = blake2b(digest_size=16)
     for clip in clips:
         for file in sorted(clip.path.iterdir()) if clip.path.is_dir() else [clip.path]:
             stat = file.stat()
-            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+            digest.update(repr((file.name, stat.st_size, stat.st_mtime_ns if times else 0)).encode())
         digest.update(clip.caption.encode())
     return digest.hexdigest()
 

@@ -367,3 +367,17 @@ def test_a_video_that_starts_late_keeps_its_pace(tmp_path: Path) -> None:
     [clip] = find_clips(tmp_path)
     levels = clip.decode(5, 16, 16, 15).float().mean(dim=(1, 2, 3))
     np.testing.assert_allclose(levels, [0, 20, 40, 60, 80], atol=6)
+
+
+def test_copied_clips_are_the_same_data(models: dict[str, Path], clips: Path, tmp_path: Path) -> None:
+    """Encoded again, as nobody knows; but a run goes on with them."""
+    copied = shutil.copytree(clips, tmp_path / "copied", copy_function=shutil.copyfile)
+    first, second = (
+        example.encode_clips(wan_of(models["one"], folder), find_clips(folder), PartialState())
+        for folder in (clips, copied)
+    )
+    assert first.path != second.path
+    assert first.fingerprint == second.fingerprint
+    (copied / "clip 0/caption.txt").write_text("another")
+    changed = example.encode_clips(wan_of(models["one"], copied), find_clips(copied), PartialState())
+    assert changed.fingerprint != first.fingerprint
