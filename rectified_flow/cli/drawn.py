@@ -273,4 +273,4 @@ class _Drawing:
             return None
         source = randomness.generator("cpu", self.recipe.seed, "labels of pairs")
         rows = torch.randint(len(self.pictures), (self.writer.length,), generator=source)
-        return torch.from_numpy(self.pictures.labels[rows.numpy()])
+        return self.pictures.condition_values(rows.tolist())["labels"]

@@ -70,7 +70,10 @@ class TrainRectifiedFlow:
             self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
+        check_held_out(self.data, self.evaluation)
         self.rectified_flow.check_times(self.times)
+        if self.reflow.reflow_from is not None:
+            check_taught("reflow_from", self.data, self.network)
         require(
             self.reflow.reflow_from is None or self.coupling.coupling == "independent",
             "--coupling and --reflow_from exclude each other: drawn pairs come with their noise",
@@ -101,9 +104,11 @@ class TrainMeanFlow:
             self.network.check_side(self.data.image_size)
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
+        check_held_out(self.data, self.evaluation)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         if self.teacher.teacher is not None:
             self.mean_flow.check_teacher()
+            check_taught("teacher", self.data, self.network)
             require(
                 self.coupling.coupling == "independent",
                 "--coupling and --teacher exclude each other: paths come with their noise",
@@ -274,6 +279,21 @@ def check_folders(data: DataConfig, run: TrainingConfig) -> None:
             f"--{flag} {folder} lies inside --dataset_path {data.dataset_path}, where the run's own files would become "
             "training pictures: choose a folder outside",
         )
+
+
+def check_held_out(data: DataConfig, evaluation: EvaluationConfig) -> None:
+    """Raise a UsageError if the run is to stop by pictures that it does not hold out."""
+    require(
+        data.holdout > 0 or not evaluation.stop_when_memorising,
+        "--stop_when_memorising needs pictures to measure on: pass --holdout 0.05",
+    )
+
+
+def check_taught(flag: str, data: DataConfig, network: UnetConfig) -> None:
+    """Raise a UsageError if a flag is given that a run has no use for which learns from what a teacher draws."""
+    given = {"augment": data.augment, "holdout": data.holdout, "init_from": network.init_from}
+    for name, value in given.items():
+        require(not value, f"--{name} has no effect with --{flag}, which draws what the run learns: leave it out")
 
 
 def check_room(data: DataConfig, run: TrainingConfig) -> None:

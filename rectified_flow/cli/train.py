@@ -1,7 +1,6 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +20,8 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, require
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.evaluation.holdout import hold_out
 from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
@@ -30,7 +31,8 @@ from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Unifor
 from rectified_flow.machine import require_memory
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
 from rectified_flow.networks.unet import Unet
-from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, read
+from rectified_flow.report import line
+from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
@@ -40,6 +42,7 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.encoding import encode_pictures
 from rectified_flow.training.eval_hook import EvaluationHook
+from rectified_flow.training.heldout_hook import HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
 CONDITION_DROPOUT = 0.1
@@ -57,12 +60,11 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     if config.program.dry_run:
         print_plan(config, build_rectified_flow(config, PLANNED_LABELS, space))
         return True
-    on_main(state, lambda: check_start(config.run))
+    on_main(state, lambda: check_start(config.run, config.network.init_from))
     require_room_for_batch(config, space)
     space.prepare(state.device)
     pictures = open_pictures(config.data)
-    flow = build_rectified_flow(config, pictures.conditions, space)
-    return train(config, flow, pictures)
+    return train(config, build_rectified_flow(config, pictures.conditions, space), pictures)
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
@@ -74,23 +76,20 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
     if config.program.dry_run:
         print_plan(config, build_mean_flow(config, PLANNED_LABELS, space))
         return True
-    on_main(state, lambda: check_start(config.run, config.mean_flow.init_from))
+    on_main(state, lambda: check_start(config.run, config.network.init_from))
     require_room_for_batch(config, space)
     space.prepare(state.device)
     pictures = open_pictures(config.data)
-    flow = build_mean_flow(config, pictures.conditions, space)
-    if config.mean_flow.init_from is not None:
-        start_from(config.mean_flow.init_from, flow)
-    return train(config, flow, pictures)
+    return train(config, build_mean_flow(config, pictures.conditions, space), pictures)
 
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
     """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
-    callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
     request, dataset = request_of(config), cast(StoreDataset, pictures)
+    source = config.network.init_from if request is None else request.source
+    if source is not None and not list_checkpoints(config.run.checkpoints):
+        start_from(source, flow)
     if request is not None:
-        if not list_checkpoints(config.run.checkpoints):
-            start_from(request.source, flow)
         dataset, space = open_drawn(config, request, pictures)
         if isinstance(flow.space, Latents) and isinstance(space, Latents):
             flow.space = _taught_space(space, flow.space.autoencoder)
@@ -99,6 +98,14 @@ def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: Imag
             pictures, flow.space.autoencoder, PartialState(), mirrored=config.data.horizontal_flip
         )
         dataset, flow.space = latents, latents.space(flow.space.autoencoder)
+    callbacks: list[Callback] = []
+    if config.data.holdout > 0:
+        split = hold_out(pictures, config.data.holdout, config.run.seed, PartialState())
+        PartialState().print(line("held out", split))
+        pictures, held_out = pictures.subset(split.training), dataset.subset(split.held_out)
+        dataset = dataset.subset(split.training)
+        callbacks.append(build_heldout_hook(config, dataset, held_out))
+    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
@@ -113,12 +120,27 @@ def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:
 
 
 def start_from(path: Path, flow: Flow) -> None:
-    """Give the network of ``flow`` the weights of a run or checkpoint, the same one on all processes.
+    """Give the network of ``flow`` the weights of a run or checkpoint that fit, the same ones on all processes.
 
     Raises:
         UsageError: if there is none, or it is of another architecture.
     """
-    read(path, partial(load_averaged, flow.network), PartialState())
+
+    def load(source: Path) -> tuple[Path, set[str], set[str]]:
+        return source, *load_matching(flow.network, source)
+
+    state = PartialState()
+    source, taken, fresh = read(path, load, state)
+    sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
+    fits, misses = (sum(sizes[name] for name in names) for names in (taken, fresh))
+    require(
+        fits > misses,
+        f"{source} is of another architecture: {fits / (fits + misses):.0%} of this network's weights would fit; pass "
+        "the --dim and --dim_mults in its config.json",
+    )
+    modules = sorted({name.rpartition(".")[0] for name in fresh})
+    rest = f"; new are {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
+    state.print(line("start from", f"{source}: {fits:,} of {fits + misses:,} weights{rest}"))
 
 
 def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Space) -> None:
@@ -207,7 +229,8 @@ def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
     """
     data = config.data
     if data.autoencoder is None:
-        return Pixels((RGB, data.image_size, data.image_size), horizontal_flip=data.horizontal_flip)
+        shape = (RGB, data.image_size, data.image_size)
+        return Pixels(shape, horizontal_flip=data.horizontal_flip, augmentation=data.augment)
     space = Latents(open_autoencoder(data.autoencoder), data.image_size)
     config.network.check_side(data.image_size, (space.shape or (0,))[-1])
     return space
@@ -229,7 +252,7 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
         flags.dim,
         flags.dim_mults,
         channels=channels,
-        conditions=conditions if flags.use_cfg else None,
+        conditions={**(conditions if flags.use_cfg else {}), **space.conditions},
         image_size=side,
         dropout=flags.dropout,
     )
@@ -237,7 +260,16 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
     return network
 
 
-def build_callbacks(config: EvaluationConfig, pictures: ImageDataset, seed: int) -> list[Callback]:
+def build_heldout_hook(
+    config: TrainRectifiedFlow | TrainMeanFlow, training: StoreDataset, held_out: StoreDataset
+) -> HeldOutHook:
+    """What measures the loss on held-out pictures."""
+    pictures = HeldOutPictures(training, held_out, config.run.seed)
+    every = config.evaluation.evaluate_every or config.run.save_every
+    return HeldOutHook(pictures, every, stops=config.evaluation.stop_when_memorising)
+
+
+def build_evaluations(config: EvaluationConfig, pictures: ImageDataset, seed: int) -> list[Callback]:
     """The evaluations that ``--evaluate_every`` asks for.
 
     Raises:
@@ -248,7 +280,7 @@ def build_callbacks(config: EvaluationConfig, pictures: ImageDataset, seed: int)
     evaluator = Evaluator(
         pictures, config.feature_network, PartialState(), num_samples=config.evaluation_samples, seed=seed
     )
-    return [EvaluationHook(evaluator, config.evaluate_every)]
+    return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]
 
 
 def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:

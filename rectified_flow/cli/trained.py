@@ -16,7 +16,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.saved import network_of
-from rectified_flow.networks.conditions import Labels
+from rectified_flow.networks.conditions import Labels, chosen
 from rectified_flow.networks.placing import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import CHECKPOINTS
@@ -129,7 +129,7 @@ def solver_options(config: SolverConfig, flow: Flow, source: Path) -> dict[str, 
             require(name in accepted, f"--{flag} has no effect: {source} holds a {kind}{where * (name == 'guidance')}")
             options[name] = value
     require(
-        guidance.scale == 1 or len(flow.conditions) > 0,
+        guidance.scale == 1 or len(chosen(flow.conditions)) > 0,
         f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",
     )
     return options

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rectified_flow.errors import require_positive
+from rectified_flow.errors import require, require_finite, require_positive
 from rectified_flow.flags import check_paths, default_is
 
 OXFORD_FLOWERS = "nelorth/oxford-flowers"
@@ -24,6 +24,12 @@ class DataConfig:
     """Train on latents: haar, an exact wavelet, or the folder or hub id of an image autoencoder of diffusers."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
+    augment: float = 0.0
+    """Probability of each of: mirroring, shift, scaling, rotation, stretching, other colours. The network is told of
+    them, so that it does not generate them; 0.1 to 0.3 for few pictures."""
+    holdout: float = 0.0
+    """Share of the images that are not trained on, but measured at --evaluate_every, or else --save_every, to see
+    whether the network memorises the others; 0.05 of some hundreds or more."""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded, instead of stopping."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
@@ -31,4 +37,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_paths(self)
+        require_finite(self)
         require_positive(self, "image_size")
+        require(0 <= self.augment <= 1, f"--augment is {self.augment:g}; it is a probability, from 0 to 1")
+        require(0 <= self.holdout < 1, f"--holdout is {self.holdout:g}; it is a share, at least 0 and below 1")
+        require(
+            self.augment == 0 or self.autoencoder is None,
+            "--augment and --autoencoder exclude each other: latents are encoded before the training",
+        )

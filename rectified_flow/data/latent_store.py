@@ -39,7 +39,7 @@ class LatentDataset(StoreDataset):
         return self.info.latents
 
     @property
-    def fingerprint(self) -> str:
+    def content(self) -> str:
         """That of the pictures; the autoencoder is part of the flow."""
         return self.encoded.pictures
 
@@ -56,7 +56,7 @@ class LatentDataset(StoreDataset):
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         if self.mirrored:
             return super().read_batch(indices)
-        latents = self.entries["latents"][list(indices), :1]  # read no more than that
+        latents = self.entries["latents"][self._rows_of(indices), :1]  # read no more than that
         return {"latents": torch.from_numpy(latents), **self.condition_values(indices)}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,12 +8,13 @@ time of each file, by which a later change is noticed.
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import numpy as np
 import torch
@@ -98,18 +99,35 @@ class StoreInfo:
 class StoreDataset(Dataset[dict[str, Tensor]]):
     """The rows of a store.
 
-    Pickles as a path, a length and a recipe; each process maps the files when it first reads, and all share one page
-    cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
+    Pickles as a path, a recipe and numbers of rows. Each process maps the files when it first reads, and all share one
+    page cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
 
     Args:
         path: a store's folder.
         recipe: the arguments of :func:`rectified_flow.open_dataset` that open the pictures again.
+
+    Attributes:
+        rows: the store's rows that are items, in this order; None if all are.
     """
 
     def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.recipe = dict(recipe or {})
+        self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self._length = self.info.length
+
+    def subset(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> Self:
+        """These rows of the store as a dataset of the same kind."""
+        part = copy(self)
+        part.rows, part._length = np.asarray(rows, dtype=np.int64), len(rows)
+        return part
+
+    @property
+    def whole(self) -> Self:
+        """All rows of the store."""
+        everything = copy(self)
+        everything.rows, everything._length = None, self.info.length
+        return everything
 
     @cached_property
     def info(self) -> StoreInfo:
@@ -118,12 +136,12 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All rows by entry of an item, read-only memory maps ``[n, ...]``."""
+        """All rows of the store by entry of an item, read-only memory maps ``[n, ...]``."""
         return {Path(name).stem: self._map(name, shape) for name, shape in self.info.shapes.items()}
 
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels, a read-only memory map ``[n]``."""
+        """All labels of the store, a read-only memory map ``[n]``."""
         with reading(self.path / LABELS_FILE):
             return np.load(self.path / LABELS_FILE, mmap_mode="r")
 
@@ -147,16 +165,28 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @property
     def fingerprint(self) -> str:
         """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
+        if self.rows is None:
+            return self.content
+        return blake2b(self.content.encode() + self.rows.tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def content(self) -> str:
+        """Hash of what the store holds, or was made from."""
         return self.info.content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The items of ``indices`` with a leading batch dimension, in one read."""
-        rows = {name: torch.from_numpy(values[list(indices)]) for name, values in self.entries.items()}
-        return {**rows, **self.condition_values(indices)}
+        rows = self._rows_of(indices)
+        items = {name: torch.from_numpy(values[rows]) for name, values in self.entries.items()}
+        return {**items, **self.condition_values(indices)}
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """The conditions of the items of ``indices``, by name."""
-        return {"labels": torch.from_numpy(self.labels[list(indices)])} if self.class_names else {}
+        return {"labels": torch.from_numpy(self.labels[self._rows_of(indices)])} if self.class_names else {}
+
+    def _rows_of(self, indices: Sequence[int]) -> list[int]:
+        """The store's rows of some items."""
+        return list(indices) if self.rows is None else self.rows[list(indices)].tolist()
 
     def _map(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
         with reading(self.path / name):
@@ -175,7 +205,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "recipe": self.recipe, "_length": self._length}
+        return {"path": self.path, "recipe": self.recipe, "rows": self.rows, "_length": self._length}
 
 
 class ImageDataset(StoreDataset):
@@ -183,7 +213,7 @@ class ImageDataset(StoreDataset):
 
     @property
     def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """All images, a read-only memory map ``[n, 3, s, s]``."""
+        """All images of the store, a read-only memory map ``[n, 3, s, s]``."""
         return self.entries["images"]
 
 

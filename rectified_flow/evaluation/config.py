@@ -22,6 +22,8 @@ class EvaluationConfig:
     feature_network: FeatureNetwork = "inception"
     """Features that pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no
     download."""
+    stop_when_memorising: bool = False
+    """End the run when the loss on --holdout pictures rises; the best checkpoint is then that of its least value."""
 
     def __post_init__(self) -> None:
         require_natural(self, "evaluate_every")

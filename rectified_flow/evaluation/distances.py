@@ -69,6 +69,18 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
     return {name: share.float().mean().item() for name, share in shares.items()}
 
 
+def nearness(queries: Tensor, real: Tensor) -> Tensor:
+    """How near each of ``queries`` is to its nearest row of ``real``, ``[q]``.
+
+    In units of the distance of that row to its own nearest neighbour among ``real``: below 1, a query is nearer than
+    training pictures are to each other; a copy is at 0.
+    """
+    _, gaps = _reach(real)
+    parts = [distances.min(dim=1) for _, distances in _distances(queries, real)]
+    distances, indices = torch.cat([each.values for each in parts]), torch.cat([each.indices for each in parts])
+    return distances / gaps[indices].clamp(min=torch.finfo(gaps.dtype).tiny)
+
+
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
     """Indices ``[q, count]`` of the rows of ``real`` that are nearest to each of ``queries``, nearest first.
 

@@ -12,6 +12,8 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.config import FeatureNetwork
 
 COLOURS = "colours_8x8"
+GREY_LEVELS = 64
+"""Of 256, in a unit of the colours."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def average_colours() -> Features:
     """The mean colours of 8x8 fields, of about unit variance, which ImageNet classifiers barely respond to."""
 
     def extract(images: Tensor) -> Tensor:
-        return F.adaptive_avg_pool2d((images.float() - 127.5) / 64, 8).flatten(1)
+        return F.adaptive_avg_pool2d((images.float() - 127.5) / GREY_LEVELS, 8).flatten(1)
 
     return Features(COLOURS, f"{COLOURS}_frechet_distance", f"{COLOURS}_kernel_distance", "means of fields", extract)
 

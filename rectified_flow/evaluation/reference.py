@@ -29,8 +29,8 @@ def reference_features(
 ) -> Tensor:
     """Features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process.
 
-    Each process extracts its share. Saved features are loaded from the store's folder. New features are saved there by
-    the main process if the folder is writable.
+    Each process extracts its share of the whole store. Saved features are loaded from the store's folder. New features
+    are saved there by the main process if the folder is writable.
 
     Args:
         dataset: the images.
@@ -39,6 +39,9 @@ def reference_features(
         progress: called with the number of images of each finished batch.
         batch_size: images per batch.
     """
+    if dataset.rows is not None:
+        whole = reference_features(dataset.whole, features, state, progress=progress, batch_size=batch_size)
+        return whole[dataset.rows] if state.is_main_process else whole
     known = on_main(state, lambda: _find_saved(dataset, features.name))
     if known is not None:
         return torch.from_numpy(np.load(known)) if state.is_main_process else torch.empty(0)

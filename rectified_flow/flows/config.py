@@ -136,11 +136,8 @@ class MeanFlowConfig:
     """Guidance inside the training target, so that sampling needs none; with --use_cfg. Of a teacher, as it draws."""
     guidance_mixing: float = 0.0
     """Share of the network's own velocity in it; the effective scale is guidance_scale / (1 - guidance_mixing)."""
-    init_from: Path | None = None
-    """Start from the weights of this checkpoint or run, of a rectified flow for example."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
         require_finite(self)
         require_positive(self, "time_std", "earlier_std", "weight_epsilon")
         require_natural(self, "weight_power", "guidance_scale")

@@ -49,11 +49,14 @@ class Flow(nn.Module, Saved):
             :mod:`rectified_flow.flows.transport`.
 
     Raises:
-        ValueError: if the network does not take data of the space's shape, or the probability is none.
+        ValueError: if the network does not take data of the space's shape, or what the space tells, or the probability
+            is none.
     """
 
     sample: Callable[..., Tensor]
     """Generates data, ``[b, ...]`` as the space decodes it; each flow in its own way."""
+    velocity: Callable[..., Tensor]
+    """The predicted velocity ``[b, ...]`` at ``(x, t, **conditions)``, for measuring."""
     loss: Callable[..., Any]
     """The objective: the loss as a function of every draw."""
     default_steps: ClassVar[int] = 16
@@ -77,6 +80,9 @@ class Flow(nn.Module, Saved):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
+        untold = [name for name in self.space.conditions if name not in self.conditions]
+        if untold:
+            raise ValueError(f"the network cannot be told of the {untold[0]}: give it the conditions of the space")
         self.condition_dropout = condition_dropout
         self.coupling = coupling
 
@@ -110,11 +116,12 @@ class Flow(nn.Module, Saved):
                 "entry of the dataset's items"
             )
         data, paired = batch[self.space.key], "noise" in batch
-        x_0 = self.space.encode(data if paired else self.space.augment(data))
+        data, told = (data, {}) if paired else self.space.augment(data)
+        x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = {name: batch[name] for name in self.conditions if name in batch}
         noise = batch["noise"].float() if paired else self._draw_noise(x_0, conditions, batch)
-        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout)
+        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout) | told
 
     @property
     def pairs(self) -> bool:
@@ -127,7 +134,7 @@ class Flow(nn.Module, Saved):
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
         """
-        x_0 = self.space.encode(self.space.augment(batch[self.space.key]))
+        x_0 = self.space.encode(self.space.augment(batch[self.space.key])[0])
         conditions = {name: batch[name] for name in self.conditions if name in batch}
         noise = randomness.randn("noise", x_0.shape, x_0.device)
         return optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))

@@ -48,6 +48,10 @@ class FlowMap(Flow):
         """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
         return self.network(x, t, r=r, **conditions).float()
 
+    def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``: the average over no time at all."""
+        return self.average_velocity(x, t, t, **conditions)
+
     @torch.no_grad()
     def sample(
         self,

@@ -24,7 +24,7 @@ from rectified_flow.flows.flow import expand
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
 from rectified_flow.networks import tangents
-from rectified_flow.networks.conditions import Values, all_none, none_of
+from rectified_flow.networks.conditions import Values, all_none, chosen, none_of
 from rectified_flow.registry import register
 
 
@@ -107,7 +107,7 @@ class MeanFlow(FlowMap):
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
-        if self.guided and not self.conditions:
+        if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
         self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]

@@ -12,7 +12,7 @@ from rectified_flow.flows.guidance import Guidance, guided
 from rectified_flow.flows.solvers import Velocity, Watch, default_noise, integrate
 from rectified_flow.flows.time_grids import time_grid
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
-from rectified_flow.networks.conditions import Values
+from rectified_flow.networks.conditions import Values, chosen
 from rectified_flow.registry import register
 
 NO_GUIDANCE = Guidance()
@@ -162,7 +162,7 @@ class RectifiedFlow(Flow):
             return integrate(self._field(self.velocity, values, guidance), x, time_grid(steps, grid)[::-1], solver)
 
     def _field(self, predict: Callable[..., Tensor], conditions: Values, guidance: Guidance) -> Velocity:
-        if guidance.scale != 1 and not self.conditions:
+        if guidance.scale != 1 and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
         return guided(predict, self.conditions, conditions, guidance)
 

@@ -101,6 +101,33 @@ class Vector:
         return _VectorEmbedding(self.size, dim)
 
 
+@register
+@dataclass(frozen=True)
+class Told:
+    """Numbers, float32 ``[b, size]``, that tell what was done to the data of a row; zeros for nothing.
+
+    The data space gives them in training. They are neither dropped nor guided by, and zeros in sampling.
+
+    Args:
+        size: how many.
+    """
+
+    size: int
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.zeros(count, self.size, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return (values == 0).all(dim=1)
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Zeros."""
+        return self.none(count, device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return nn.Linear(self.size, dim, bias=False)
+
+
 class _VectorEmbedding(nn.Module):
     """A linear map of the vector, and a learned embedding of "none"."""
 
@@ -114,6 +141,11 @@ class _VectorEmbedding(nn.Module):
         return torch.where(missing, self.none, self.linear(values.masked_fill(missing, 0)))
 
 
+def chosen(kinds: Kinds) -> Kinds:
+    """The conditions that are chosen in sampling, and by which it can be guided: all but those of :class:`Told`."""
+    return {name: kind for name, kind in kinds.items() if not isinstance(kind, Told)}
+
+
 def drop(kinds: Kinds, values: Values, probability: float) -> Values:
     """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598)."""
     if not values or probability == 0:
@@ -125,13 +157,16 @@ def drop(kinds: Kinds, values: Values, probability: float) -> Values:
 
 
 def none_of(kinds: Kinds, values: Values) -> Values:
-    """The rows that stand for "none", as many as there are ``values`` of each condition."""
-    return {name: kinds[name].none(len(each), each.device) for name, each in values.items()}
+    """Rows that stand for "none", as many as there are ``values`` of each condition; what was told stays."""
+    kept = kinds.keys() - chosen(kinds).keys()
+    return {name: each if name in kept else kinds[name].none(len(each), each.device) for name, each in values.items()}
 
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:
-    """Which rows have no condition at all, bool ``[b]``; ``values`` must not be empty."""
-    return torch.stack([kinds[name].is_none(each) for name, each in values.items()]).all(dim=0)
+    """Which rows have none of the conditions that can be chosen, bool ``[b]``; ``values`` must have one."""
+    return torch.stack([kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]).all(
+        dim=0
+    )
 
 
 def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -1,8 +1,10 @@
 """The flags of the Unet."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from rectified_flow.errors import require, require_finite, require_fraction, require_positive
+from rectified_flow.flags import check_paths
 from rectified_flow.machine import require_memory
 
 BYTES_PER_WEIGHT = 16
@@ -21,10 +23,13 @@ class UnetConfig:
     """Dropout probability inside residual blocks."""
     use_cfg: bool = False
     """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
+    init_from: Path | None = None
+    """Start from the weights of this checkpoint or run, as far as their shapes agree, on any data."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
 
     def __post_init__(self) -> None:
+        check_paths(self)
         require_finite(self)
         require_positive(self, "dim")
         require_fraction(self, "dropout")

@@ -266,6 +266,22 @@ def load_averaged(network: nn.Module, path: Path) -> None:
     load_weights(network, path, MODEL_FILE, *([EMA_FILE] if has_averages(path) else []))
 
 
+def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
+    """Give ``network`` the averaged weights of the checkpoint at ``path`` that have the same names and shapes.
+
+    Returns:
+        The names of the network's own weights that were taken, and of those that were not.
+
+    Raises:
+        UsageError: if the checkpoint is damaged.
+    """
+    saved = load_tensors(path, MODEL_FILE) | (load_tensors(path, EMA_FILE) if has_averages(path) else {})
+    own = own_weights(network)
+    taken = {key: value for key, value in saved.items() if key in own and own[key].shape == value.shape}
+    network.load_state_dict(taken, strict=False)
+    return set(taken), own.keys() - taken.keys()
+
+
 def has_averages(path: Path) -> bool:
     """Whether a checkpoint has averaged weights.
 

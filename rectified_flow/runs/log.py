@@ -13,7 +13,7 @@ from torch import Tensor
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, replace_file
 from rectified_flow.pictures import encode_picture, to_grid
-from rectified_flow.plots import Line, draw_lines
+from rectified_flow.plots import Line, Panel, draw_lines, draw_panels
 from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.line_file import LineFile
@@ -132,7 +132,7 @@ class RunLog:
         return self.folder / "loss.png"
 
     def draw_loss(self) -> None:
-        """Plot the loss over the steps."""
+        """Plot the loss over the steps, and below it that on held-out pictures if there are any."""
         with self._tolerant("loss plot"):
             steps, losses = _columns(self._metrics.numbers("loss"))
             lines: dict[str, Line] = {"mean since the line before": (steps, losses)}
@@ -142,7 +142,12 @@ class RunLog:
                     steps[window - 1 :],
                     np.convolve(losses, np.ones(window) / window, "valid"),
                 )
-            draw_lines(self.loss_plot, lines, "training loss", "step", "loss", log_y=len(lines) > 1)
+            panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
+            names = {"heldout_loss": "held-out pictures", "seen_loss": "as many training pictures"}
+            compared = {name: _columns(self._metrics.numbers(key)) for key, name in names.items()}
+            if any(len(steps) for steps, _ in compared.values()):
+                panels.append(Panel(compared, "the same loss on both", "step", "squared error of the velocity"))
+            draw_panels(self.loss_plot, panels)
 
     @contextmanager
     def _tolerant(self, what: str) -> Iterator[None]:

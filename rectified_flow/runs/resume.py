@@ -17,7 +17,10 @@ from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.runs.folder import RunFolder
 from rectified_flow.runs.saved_state import RunIdentity
 
-MAY_CHANGE = ("condition_dropout", "space.horizontal_flip", "space.autoencoder.source", "space.mean", "space.std")
+MAY_CHANGE = (
+    *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
+    *("space.autoencoder.source", "space.mean", "space.std"),
+)
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 SHAPING = (
     *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),
@@ -53,7 +56,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
     _refuse_second_start(config)
     resumed = None if config.resume in ("auto", "never") else Path(config.resume)
     if checkpoint.list_checkpoints(config.checkpoints):
-        resumed = None
+        return
     for path in filter(None, (origin, resumed)):
         checkpoint.resolve(path, warn=lambda _line: None)
 
@@ -134,7 +137,8 @@ def _compare_flows(
         return
     then, now = (flat(each) for each in (checkpoint.load_description(path), flow))
     for name in dict.fromkeys([*then, *now]):
-        if then.get(name) == now.get(name) or name == "space.shape" or name.startswith("network."):
+        absent = not then.get(name) and not now.get(name)  # off, in a version that did not have it
+        if then.get(name) == now.get(name) or absent or name == "space.shape" or name.startswith("network."):
             continue
         called = {"kind": "flow"}.get(name, name)
         if refuse and name not in MAY_CHANGE:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.networks.conditions import Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.pixels import RGB, Pixels
@@ -41,7 +42,7 @@ class StoredLatents(Space):
             raise ValueError(f"{len(self.mean)} means and {len(self.std)} deviations for {self.shape[0]} channels")
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def augment(self, data: Tensor) -> Tensor:
+    def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, ...]``, float32."""
         rows = torch.arange(len(data), device=data.device)
         if data.shape[1] > 1:
@@ -50,7 +51,7 @@ class StoredLatents(Space):
         if data.shape[2] > 1:
             noise = randomness.randn("latents", (len(data), *data.shape[3:]), data.device)
             latents = latents + data[:, :1, 1:].float() * noise[:, None, None]
-        return latents
+        return latents, {}
 
     def encode(self, data: Tensor) -> Tensor:
         """Of the first variant, and the mean of its distribution."""

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.networks.conditions import Kinds, Told, Values
 from rectified_flow.registry import register
+from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
 
 RGB = 3
@@ -21,22 +23,33 @@ class Pixels(Space):
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.
         horizontal_flip: mirror half of the training pictures.
+        augmentation: probability of each of the changes to a training picture that the network is told of, see
+            :mod:`rectified_flow.spaces.augmentation`; with 0 it is told nothing.
     """
 
-    def __init__(self, shape: Sequence[int] | None = None, *, horizontal_flip: bool = False) -> None:
+    def __init__(
+        self, shape: Sequence[int] | None = None, *, horizontal_flip: bool = False, augmentation: float = 0.0
+    ) -> None:
         self.shape = None if shape is None else tuple(shape)
-        self.horizontal_flip = horizontal_flip
+        self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
+
+    @property
+    def conditions(self) -> Kinds:
+        return {"augmentation": Told(NUMBERS)} if self.augmentation else {}
 
     @property
     def picture_side(self) -> int | None:
         return self.shape[-1] if self.shape is not None and self.shape[0] == RGB else None
 
-    def augment(self, data: Tensor) -> Tensor:
-        """Each row mirrored left to right with probability 1/2, if that is asked for."""
-        if not self.horizontal_flip:
-            return data
-        mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
-        return torch.where(mirrored, data.flip(-1), data)
+    def augment(self, data: Tensor) -> tuple[Tensor, Values]:
+        """Each row mirrored left to right with probability 1/2, if that is asked for; then augmented."""
+        if self.horizontal_flip:
+            mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
+            data = torch.where(mirrored, data.flip(-1), data)
+        if not self.augmentation:
+            return data, {}
+        x, told = augmented(self.encode(data), self.augmentation)
+        return x, {"augmentation": told}
 
     def encode(self, data: Tensor) -> Tensor:
         if data.dtype == torch.uint8:

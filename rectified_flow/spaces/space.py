@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.errors import UsageError
+from rectified_flow.networks.conditions import Kinds, Values
 
 
 class Space(ABC):
@@ -28,9 +29,14 @@ class Space(ABC):
         """Side of the RGB pictures that :meth:`from_pictures` takes [px]; None if the data are no pictures."""
         return None
 
-    def augment(self, data: Tensor) -> Tensor:
-        """A random variant of each row of stored data ``[b, ...]``, in training only."""
-        return data
+    @property
+    def conditions(self) -> Kinds:
+        """What :meth:`augment` tells the network, by name; the network must take it."""
+        return {}
+
+    def augment(self, data: Tensor) -> tuple[Tensor, Values]:
+        """A random variant of each row of stored data ``[b, ...]``, in training only, and what tells of it."""
+        return data, {}
 
     @abstractmethod
     def encode(self, data: Tensor) -> Tensor:

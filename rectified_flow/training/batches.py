@@ -19,6 +19,7 @@ from rectified_flow.distributed.collectives import broadcast, gather_rows
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.interruption import leave_signals_to_parent
+from rectified_flow.networks.conditions import chosen
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 
@@ -123,7 +124,7 @@ def checked(
     space = getattr(flow, "space", None)
     if space is not None and space.key in first:
         problems.append(space.problem_with(first[space.key]))
-    missing = [name for name in getattr(flow, "conditions", {}) if name not in first]
+    missing = [name for name in chosen(getattr(flow, "conditions", {})) if name not in first]
     if missing:
         problems.append(f"the network takes {', '.join(missing)}, which the data do not have: it is trained without")
     for problem in problems:

@@ -23,10 +23,11 @@ class EvaluationHook(Callback):
     Args:
         evaluator: measures the distances.
         every: steps between evaluations.
+        keeps_best: whether the name ``best`` is given by these distances.
     """
 
-    def __init__(self, evaluator: Evaluator, every: int) -> None:
-        self.evaluator, self.every = evaluator, every
+    def __init__(self, evaluator: Evaluator, every: int, *, keeps_best: bool = True) -> None:
+        self.evaluator, self.every, self.keeps_best = evaluator, every, keeps_best
 
     def on_setup(self, trainer: "Trainer") -> None:
         """Extract the features of the training pictures: it may take long, and there is nothing to save yet."""
@@ -38,7 +39,7 @@ class EvaluationHook(Callback):
         if step == 0 or not trainer.is_due(self.every):
             return
         missed = on_main(trainer.accelerator, lambda: step not in self._steps(trainer))
-        if missed and self.evaluate(trainer) and trainer.accelerator.is_main_process:
+        if missed and self.evaluate(trainer) and self.keeps_best and trainer.accelerator.is_main_process:
             with suppress(OSError):  # a full disk does not stop the run
                 checkpoint.mark_best(trainer.config.checkpoints / step_name(step))
 
@@ -46,7 +47,7 @@ class EvaluationHook(Callback):
         """Evaluate if it is time."""
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
-            if self.evaluate(trainer):
+            if self.evaluate(trainer) and self.keeps_best:
                 trainer.save_as_best()
 
     def evaluate(self, trainer: "Trainer") -> bool:

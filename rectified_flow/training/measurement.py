@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class Measurement(Callback):
         """
 
     @abstractmethod
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, float]:
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """What to write down of the rows of all items, on the main process; it may print and plot."""
 
     def on_start(self, trainer: "Trainer") -> None:
@@ -51,11 +51,13 @@ class Measurement(Callback):
             self.file = LineFile(trainer.config.output_dir / f"{self.name}.jsonl", step, trainer.run.print)
         if trainer.is_due(self.every) and on_main(trainer.accelerator, lambda: step not in self.steps):
             self._measure_all(trainer)
+        self.conclude(trainer)
 
     def on_step(self, trainer: "Trainer") -> None:
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
             self._measure_all(trainer)
+            self.conclude(trainer)
 
     @property
     def steps(self) -> list[int]:
@@ -74,6 +76,9 @@ class Measurement(Callback):
             with suppress(OSError, RunError):
                 self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows.cpu())})
                 self.plot(trainer)
+
+    def conclude(self, trainer: "Trainer") -> None:
+        """Act on what is written down, on every rank: at the start of a run, and after each measurement."""
 
     def plot(self, trainer: "Trainer") -> None:
         """Draw what is written down, on the main process."""

@@ -121,6 +121,8 @@ class Trainer:
         arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
         self.throughput = Throughput()
+        self.measured: dict[str, float] = {}
+        """Values of callbacks that are logged with the metrics, as last measured."""
         self._is_best = False
 
     @property
@@ -169,13 +171,14 @@ class Trainer:
                     self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
                 self.stepper.take(batches)
                 bar.update()
+                with self.throughput.paused():
+                    for callback in self.callbacks:
+                        callback.on_step(self)
                 if self.is_due(self.config.log_every):
                     bar.set_postfix_str(self._log_metrics())
                 with self.throughput.paused():
                     if self.is_due(self.config.sample_every):
                         places |= self._draw_samples()
-                    for callback in self.callbacks:
-                        callback.on_step(self)
                 stop = any_rank(self.accelerator, stop_requested() is not None)  # the slowest rank: no pause
                 if self.is_due(self.config.save_every) or stop or self._is_best:
                     with self.throughput.paused():
@@ -191,6 +194,10 @@ class Trainer:
     def is_due(self, every: int) -> bool:
         """Whether this step is the last one, or a multiple of ``every`` (of nothing if that is 0)."""
         return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
+
+    def end_here(self) -> None:
+        """Make this step the last one. To be called on every rank."""
+        self.total_steps = self.state.step
 
     def save_as_best(self) -> None:
         """Have this step saved, and the name ``best`` point to it. To be called on every rank."""
@@ -251,6 +258,7 @@ class Trainer:
             "learning_rate": state.optimizer.param_groups[0]["lr"],
             "images_per_second": round(rate, 2),
             "bad_steps": state.bad_steps,
+            **self.measured,
             **({} if state.optimizer.scaler is None else {"scaler_skips": state.scaler_skips}),
         }
         self.run.log.metrics(state.step, values)

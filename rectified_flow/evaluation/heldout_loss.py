@@ -1,0 +1,108 @@
+"""The loss on held-out pictures: where it rises while that on training pictures falls, these are memorised."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rectified_flow import randomness
+from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.stream import permuted
+from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.interruption import raise_if_stop_requested
+
+TIMES = 8
+MOST_PICTURES = 256
+"""Of either kind: more make a measurement less noisy, and longer."""
+AT_ONCE = 8
+"""Pictures that are measured at once, each at all times."""
+PATIENCE = 3
+"""Measurements in a row that must be above the least one."""
+STANDARD_ERRORS = 2.0
+"""By how many each of them must be above it."""
+
+
+class HeldOutPictures:
+    """Held-out pictures and as many training pictures, and the velocity's mean squared error on them.
+
+    It is measured at eight times from data to noise, with the same noise each time. So two measurements differ by what
+    was learned between them, and by nothing else.
+
+    Args:
+        training: pictures, or their latents, that are trained on.
+        held_out: others of the same kind.
+        seed: of the noise and of the choice of pictures.
+    """
+
+    def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
+        self.count = min(len(training), len(held_out), MOST_PICTURES)
+        self.seed = seed
+        self._sides = [_some(each, self.count, seed) for each in (held_out, training)]
+
+    @torch.no_grad()
+    def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
+        """The loss of some of the ``2 * count`` pictures, of which the held-out ones come first, float32 ``[n]``.
+
+        Args:
+            flow: has a method ``velocity(x, t, **conditions)``.
+            numbers: of the pictures.
+
+        Raises:
+            Interrupted: if a stop was requested meanwhile.
+        """
+        parts = [numbers[start : start + AT_ONCE] for start in range(0, len(numbers), AT_ONCE)]
+        with flow.evaluating():
+            return torch.cat([self._losses(flow, part) for part in parts])
+
+    def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
+        raise_if_stop_requested()
+        items = [self._sides[number // self.count][number % self.count] for number in numbers]
+        batch = {name: torch.stack([item[name] for item in items]).to(flow.device) for name in items[0]}
+        x_0 = flow.space.encode(batch[flow.space.key])
+        with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
+            noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
+        x_0, noise = x_0.repeat_interleave(TIMES, dim=0), noise.flatten(0, 1)
+        t = ((torch.arange(TIMES, device=x_0.device) + 0.5) / TIMES).repeat(len(numbers))
+        conditions = {name: batch[name].repeat_interleave(TIMES, dim=0) for name in flow.conditions if name in batch}
+        error = flow.velocity(torch.lerp(x_0, noise, expand(t, x_0)), t, **conditions) - (noise - x_0)
+        return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)
+
+    def means(self, losses: Tensor) -> dict[str, float]:
+        """What the losses of all pictures ``[2 * count]`` come to."""
+        held_out, seen = (each.mean().item() for each in losses.double().chunk(2))
+        return {"heldout_loss": held_out, "seen_loss": seen, "gap": held_out - seen}
+
+
+class Verdict(NamedTuple):
+    """What the measurements of a run say."""
+
+    best: Mapping[str, Any]
+    """The one with the least held-out loss."""
+    memorises: bool
+    """Whether the held-out loss has risen since, beyond its own noise, while that on training pictures fell."""
+
+
+def judge(rows: Sequence[Mapping[str, Any]]) -> Verdict:
+    """Judge measurements, each with its means and the loss of each held-out picture in ``losses``.
+
+    The pictures and their noise are the same in all measurements, so the noise of a rise is that of the pictures'
+    differences.
+    """
+    best = min(range(len(rows)), key=lambda index: rows[index]["heldout_loss"])
+    last = rows[max(best + 1, len(rows) - PATIENCE) :]
+    return Verdict(rows[best], len(last) == PATIENCE and all(_has_risen(rows[best], row) for row in last))
+
+
+def _has_risen(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    rises = np.subtract(now["losses"], before["losses"])
+    beyond = rises.mean() > STANDARD_ERRORS * rises.std(ddof=1) / len(rises) ** 0.5
+    return bool(beyond and now["seen_loss"] < before["seen_loss"])
+
+
+def _some(dataset: StoreDataset, count: int, seed: int) -> StoreDataset:
+    """``count`` items of a dataset, chosen by the seed."""
+    chosen = permuted(np.arange(count), len(dataset), randomness.mix(seed, "held-out pictures"))
+    rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
+    return dataset.subset(rows[chosen])

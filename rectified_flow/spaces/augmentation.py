@@ -1,0 +1,95 @@
+"""Augmentation that does not leak: random variants of pictures, and numbers that tell the network what was done.
+
+The network is conditioned on these numbers, and sampling sets them to 0, so that pictures are generated as they were
+before (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rectified_flow import randomness
+
+SHIFT = 0.125
+"""Standard deviation of a shift, as a share of the side."""
+SCALE, STRETCH = 0.2, 0.2
+"""Standard deviations of binary logarithms."""
+BRIGHTNESS, CONTRAST, SATURATION = 0.2, 0.5, 1.0
+"""Standard deviations of a summand of values in [-1, 1], and of binary logarithms of factors."""
+NUMBERS = 14
+"""That tell what was done to a row."""
+COLOURS = 3
+
+
+def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Random variants of pictures, and the numbers that tell what was done to each.
+
+    Mirroring, turning upside down, whole-pixel shifts, scaling, rotation, stretching along any axis, and other colours
+    are drawn for each row on their own.
+
+    Args:
+        x: pictures ``[b, c, h, w]``, float32 in [-1, 1]; the first three of three channels or more are colours.
+        probability: of each kind of change.
+
+    Returns:
+        Pictures ``[b, c, h, w]`` in [-1, 1], and numbers ``[b, 14]``; a row without changes is the same to the bit, and
+        its numbers are 0.
+    """
+    count, device, (height, width) = len(x), x.device, x.shape[-2:]
+    happens = randomness.rand("augmentation", (count, 7), device) < probability
+    mirrored, inverted, shifted, scaled, turned, stretched, recoloured = happens.float().unbind(dim=1)
+    normal = randomness.randn("augmentation sizes", (count, 7), device).unbind(dim=1)
+    turn, axis, hue = ((randomness.rand("augmentation angles", (count, 3), device) * 2 - 1) * math.pi).unbind(dim=1)
+
+    shift_x, shift_y = (shifted * normal[0] * SHIFT * width).round(), (shifted * normal[1] * SHIFT * height).round()
+    scale, stretch = scaled * normal[2] * SCALE, stretched * normal[3] * STRETCH
+    turn, hue = turned * turn, recoloured * hue
+    brightness, contrast = recoloured * normal[4] * BRIGHTNESS, recoloured * normal[5] * CONTRAST
+    saturation = recoloured * normal[6] * SATURATION
+
+    flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
+    stretches = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
+    linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretches @ flips
+    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1))
+    x = torch.where(happens[:, :6].any(dim=1)[:, None, None, None], moved, x)
+    other = _recoloured(x, brightness, contrast, hue, saturation)
+    x = torch.where(happens[:, 6][:, None, None, None], other, x)
+
+    told = (
+        *(mirrored, inverted, shift_x / (SHIFT * width), shift_y / (SHIFT * height), scale / SCALE),
+        *(turn.cos() - 1, turn.sin(), stretch / STRETCH * (2 * axis).cos(), stretch / STRETCH * (2 * axis).sin()),
+        *(brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION),
+    )
+    return x, torch.stack(told, dim=1)
+
+
+def _rotation(angle: Tensor) -> Tensor:
+    """Rotations by angles ``[b]``, as matrices ``[b, 2, 2]``."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack((torch.stack((cos, -sin), dim=1), torch.stack((sin, cos), dim=1)), dim=1)
+
+
+def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
+    """Pictures whose points ``p``, from the centre [px], are moved to ``linear @ p + shift``; edges are mirrored."""
+    height, width = x.shape[-2:]
+    size = torch.tensor((width, height), device=x.device)
+    rows = torch.arange(height, device=x.device) - (height - 1) / 2
+    columns = torch.arange(width, device=x.device) - (width - 1) / 2
+    targets = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), dim=-1)
+    sources = torch.einsum("bij, bhwj -> bhwi", torch.linalg.inv(linear), targets - shift[:, None, None])
+    grid = 2 * sources / size
+    return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False).clamp(-1, 1)
+
+
+def _recoloured(x: Tensor, brightness: Tensor, contrast: Tensor, hue: Tensor, saturation: Tensor) -> Tensor:
+    """Pictures with other brightness, contrast (about mid-grey), hue (an angle) and saturation (a logarithm)."""
+    colours = x[:, :COLOURS] * 2 ** contrast[:, None, None, None] + brightness[:, None, None, None]
+    if colours.shape[1] == COLOURS:
+        grey = torch.full((COLOURS, COLOURS), 1 / COLOURS, device=x.device)  # the projection on the grey axis
+        rest = torch.eye(COLOURS, device=x.device) - grey
+        across = torch.tensor([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]], device=x.device) / COLOURS**0.5
+        turned = hue.cos()[:, None, None] * rest + hue.sin()[:, None, None] * across
+        colours = torch.einsum("bij, bjhw -> bihw", grey + 2 ** saturation[:, None, None] * turned, colours)
+    return torch.cat((colours.clamp(-1, 1), x[:, COLOURS:]), dim=1)

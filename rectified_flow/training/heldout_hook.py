@@ -1,0 +1,85 @@
+"""The loss on held-out pictures during training, and what follows from it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.evaluation.heldout_loss import HeldOutPictures, Verdict, judge
+from rectified_flow.flows.flow import Flow
+from rectified_flow.runs import checkpoint
+from rectified_flow.training.measurement import Measurement
+
+if TYPE_CHECKING:
+    from rectified_flow.training.trainer import Trainer
+
+MORE_HELP = "more pictures, --augment or a smaller --dim let it train for longer"
+
+
+class HeldOutHook(Measurement):
+    """Measures the averaged flow on held-out pictures, and says when it memorises.
+
+    A row of ``heldout.jsonl`` has the loss on held-out pictures, that on as many training pictures, their difference
+    ``gap``, and the loss of each held-out picture. Lines of metrics have the last ones.
+
+    Args:
+        pictures: to measure on.
+        every: steps between measurements.
+        stops: end the run when it memorises, and let ``best`` be the checkpoint of the least held-out loss; if not,
+            warn once.
+    """
+
+    def __init__(self, pictures: HeldOutPictures, every: int, *, stops: bool = False) -> None:
+        super().__init__("heldout", 2 * pictures.count, every)
+        self.pictures, self.stops = pictures, stops
+        self._has_warned = False
+
+    def measure(self, trainer: "Trainer", numbers: Sequence[int]) -> Tensor:
+        return self.pictures.losses(cast(Flow, trainer.averaged_flow), numbers)
+
+    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+        losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
+        return {**self.pictures.means(rows), "losses": losses}
+
+    def conclude(self, trainer: "Trainer") -> None:
+        """Log, keep the best, warn or stop."""
+        known = on_main(trainer.accelerator, self._rows)
+        if not known:
+            return
+        verdict, step = judge(known), trainer.state.step
+        trainer.measured |= {name: value for name, value in known[-1].items() if name not in ("step", "losses")}
+        if self.stops and verdict.best["step"] == step > 0:
+            self._keep(trainer)
+        if verdict.memorises and self.stops:
+            trainer.end_here()
+        if verdict.memorises and not self._has_warned:
+            self._has_warned = True
+            trainer.run.print(_describe(verdict, known[-1], self.stops, trainer))
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The measurements of these pictures; on the main process."""
+        return [row for row in self.file.rows() if len(row.get("losses", ())) == self.pictures.count]
+
+    def _keep(self, trainer: "Trainer") -> None:
+        """Have ``best`` name the checkpoint of this step, which is there already where the run resumes from it."""
+        path = trainer.config.checkpoints / checkpoint.step_name(trainer.state.step)
+        if not on_main(trainer.accelerator, lambda: path in checkpoint.list_checkpoints(path.parent)):
+            trainer.save_as_best()
+        elif trainer.accelerator.is_main_process:
+            with suppress(OSError):  # a full disk does not stop the run
+                checkpoint.mark_best(path)
+
+
+def _describe(verdict: Verdict, now: dict[str, Any], stops: bool, trainer: "Trainer") -> str:
+    best = verdict.best
+    what = (
+        f"the network memorises its training pictures: its loss on held-out pictures was {best['heldout_loss']:.4g} at "
+        f"step {best['step']} and is {now['heldout_loss']:.4g} at step {now['step']}, while that on training pictures "
+        f"fell from {best['seen_loss']:.4g} to {now['seen_loss']:.4g}"
+    )
+    if stops:
+        place = trainer.config.checkpoints / checkpoint.BEST
+        return f"stopped at step {now['step']}: {what}. {place} is the checkpoint of step {best['step']}; {MORE_HELP}"
+    return f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here"
