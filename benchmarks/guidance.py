@@ -76,7 +76,7 @@ def train_classifier(pictures: ImageDataset, flags: Flags) -> tuple[nn.Sequentia
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
     for step in range(steps):
         batch = pictures.read_batch([rest[(64 * step + i) % len(rest)] for i in range(64)])
-        loss = F.cross_entropy(classifier(PIXELS.encode(PIXELS.augment(batch["images"]))), batch["labels"])
+        loss = F.cross_entropy(classifier(PIXELS.encode(PIXELS.augment(batch["images"])[0])), batch["labels"])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

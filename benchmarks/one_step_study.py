@@ -125,9 +125,9 @@ class StudyFlow(MeanFlow):
         output = super().average_velocity(x, t, r, **conditions)
         return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
 
-    def velocity(self, x: Tensor, t: Tensor) -> Tensor:
+    def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         if self.teacher is None:
-            return self.average_velocity(x, t, t)
+            return self.average_velocity(x, t, t, **conditions)
         output = self.teacher[0](x, t).float()
         return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
 
@@ -283,6 +283,11 @@ FACTORS = {
         "shortcut": Factor("better: no derivative, each target two steps of the network", {"objective": "shortcut"}),
         "shortcut, shares": Factor(
             "the intervals that the half steps need are seen", {"objective": "shortcut", **SHARES}
+        ),
+        "shortcut, shares, power 0": Factor(
+            "learns: weighted alike, rows of its own small residuals no longer outweigh the data's",
+            {"objective": "shortcut", **SHARES, **ALIKE},
+            UNCLIPPED,
         ),
         "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
         "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),

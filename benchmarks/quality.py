@@ -183,8 +183,9 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
     evaluator = Evaluator(
         case.pictures(), "efficientnet_lite0", join_processes(), num_samples=case.flags.num_samples, seed=case.seed
     )
-    generated: Generated = evaluator.generate(flow, steps=case.flags.calls // 2)
-    beside = evaluator.beside_neighbours(generated)
+    steps = case.flags.calls // 2
+    generated: Generated = evaluator.generate(flow, steps=steps)
+    beside = evaluator.beside_neighbours(flow, generated, steps=steps)
     known.parent.mkdir(parents=True, exist_ok=True)
     write_picture(known.with_name("neighbours.png"), to_grid(beside.flatten(0, 1), beside.shape[1]))
     with randomness.deterministic(randomness.Samples(case.seed, range(64))):

@@ -5,6 +5,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
@@ -20,17 +21,22 @@ from rectified_flow.cli.trained import (
     solver_options,
 )
 from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.documents import read_document
 from rectified_flow.errors import DamageError, RunError, UsageError, require
-from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
+from rectified_flow.evaluation.evaluator import SPLIT, Evaluator
+from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.evaluation.holdout import hold_out
 from rectified_flow.files import locked, prepare_folder, replace_file
+from rectified_flow.flags import checked
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
 from rectified_flow.report import line
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 
@@ -58,7 +64,7 @@ def evaluate(config: EvaluateConfig) -> None:
         find_shares(snapshots, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", measure.output_dir or run_folder_of(source))
     _known_results(folder)  # or say now that they cannot be read
-    dataset = _training_pictures(measure, trained)
+    dataset, held_out = _split(_training_pictures(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     names = class_names(flow)
     require(
@@ -75,27 +81,43 @@ def evaluate(config: EvaluateConfig) -> None:
         num_samples=measure.num_samples,
         seed=measure.seed,
         batch_size=config.model.batch_size,
+        held_out=held_out,
     )
+    compared = None if held_out is None else HeldOutPictures(dataset, held_out, measure.seed)
     new = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
         if length is not None:
             load_average(flow, snapshots, length)
         with autocast(config.model, state.device):
             generated = evaluator.generate(flow, **options, steps=steps)
+            losses = {} if compared is None else compared.measure(flow, state)
         if not state.is_main_process:
             continue
         settings = _settings(config, trained, length, steps) | evaluator.settings
-        result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated)}
+        result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated) | losses}
         new.append(result)
         _write_down(folder, result)
-        _show_neighbours(folder, evaluator, generated)
+        with autocast(config.model, state.device):
+            rows = evaluator.beside_neighbours(flow, generated, **options, steps=steps)
+        write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
         tqdm.write(_describe(result))
     state.wait_for_everyone()
     if state.is_main_process:
         tqdm.write(line("results", folder / RESULTS_FILE))
-        tqdm.write(line("neighbours", f"{folder / NEIGHBOURS_FILE}: a picture in each row, then the nearest real ones"))
+        what = "the pictures most like copies, each before the training pictures that are nearest to it"
+        tqdm.write(line("neighbours", f"{folder / NEIGHBOURS_FILE}: {what}"))
         for plot in _plot(folder, new, measure, evaluator.headline):
             tqdm.write(line("plot", plot))
+
+
+def _split(pictures: ImageDataset, trained: Trained, state: PartialState) -> tuple[ImageDataset, ImageDataset | None]:
+    """Those that a flow was trained on, and those that were held out, if there are any. Collective."""
+    flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
+    share = checked(DataConfig, flags, path).get("holdout", 0.0)
+    if not 0 < share < 1:
+        return pictures, None
+    split = hold_out(pictures, share, checked(TrainingConfig, flags, path).get("seed", 0), state)
+    return pictures.subset(split.training), pictures.subset(split.held_out)
 
 
 def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
@@ -142,7 +164,7 @@ def _describe(result: dict[str, Any]) -> str:
         did.format(**result) + f" ({result['split']} split, {result['image_size']} px), {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
-    return "\n".join([*lines, *(f"  {name:<38} {value:.5g}" for name, value in result["distances"].items())])
+    return "\n".join([*lines, *(f"  {name:<42} {value:.5g}" for name, value in result["distances"].items())])
 
 
 def _known_results(folder: Path) -> list[dict[str, Any]]:
@@ -162,11 +184,6 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
             replace_file(path, json.dumps([*results, result], indent=1))
     except OSError as error:
         raise RunError(f"could not write {path} ({error}): name another folder with --output_dir") from error
-
-
-def _show_neighbours(folder: Path, evaluator: Evaluator, generated: Generated) -> None:
-    rows = evaluator.beside_neighbours(generated)
-    write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
 
 
 def _plot(folder: Path, results: list[dict[str, Any]], config: MeasureConfig, distance: str) -> list[Path]:

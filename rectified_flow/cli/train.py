@@ -21,7 +21,7 @@ from rectified_flow.errors import UsageError, require
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures
-from rectified_flow.evaluation.holdout import hold_out
+from rectified_flow.evaluation.holdout import Split, hold_out
 from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
@@ -99,13 +99,14 @@ def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: Imag
         )
         dataset, flow.space = latents, latents.space(flow.space.autoencoder)
     callbacks: list[Callback] = []
+    held_out = None
     if config.data.holdout > 0:
         split = hold_out(pictures, config.data.holdout, config.run.seed, PartialState())
         PartialState().print(line("held out", split))
-        pictures, held_out = pictures.subset(split.training), dataset.subset(split.held_out)
+        callbacks.append(build_heldout_hook(config, dataset, split))
         dataset = dataset.subset(split.training)
-        callbacks.append(build_heldout_hook(config, dataset, held_out))
-    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed)
+        pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
@@ -260,16 +261,16 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
     return network
 
 
-def build_heldout_hook(
-    config: TrainRectifiedFlow | TrainMeanFlow, training: StoreDataset, held_out: StoreDataset
-) -> HeldOutHook:
+def build_heldout_hook(config: TrainRectifiedFlow | TrainMeanFlow, dataset: StoreDataset, split: Split) -> HeldOutHook:
     """What measures the loss on held-out pictures."""
-    pictures = HeldOutPictures(training, held_out, config.run.seed)
+    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), config.run.seed)
     every = config.evaluation.evaluate_every or config.run.save_every
     return HeldOutHook(pictures, every, stops=config.evaluation.stop_when_memorising)
 
 
-def build_evaluations(config: EvaluationConfig, pictures: ImageDataset, seed: int) -> list[Callback]:
+def build_evaluations(
+    config: EvaluationConfig, pictures: ImageDataset, seed: int, held_out: ImageDataset | None = None
+) -> list[Callback]:
     """The evaluations that ``--evaluate_every`` asks for.
 
     Raises:
@@ -278,7 +279,12 @@ def build_evaluations(config: EvaluationConfig, pictures: ImageDataset, seed: in
     if config.evaluate_every == 0:
         return []
     evaluator = Evaluator(
-        pictures, config.feature_network, PartialState(), num_samples=config.evaluation_samples, seed=seed
+        pictures,
+        config.feature_network,
+        PartialState(),
+        num_samples=config.evaluation_samples,
+        seed=seed,
+        held_out=held_out,
     )
     return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]
 

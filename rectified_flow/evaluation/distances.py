@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
+COPY = 0.5
+"""Nearness of a copy: half as far from a training picture as the nearest other training picture."""
 BLOCK = 1024
 """Number of rows whose distances to all others are in memory at once."""
 
@@ -70,15 +72,20 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
 
 
 def nearness(queries: Tensor, real: Tensor) -> Tensor:
-    """How near each of ``queries`` is to its nearest row of ``real``, ``[q]``.
+    """How far each of ``queries`` is from its nearest row of ``real``, ``[q]``; a copy is at 0.
 
-    In units of the distance of that row to its own nearest neighbour among ``real``: below 1, a query is nearer than
-    training pictures are to each other; a copy is at 0.
+    In units of the distance of that row to its own nearest neighbour among ``real``. So below 1, a query is nearer to
+    a training picture than training pictures are to each other.
     """
     _, gaps = _reach(real)
     parts = [distances.min(dim=1) for _, distances in _distances(queries, real)]
     distances, indices = torch.cat([each.values for each in parts]), torch.cat([each.indices for each in parts])
     return distances / gaps[indices].clamp(min=torch.finfo(gaps.dtype).tiny)
+
+
+def share_of_copies(queries: Tensor, real: Tensor) -> float:
+    """The share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``, see :func:`nearness`."""
+    return (nearness(queries, real) < COPY).float().mean().item()
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Compare the pictures of a flow with its training pictures, on all processes together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +14,14 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
 from rectified_flow.errors import require
 from rectified_flow.evaluation.config import FeatureNetwork
-from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
+from rectified_flow.evaluation.distances import (
+    frechet_distance,
+    kernel_distance,
+    manifold_scores,
+    nearest,
+    nearness,
+    share_of_copies,
+)
 from rectified_flow.evaluation.features import Features, average_colours, load_features
 from rectified_flow.evaluation.reference import reference_features
 from rectified_flow.flows.drawing import draw
@@ -27,17 +33,8 @@ SPLIT = "train"
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
 
 
-@dataclass(frozen=True)
-class Generated:
-    """Features of generated pictures.
-
-    Args:
-        features: of all of them, by feature network.
-        shown: the first few pictures, uint8 ``[n, c, h, w]``.
-    """
-
-    features: Sequence[Tensor]
-    shown: Tensor
+Generated = Sequence[Tensor]
+"""Features of generated pictures ``[n, d]``, by feature network."""
 
 
 class Evaluator:
@@ -52,6 +49,7 @@ class Evaluator:
         num_samples: pictures to draw for each comparison.
         seed: of the pictures, and of the subsets of the kernel distance.
         batch_size: pictures drawn at once by each process.
+        held_out: pictures of the same kind that were not trained on, if there are any.
 
     Raises:
         UsageError: if the feature network is unavailable, or there is a single picture.
@@ -66,9 +64,10 @@ class Evaluator:
         num_samples: int,
         seed: int = 0,
         batch_size: int = 64,
+        held_out: ImageDataset | None = None,
     ) -> None:
         require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
-        self.dataset, self.state = dataset, state
+        self.dataset, self.held_out, self.state = dataset, held_out, state
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
 
@@ -93,7 +92,7 @@ class Evaluator:
 
     def prepare(self) -> None:
         """Extract the features of the training pictures; it may take long the first time of all."""
-        _ = self.real
+        _ = self.real, self.unseen
 
     @cached_property
     def real(self) -> list[Tensor]:
@@ -107,6 +106,13 @@ class Evaluator:
                 )
         return result
 
+    @cached_property
+    def unseen(self) -> Tensor | None:
+        """Features of the held-out pictures, if there are any, on the main process."""
+        if self.held_out is None:
+            return None
+        return reference_features(self.held_out, self.features[0], self.state, batch_size=self.batch_size)
+
     def generate(self, flow: Flow, **how: Any) -> Generated:
         """Draw pictures and extract their features; ``how`` are options of ``flow.sample``.
 
@@ -116,7 +122,7 @@ class Evaluator:
         self.prepare()
         total = self.num_samples
         mine = interleaved_share(total, self.state.process_index, self.state.num_processes)
-        share: tuple[list[Tensor], Tensor] | None = None
+        share: list[Tensor] | None = None
         request: object = None
         try:
             share = self._draw_share(flow, mine, how)
@@ -124,33 +130,51 @@ class Evaluator:
             request = interrupted
         if any_rank(self.state, share is None) or share is None:
             raise Interrupted(request or "on another process")
-        features, shown = share
-        return Generated(
-            [gather_interleaved(part, total) for part in features], gather_interleaved(shown, min(SHOWN, total))
-        )
+        return [gather_interleaved(part, total) for part in share]
 
     def distances(self, generated: Generated) -> dict[str, float]:
-        """Fréchet and kernel distances by name. Main process only, as what follows."""
+        """Fréchet and kernel distances by name, and with held-out pictures that to them and the share of copies.
+
+        Main process only, as what follows.
+        """
         numbers: dict[str, float] = {}
-        for each, theirs, ours in zip(self.features, self.real, generated.features, strict=True):
+        for each, theirs, ours in zip(self.features, self.real, generated, strict=True):
             numbers[each.frechet_name] = frechet_distance(theirs, ours)
             numbers[each.kernel_name], numbers[f"{each.kernel_name}_std"] = kernel_distance(theirs, ours, self.seed)
-        return numbers
+        if self.unseen is not None:
+            first = self.features[0].kernel_name
+            numbers[f"heldout_{first}"], _ = kernel_distance(self.unseen, generated[0], self.seed)
+        return numbers | self._copies(generated)
+
+    def _copies(self, generated: Generated) -> dict[str, float]:
+        """The share of copies among the generated pictures, and among held-out ones, which are none but by chance."""
+        if self.unseen is None:
+            return {}
+        real = self.real[0]
+        return {
+            "copies": share_of_copies(generated[0], real),
+            "copies_by_chance": share_of_copies(self.unseen, real),
+        }
 
     def scores(self, generated: Generated) -> dict[str, float]:
         """Precision, recall and the like; the work grows with the square of the number of training pictures."""
-        return manifold_scores(self.real[0], generated.features[0])
+        return manifold_scores(self.real[0], generated[0])
 
-    def beside_neighbours(self, generated: Generated) -> Tensor:
-        """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""
-        shown = generated.shown
-        near = nearest(generated.features[0][: len(shown)], self.real[0], NEIGHBOURS_SHOWN)
-        real = self.dataset.read_batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
-        return torch.cat((shown[:, None], real), dim=1)
+    def beside_neighbours(self, flow: Flow, generated: Generated, **how: Any) -> Tensor:
+        """The generated pictures that are most like copies, each before the training pictures that are nearest to it.
 
-    def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:
+        uint8 ``[n, 1 + k, c, h, w]``; they are drawn again, as :meth:`generate` drew them.
+        """
+        features, real = generated[0], self.real[0]
+        worst = nearness(features, real).argsort()[:SHOWN]
+        options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
+        [(_, drawn)] = draw(flow, worst.tolist(), **options)
+        near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
+        shown = self.dataset.read_batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        return torch.cat((drawn.cpu()[:, None], shown), dim=1)
+
+    def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> list[Tensor]:
         parts: list[list[Tensor]] = [[] for _ in self.features]
-        first: list[Tensor] = []
         how = {"steps": flow.default_steps} | how
         batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how)
         with self._bar(len(mine), f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}") as bar:
@@ -158,10 +182,8 @@ class Evaluator:
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     for part, each in zip(parts, self.features, strict=True):
                         part.append(each.extract(pictures).cpu())
-                if len(numbers) * len(first) < SHOWN:
-                    first.append(pictures)
                 bar.update(len(numbers))
-        return [torch.cat(part) for part in parts], torch.cat(first)[:SHOWN].cpu()
+        return [torch.cat(part) for part in parts]
 
     def _conditions(self, flow: Flow) -> dict[str, Tensor]:
         """The training pictures' conditions in a random order, so that any number of rows has their shares."""

@@ -5,11 +5,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.stream import permuted
+from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.interruption import raise_if_stop_requested
 
@@ -60,7 +62,8 @@ class HeldOutPictures:
         raise_if_stop_requested()
         items = [self._sides[number // self.count][number % self.count] for number in numbers]
         batch = {name: torch.stack([item[name] for item in items]).to(flow.device) for name in items[0]}
-        x_0 = flow.space.encode(batch[flow.space.key])
+        data = batch[flow.space.key] if flow.space.key in batch else flow.space.from_pictures(batch["images"])
+        x_0 = flow.space.encode(data)
         with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
             noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
         x_0, noise = x_0.repeat_interleave(TIMES, dim=0), noise.flatten(0, 1)
@@ -68,6 +71,11 @@ class HeldOutPictures:
         conditions = {name: batch[name].repeat_interleave(TIMES, dim=0) for name in flow.conditions if name in batch}
         error = flow.velocity(torch.lerp(x_0, noise, expand(t, x_0)), t, **conditions) - (noise - x_0)
         return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)
+
+    def measure(self, flow: Flow, state: PartialState) -> dict[str, float]:
+        """The means of the losses, as :meth:`means`; every process measures its share. Collective."""
+        mine = interleaved_share(2 * self.count, state.process_index, state.num_processes)
+        return self.means(gather_interleaved(self.losses(flow, mine), 2 * self.count))
 
     def means(self, losses: Tensor) -> dict[str, float]:
         """What the losses of all pictures ``[2 * count]`` come to."""

@@ -5,6 +5,7 @@ before (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -26,43 +27,46 @@ COLOURS = 3
 def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     """Random variants of pictures, and the numbers that tell what was done to each.
 
-    Mirroring, turning upside down, whole-pixel shifts, scaling, rotation, stretching along any axis, and other colours
-    are drawn for each row on their own.
+    Mirroring left to right and top to bottom, whole-pixel shifts, scaling, rotation, stretching along any axis, and
+    other colours are drawn for each row on their own.
 
     Args:
         x: pictures ``[b, c, h, w]``, float32 in [-1, 1]; the first three of three channels or more are colours.
-        probability: of each kind of change.
+        probability: of drawing each kind of change; half of those that are mirrored stay as they are.
 
     Returns:
         Pictures ``[b, c, h, w]`` in [-1, 1], and numbers ``[b, 14]``; a row without changes is the same to the bit, and
         its numbers are 0.
     """
     count, device, (height, width) = len(x), x.device, x.shape[-2:]
-    happens = randomness.rand("augmentation", (count, 7), device) < probability
-    mirrored, inverted, shifted, scaled, turned, stretched, recoloured = happens.float().unbind(dim=1)
-    normal = randomness.randn("augmentation sizes", (count, 7), device).unbind(dim=1)
+    happens = (randomness.rand("augmentation", (count, 7), device) < probability).float()
+    mirrors, inverts, shifts, scales, turns, stretches, recolours = happens.unbind(dim=1)
+    normal = randomness.randn("augmentation sizes", (count, 9), device).unbind(dim=1)
     turn, axis, hue = ((randomness.rand("augmentation angles", (count, 3), device) * 2 - 1) * math.pi).unbind(dim=1)
 
-    shift_x, shift_y = (shifted * normal[0] * SHIFT * width).round(), (shifted * normal[1] * SHIFT * height).round()
-    scale, stretch = scaled * normal[2] * SCALE, stretched * normal[3] * STRETCH
-    turn, hue = turned * turn, recoloured * hue
-    brightness, contrast = recoloured * normal[4] * BRIGHTNESS, recoloured * normal[5] * CONTRAST
-    saturation = recoloured * normal[6] * SATURATION
-
-    flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
-    stretches = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
-    linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretches @ flips
-    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1))
-    x = torch.where(happens[:, :6].any(dim=1)[:, None, None, None], moved, x)
-    other = _recoloured(x, brightness, contrast, hue, saturation)
-    x = torch.where(happens[:, 6][:, None, None, None], other, x)
-
-    told = (
+    mirrored, inverted = mirrors * (normal[0] > 0), inverts * (normal[1] > 0)
+    shift_x, shift_y = (shifts * normal[2] * SHIFT * width).round(), (shifts * normal[3] * SHIFT * height).round()
+    scale, stretch = scales * normal[4] * SCALE, stretches * normal[5] * STRETCH
+    turn, hue = turns * turn, recolours * hue
+    brightness, contrast = recolours * normal[6] * BRIGHTNESS, recolours * normal[7] * CONTRAST
+    saturation = recolours * normal[8] * SATURATION
+    moves = (
         *(mirrored, inverted, shift_x / (SHIFT * width), shift_y / (SHIFT * height), scale / SCALE),
         *(turn.cos() - 1, turn.sin(), stretch / STRETCH * (2 * axis).cos(), stretch / STRETCH * (2 * axis).sin()),
-        *(brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION),
     )
-    return x, torch.stack(told, dim=1)
+    colours = (brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION)
+
+    flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
+    stretched = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
+    linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretched @ flips
+    x = _where_any(moves, _moved(x, linear, torch.stack((shift_x, shift_y), dim=1)), x)
+    x = _where_any(colours, _recoloured(x, brightness, contrast, hue, saturation), x)
+    return x, torch.stack((*moves, *colours), dim=1)
+
+
+def _where_any(numbers: Sequence[Tensor], changed: Tensor, x: Tensor) -> Tensor:
+    """``changed`` in rows where one of ``numbers`` ``[b]`` is not 0, else ``x``."""
+    return torch.where((torch.stack(tuple(numbers)) != 0).any(dim=0)[:, None, None, None], changed, x)
 
 
 def _rotation(angle: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ def test_a_variant_and_latents_are_drawn_of_each_row() -> None:
     stored[:, :, 1] = 0.5
     space = Latents(Haar(1), 4)
     with deterministic(BatchRows(0, 7, count, slice(None))):
-        drawn = space.augment(stored)
-        again = space.augment(stored)
+        drawn = space.augment(stored)[0]
+        again = space.augment(stored)[0]
     assert drawn.shape == (count, 1, 1, 12, 2, 2)
     assert torch.equal(drawn, again), "a function of seed and step"
     mirrored = drawn.flatten(1).mean(dim=1) > 5
@@ -69,15 +69,15 @@ def test_a_variant_and_latents_are_drawn_of_each_row() -> None:
         assert drawn[rows].mean() == pytest.approx(mean, abs=0.01)
         assert drawn[rows].std() == pytest.approx(0.5, abs=0.01)
     with deterministic(BatchRows(0, 8, count, slice(None))):
-        assert not torch.equal(drawn, space.augment(stored))
+        assert not torch.equal(drawn, space.augment(stored)[0])
     with deterministic(BatchRows(0, 7, count, slice(1, None, 2))):
-        assert torch.equal(drawn[1::2], space.augment(stored[1::2])), "whichever rows are present"
+        assert torch.equal(drawn[1::2], space.augment(stored[1::2])[0]), "whichever rows are present"
 
 
 def test_a_single_point_is_taken_as_it_is() -> None:
     stored = torch.randn(3, 1, 1, 12, 2, 2).half()
     with deterministic(BatchRows(0, 0, 3, slice(None))):
-        assert torch.equal(Latents(Haar(1), 4).augment(stored), stored.float())
+        assert torch.equal(Latents(Haar(1), 4).augment(stored)[0], stored.float())
     assert randomness._draws.rows is None
 
 

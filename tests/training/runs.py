@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.train import build_callbacks
+from rectified_flow.cli.train import build_evaluations
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
@@ -85,7 +85,7 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RE
     evaluation = EvaluationConfig(
         evaluate_every=tiny.evaluate_every, evaluation_samples=20, feature_network="efficientnet_lite0"
     )
-    callbacks = [*build_callbacks(evaluation, dataset, config.seed), *parts.pop("callbacks", [])]
+    callbacks = [*build_evaluations(evaluation, dataset, config.seed), *parts.pop("callbacks", [])]
     return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 
 

@@ -79,7 +79,7 @@ def test_every_event_reaches_every_rank(tmp_path: Path, flowers: ImageDataset) -
         "setup": 1, "start": 1, "step": 6, "log": 3, "evaluation": 1, "checkpoint": 2, "end": 1,
     }  # fmt: skip
     assert one[:3] == [("setup", 0), ("start", 0), ("step", 1)]
-    assert one[-5:] == [("log", 6), ("evaluation", 6), ("step", 6), ("checkpoint", 6), ("end", 6)]
+    assert one[-5:] == [("evaluation", 6), ("step", 6), ("log", 6), ("checkpoint", 6), ("end", 6)]
     assert [step for name, step in one if name == "step"] == [1, 2, 3, 4, 5, 6]
     assert [step for name, step in one if name == "checkpoint"] == [3, 6]
     resumed, other = run_on_ranks(2, record_events, tiny_config(tmp_path, train_num_steps=8, **flags), flowers)

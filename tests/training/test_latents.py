@@ -99,7 +99,7 @@ def test_the_spread_of_a_distribution_is_part_of_its_scale(pictures: ImageDatase
     ).sqrt()
     np.testing.assert_allclose(latents.encoded.std, expected, rtol=1e-3)
     space = latents.space(autoencoder)
-    x = torch.cat([space.encode(space.augment(stored)) for _ in range(20)])
+    x = torch.cat([space.encode(space.augment(stored)[0]) for _ in range(20)])
     torch.testing.assert_close(x.std(dim=(0, 2, 3)), torch.ones(4), atol=0.05, rtol=0)
 
 

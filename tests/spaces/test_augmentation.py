@@ -1,0 +1,121 @@
+"""Augmentation: each change is what it says, the numbers tell of it, and it does not leak into what is generated."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.conditions import Told
+from rectified_flow.networks.unet import Unet
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.augmentation import NUMBERS, _moved, _recoloured, augmented
+from rectified_flow.spaces.pixels import Pixels
+
+X = torch.rand(4, 3, 6, 8, generator=torch.Generator().manual_seed(0)) * 1.8 - 0.9
+SQUARE = X[..., :6]
+
+
+def matrix(a: float, b: float, c: float, d: float) -> Tensor:
+    return torch.tensor([[a, b], [c, d]]).float().expand(4, 2, 2)
+
+
+def shift(x: float, y: float) -> Tensor:
+    return torch.tensor([x, y]).float().expand(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("linear", "moved", "x", "expected"),
+    [
+        (matrix(-1, 0, 0, 1), shift(0, 0), X, X.flip(-1)),
+        (matrix(1, 0, 0, -1), shift(0, 0), X, X.flip(-2)),
+        (matrix(0, -1, 1, 0), shift(0, 0), SQUARE, SQUARE.rot90(-1, (-2, -1))),  # x to the right, y downwards
+        (matrix(1, 0, 0, 1), shift(2, 0), X, torch.cat((X[..., [1, 0]], X[..., :-2]), dim=-1)),
+        (matrix(1, 0, 0, 1), shift(0, -1), X, torch.cat((X[..., 1:, :], X[..., -1:, :]), dim=-2)),
+    ],
+)
+def test_exact_moves(linear: Tensor, moved: Tensor, x: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(_moved(x, linear, moved), expected, atol=1e-5, rtol=0)
+
+
+def test_scaling_moves_a_point_away_from_the_centre() -> None:
+    x = torch.full((4, 1, 9, 9), -1.0)
+    x[:, :, 4, 5] = 1  # one to the right of the centre
+    row, column = divmod(int(_moved(x, matrix(2, 0, 0, 2), shift(0, 0))[0, 0].argmax()), 9)
+    assert (row, column) == (4, 6)
+
+
+def test_colours() -> None:
+    zero = torch.zeros(4)
+    x = X / 2
+    torch.testing.assert_close(_recoloured(x, zero + 0.25, zero, zero, zero), x + 0.25)
+    torch.testing.assert_close(_recoloured(x, zero, zero - 1, zero, zero), x / 2)
+    third = _recoloured(x / 2, zero, zero, zero + 2 * math.pi / 3, zero)
+    torch.testing.assert_close(third, x.roll(1, dims=1) / 2, atol=1e-6, rtol=0)  # red is green, green is blue
+    grey = _recoloured(x, zero, zero, zero, zero - 40)
+    torch.testing.assert_close(grey, x.mean(dim=1, keepdim=True).expand_as(x))
+    extra = torch.cat((x, X[:, :1]), dim=1)
+    assert torch.equal(_recoloured(extra, zero + 1, zero, zero, zero)[:, 3:], X[:, :1]), "transparency stays"
+
+
+def test_rows_that_are_not_changed_are_the_same_and_their_numbers_0() -> None:
+    x = X[:1].expand(400, -1, -1, -1)
+    with deterministic(BatchRows(0, 0, 400, slice(None))):
+        y, numbers = augmented(x, 0.1)
+    assert numbers.shape == (400, NUMBERS)
+    same = (y == x).flatten(1).all(dim=1)
+    assert torch.equal(same, (numbers == 0).all(dim=1))
+    assert same.float().mean() == pytest.approx(0.9**5 * 0.95**2, abs=0.08)
+    assert y.abs().max() <= 1
+    assert torch.isfinite(y).all()
+
+
+def test_draws_belong_to_the_row() -> None:
+    pixels, images = Pixels(augmentation=0.9), (X * 100 + 128).to(torch.uint8)
+    with deterministic(BatchRows(3, 7, 4, slice(None))):
+        whole, told = pixels.augment(images)
+    with deterministic(BatchRows(3, 7, 4, slice(1, None, 2))):
+        part, told_part = pixels.augment(images[1::2])
+    assert torch.equal(part, whole[1::2])
+    assert torch.equal(told_part["augmentation"], told["augmentation"][1::2])
+
+
+def test_a_network_that_cannot_be_told_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be told of the augmentation"):
+        RectifiedFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), augmentation=0.1))
+
+
+class Deaf(Told):
+    """Numbers that the network does not get."""
+
+    def embedding(self, dim: int) -> torch.nn.Module:
+        return super().embedding(dim).requires_grad_(requires_grad=False).apply(_silence)
+
+
+def _silence(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.zero_()
+
+
+def share_that_faces_left(kind: Told) -> float:
+    """Of the samples of a flow that was trained on pictures whose left half is bright, augmented in 99 of 100 rows."""
+    torch.manual_seed(0)
+    network = Unet(16, (1, 2), 1, {"augmentation": kind}, image_size=8, attention_sides=(), blocks_per_level=1)
+    flow = RectifiedFlow(network, space=Pixels((1, 8, 8), augmentation=0.5))
+    images = torch.full((32, 1, 8, 8), -0.8)
+    images[..., :4] = 0.8
+    optimizer = torch.optim.AdamW(network.parameters(), lr=4e-3, betas=(0.9, 0.95))
+    for step in range(200):
+        with deterministic(BatchRows(0, step, 32, slice(None))):
+            flow(images=images).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pictures = flow.sample(64, steps=8, generator=torch.Generator().manual_seed(1))
+    return (pictures[..., :4].mean(dim=(1, 2, 3)) > pictures[..., 4:].mean(dim=(1, 2, 3)) + 0.4).float().mean().item()
+
+
+def test_augmentation_does_not_leak() -> None:
+    """A set that always faces one way, mirrored, turned and moved nearly always, is generated facing that way."""
+    assert share_that_faces_left(Told(NUMBERS)) > 0.9
+    assert share_that_faces_left(Deaf(NUMBERS)) < 0.75, "a network that is not told generates what it saw"
