@@ -280,15 +280,6 @@ FACTORS = {
         "mean_flow": Factor("as the default, or a little worse", {"objective": "mean_flow"}),
         "so_flow": Factor("as the default", {"objective": "so_flow"}),
         "alpha_flow": Factor("better at 16 calls: a curriculum", {"objective": "alpha_flow"}),
-        "shortcut": Factor("better: no derivative, each target two steps of the network", {"objective": "shortcut"}),
-        "shortcut, shares": Factor(
-            "the intervals that the half steps need are seen", {"objective": "shortcut", **SHARES}
-        ),
-        "shortcut, shares, power 0": Factor(
-            "learns: weighted alike, rows of its own small residuals no longer outweigh the data's",
-            {"objective": "shortcut", **SHARES, **ALIKE},
-            UNCLIPPED,
-        ),
         "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
         "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
         "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),

@@ -97,7 +97,7 @@ def test_a_flag_overrides_those_that_would_outlive_it(
     [
         ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
         (
-            '{"run": {"seed": 1}, "flags": {"objective": "shortcut"}}',
+            '{"run": {"seed": 1}, "flags": {"objective": "so_flow"}}',
             "sets flags that this program does not have: objective",
         ),
         ('{"run": {"seed": 1}, "data": {}}', "is of a run that no program started"),

@@ -11,7 +11,7 @@ from rectified_flow.runs.config import require_room_for_steps
 Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]
-ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow", "shortcut"]
+ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow"]
 Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
 TimeGrid = Literal["uniform", "shifted", "edm"]
 

@@ -35,12 +35,10 @@ class Variant:
     Args:
         blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
         step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1]; 0 is the exact derivative.
-        own_target: for rows with ``r < t``, learn from the network's own first step instead of the velocity.
     """
 
     blend: float = 0.0
     step: Callable[[float], float] = lambda _progress: 0.0
-    own_target: bool = False
 
 
 def sigmoid_step(progress: float, sharpness: float = 25.0, smallest: float = 0.005) -> float:
@@ -59,7 +57,6 @@ VARIANTS: dict[ObjectiveName, Variant] = {
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "alpha_flow": Variant(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
     "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
-    "shortcut": Variant(step=lambda _progress: 0.5, own_target=True),  # Frans et al. 2024, arXiv:2410.12557
 }
 
 
@@ -202,10 +199,7 @@ class MeanFlow(FlowMap):
             return expand(t - r, x) * derivative, v
         gap = step * (t - r)
         between = t - gap
-        if self.variant.own_target:
-            direction = v = self.average_velocity(x, t, between, **conditions)
-        else:
-            direction = self._blend(v, x, t, conditions)
+        direction = self._blend(v, x, t, conditions)
         there = self.average_velocity(x - expand(gap, x) * direction, between, r, **conditions)
         return (1 - step) / step * (u - there), v
 

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from rectified_flow.evaluation.distances import frechet_distance, kernel_distance, manifold_scores, nearest
+from rectified_flow.evaluation.distances import (
+    frechet_distance,
+    kernel_distance,
+    manifold_scores,
+    nearest,
+    nearness,
+    share_of_copies,
+)
 from rectified_flow.evaluation.features import average_colours
 
 
@@ -41,6 +48,21 @@ def test_copies_are_precise_and_not_authentic() -> None:
     assert others["precision"] > 0.8
     assert others["recall"] > 0.8
     assert 0.3 < others["authenticity"] < 0.7
+
+
+def test_nearness_by_hand() -> None:
+    """Nearest are 10, whose own neighbour is at 11, and 30, whose own neighbour is 19 away."""
+    real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
+    queries = torch.tensor([[9.8], [28.1], [40.0], [11.0]])
+    torch.testing.assert_close(nearness(queries, real), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
+    assert share_of_copies(queries, real) == 3 / 4
+
+
+def test_others_of_the_same_kind_are_no_copies() -> None:
+    real = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    others = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
+    assert share_of_copies(others, real) == 0
+    assert share_of_copies(torch.cat((others, real + 0.01)), real) == 0.5
 
 
 def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
@@ -17,6 +18,8 @@ from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features
+from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.evaluation.holdout import hold_out
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
@@ -70,6 +73,28 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
     assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
     for name in ("cache-1", "cache-2"):
         assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
+
+
+def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
+    """A run that held pictures out is compared with the others, and its loss and copies are told of both."""
+    source = checkpoint.resolve(run)
+    config = checkpoint.load_document(source, checkpoint.CONFIG_FILE) | {"flags": {"holdout": 0.5, "seed": 3}}
+    files = {checkpoint.MODEL_FILE: checkpoint.load_tensors(source, checkpoint.MODEL_FILE)}
+    documents = {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE), checkpoint.CONFIG_FILE: config}
+    checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    pictures = _training_pictures(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
+    split = hold_out(pictures, 0.5, 3, PartialState())
+    distances = result["distances"]
+    assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
+    compared = HeldOutPictures(pictures.subset(split.training), pictures.subset(split.held_out), seed=0)
+    flow = FLOWS["rectified"]()
+    checkpoint.load_averaged(flow.network, source)
+    means = compared.means(compared.losses(flow, range(2 * compared.count)))
+    assert {name: distances[name] for name in means} == pytest.approx(means, rel=1e-4, abs=1e-5)
+    assert 0 <= distances["copies"] <= 1
+    assert {"copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
 
 
 def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,13 +75,6 @@ def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(objective: A
     assert gradient < 0.02
 
 
-def test_a_shortcut_of_the_optimum_is_exact() -> None:
-    """Two exact half steps make the whole one: no error at all."""
-    mean_square, gradient = evaluate("shortcut", step=0.5)
-    assert mean_square < 1e-8
-    assert gradient < 1e-4
-
-
 def test_a_finite_step_tends_to_the_derivative() -> None:
     """Its bias is of the order of the step: the gradient at the optimum shrinks with it."""
     steps = (0.4, 0.2, 0.1)

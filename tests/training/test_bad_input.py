@@ -104,6 +104,13 @@ def test_mean_flow_refuses_alike(world_size: int, flags: str, sentence: str, tmp
 
 
 @both
+def test_a_holdout_that_leaves_too_few(world_size: int, pictures: Path, tmp_path: Path) -> None:
+    """These pictures are of one colour each, and so alike that all are on one side."""
+    flags = f"{TINY} --dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    assert_refused(world_size, f"{flags} --holdout 0.1", "--holdout 0.1 leaves 0 pictures to train on")
+
+
+@both
 def test_unknown_flag(world_size: int) -> None:
     assert_refused(world_size, f"{TINY} --batch_sise 4", "--batch_sise", "Perhaps you meant")
 
@@ -150,6 +157,11 @@ def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
         ("--output_dir {tmp}/run --resume never", "run/checkpoints already holds checkpoints"),
         ("--output_dir {tmp}/new --resume {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
+        ("--output_dir {tmp}/new --augment 1.5", "--augment is 1.5; it is a probability, from 0 to 1"),
+        ("--output_dir {tmp}/new --holdout 1", "--holdout is 1; it is a share, at least 0 and below 1"),
+        ("--output_dir {tmp}/new --stop_when_memorising", "needs pictures to measure on: pass --holdout 0.05"),
+        ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--augment and --autoencoder exclude each other"),
+        ("--output_dir {tmp}/new --holdout 0.1 --reflow_from {tmp}/run", "--holdout has no effect with --reflow_from"),
         ("--output_dir {tmp}/file/run", "cannot be written"),
         ("--output_dir {tmp}/new --checkpoint_dir {tmp}/file/run", "cannot be written"),
     ],
@@ -161,7 +173,7 @@ def test_what_can_be_refused_is_refused_before_pictures_are_decoded(tmp_path: Pa
     (tmp_path / "file").touch()
     checkpoint.save(tmp_path / "run/checkpoints", 1, {}, {})
     data = f"--dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache"
-    assert_refused(1, f"{TINY} {data} {flags.format(tmp=tmp_path)}", sentence, mean="init_from" in flags)
+    assert_refused(1, f"{TINY} {data} {flags.format(tmp=tmp_path)}", sentence)
 
 
 def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -> None:

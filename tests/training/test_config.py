@@ -13,13 +13,13 @@ from rectified_flow.flags import names, plain
 from rectified_flow.runs.config import TrainingConfig
 
 SHARED = """
-dataset dataset_path image_size autoencoder horizontal_flip skip_broken_images cache_dir num_workers
+dataset dataset_path image_size autoencoder horizontal_flip augment holdout skip_broken_images cache_dir num_workers
 multiprocessing_context persistent_workers pin_memory dim dim_mults dropout use_cfg coupling batch_size
 global_batch_size gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps lr_decay
 adam_betas weight_decay max_grad_norm max_bad_steps mixed_precision use_ema ema_decay power_ema seed
-gradient_checkpointing compile output_dir checkpoint_dir resume save_every keep_checkpoints keep_every sample_every
-num_samples sample_steps log_every log_with rank_timeout dry_run evaluate_every evaluation_samples feature_network
-config import interrupted_exit_code
+init_from gradient_checkpointing compile output_dir checkpoint_dir resume save_every keep_checkpoints keep_every
+sample_every num_samples sample_steps log_every log_with rank_timeout dry_run evaluate_every evaluation_samples
+feature_network stop_when_memorising config import interrupted_exit_code
 """
 RECTIFIED = (
     SHARED
@@ -28,7 +28,7 @@ RECTIFIED = (
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
-    "guidance_mixing init_from teacher teacher_paths teacher_steps whole_fraction paths_dir"
+    "guidance_mixing teacher teacher_paths teacher_steps whole_fraction paths_dir"
 )
 GROUPS = ["data options", "network options", "coupling options", "run options", "evaluation options", "program options"]
 

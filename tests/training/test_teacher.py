@@ -122,7 +122,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
         ("--teacher {run} --teacher_paths 10", "--teacher_paths 10 is fewer than one global batch"),
         ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
-        ("--teacher {run} --objective shortcut", "--objective has no effect with --teacher"),
+        ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
         ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be in [0, 1]"),
         ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "were drawn with other paths (150 there, 70 now)"),
