@@ -62,8 +62,10 @@ def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dic
 def _types(config_class: Any) -> dict[str, Any]:
     """The types of all flags by name."""
     kinds: dict[str, Any] = {}
-    for name, kind in get_type_hints(config_class).items():
-        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(name): kind}
+    hints = get_type_hints(config_class)
+    for each in fields(config_class):
+        kind = hints[each.name]
+        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
     return kinds
 
 

@@ -39,7 +39,7 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     explanation = io.StringIO()
     try:
         with redirect_stderr(explanation):
-            return tyro.cli(
+            config = tyro.cli(
                 config_class,
                 args=arguments,
                 description=description,
@@ -54,6 +54,9 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         if not quiet:
             sys.stderr.write(explanation.getvalue())
         raise
+    if hasattr(config, "program"):
+        object.__setattr__(config.program, "given", frozenset(_given(arguments)))
+    return config
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:
@@ -71,7 +74,8 @@ def _unset(config_class: type, arguments: Sequence[str]) -> list[str]:
 
 def _given(arguments: Sequence[str]) -> set[str]:
     """The names of the flags on the command line."""
-    return {word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--")}
+    words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
+    return {word.removeprefix("no_") for word in words}
 
 
 def _from_file(config_class: type, arguments: Sequence[str]) -> list[str]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import tyro
 
@@ -28,6 +28,9 @@ from rectified_flow.runs.config import LONGEST_EMA, SHORTEST_EMA, TrainingConfig
 @dataclass(frozen=True)
 class ProgramConfig:
     """Flags that every program has."""
+
+    given: ClassVar[frozenset[str]] = frozenset()
+    """The names of the flags that a person or a file gave; the parser sets it."""
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows or data spaces of your own."""

@@ -1,8 +1,8 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
@@ -12,6 +12,7 @@ from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
+from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
@@ -47,40 +48,36 @@ from rectified_flow.training.trainer import Trainer
 
 CONDITION_DROPOUT = 0.1
 DEFAULT_WHOLE_FRACTION = 0.5
+Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
 PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
 """Stand in for the labels of a dataset that a dry run does not open."""
 
 
 def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     """Train a rectified flow, on pictures or on the pairs of another flow; returns whether it finished."""
-    state = join(config)
-    set_seed(config.run.seed)
-    config = with_teacher_flags(config)
-    space = planned_space(config)
-    if config.program.dry_run:
-        print_plan(config, build_rectified_flow(config, PLANNED_LABELS, space))
-        return True
-    on_main(state, lambda: check_start(config.run, config.network.init_from))
-    require_room_for_batch(config, space)
-    space.prepare(state.device)
-    pictures = open_pictures(config.data)
-    return train(config, build_rectified_flow(config, pictures.conditions, space), pictures)
+    return _train(config, build_rectified_flow)
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
     """Train a mean flow, on pictures or on the paths of another flow; returns whether it finished."""
+    return _train(config, build_mean_flow)
+
+
+def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
     space = planned_space(config)
     if config.program.dry_run:
-        print_plan(config, build_mean_flow(config, PLANNED_LABELS, space))
+        print_plan(config, build(config, PLANNED_LABELS, space))
         return True
     on_main(state, lambda: check_start(config.run, config.network.init_from))
     require_room_for_batch(config, space)
     space.prepare(state.device)
     pictures = open_pictures(config.data)
-    return train(config, build_mean_flow(config, pictures.conditions, space), pictures)
+    config = with_recipe(config, len(pictures))
+    space = space if isinstance(space, Latents) else planned_space(config)  # which a recipe may augment
+    return train(config, build(config, pictures.conditions, space), pictures)
 
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
