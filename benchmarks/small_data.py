@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
+from rectified_flow.plots import Line, Panel, draw_panels
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
@@ -40,6 +42,7 @@ IMAGE_SIZE = 32
 BATCH = 8
 NETWORK: Mapping[str, Any] = {"dim": 24, "dim_mults": (1, 2, 3), "attention_sides": (8,), "blocks_per_level": 1}
 RESULTS = Path(__file__).with_suffix(".jsonl")
+KERNEL = "efficientnet_lite0_kernel_distance"
 UNSEEN = 200
 """Pictures of the drawn flowers that no case is trained on; of the emoji, the test split."""
 
@@ -99,6 +102,8 @@ class Flags:
     """File to which results are appended."""
     table: bool = False
     """Print the table of what is there, and train nothing."""
+    plot: Path | None = None
+    """Plot the losses and distances of what is there and selected into this PNG file, and train nothing."""
 
 
 @dataclass(frozen=True)
@@ -197,36 +202,59 @@ def known(results: Path) -> list[dict[str, Any]]:
 
 def print_table(results: list[dict[str, Any]]) -> None:
     """For each case: where its held-out loss was least, and what was there and at the end."""
-    print("| data | pictures | setting | seed | step of the least | held-out loss there, at the end | gap at the end "
-          "| kernel distance least, at the end | copies there, at the end |")  # fmt: skip
+    print(
+        "| data | pictures | setting | seed | least held-out loss, at step | at the end | gap there | nearest, at step "
+        "| at the end | copies |\n" + "|---" * 10 + "|"
+    )
     for row in results:
         losses, distances = row["losses"], row["distances"]
         best = min(losses, key=lambda each: each["heldout_loss"])
-        near = min(distances, key=lambda each: each["heldout_efficientnet_lite0_kernel_distance"])
+        near = min(distances, key=lambda each: each[f"heldout_{KERNEL}"])
         end, last = losses[-1], distances[-1]
         print(
-            f"| {row['data']} | {row['count']} | {row['setting']} | {row['seed']} | {best['step']} "
-            f"| {best['heldout_loss']:.4f}, {end['heldout_loss']:.4f} | {end['gap']:.4f} "
-            f"| {near['heldout_efficientnet_lite0_kernel_distance']:.3f} ({near['step']}), "
-            f"{last['heldout_efficientnet_lite0_kernel_distance']:.3f} | {near['copies']:.0%}, {last['copies']:.0%} |"
+            f"| {row['data']} | {row['count']} | {row['setting']} | {row['seed']} "
+            f"| {best['heldout_loss']:.4f}, {best['step']} | {end['heldout_loss']:.4f} | {end['gap']:.4f} "
+            f"| {near[f'heldout_{KERNEL}']:.3f}, {near['step']} | {last[f'heldout_{KERNEL}']:.3f} "
+            f"| {last['copies']:.0%} |"
         )
 
 
+def plot(path: Path, results: list[dict[str, Any]]) -> None:
+    """Losses on held-out (full names) and on training pictures, and distances to held-out pictures, over steps."""
+    losses: dict[str, Line] = {}
+    distances: dict[str, Line] = {}
+    for row in results:
+        name = f"{row['count']}, {row['setting']}"
+        measured = row["losses"][1:]  # without that before the first step
+        for suffix, key in {"": "heldout_loss", " (seen)": "seen_loss"}.items():
+            losses[name + suffix] = [each["step"] for each in measured], [each[key] for each in measured]
+        compared = row["distances"]
+        distances[name] = [each["step"] for each in compared], [each[f"heldout_{KERNEL}"] for each in compared]
+    draw_panels(
+        path,
+        [
+            Panel(losses, "loss on held-out pictures and on those trained on", "step", "squared error of the velocity"),
+            Panel(distances, "kernel distance to held-out pictures", "step", KERNEL, log_y=True),
+        ],
+    )
+
+
 def main(flags: Flags) -> None:
-    """Train what is not there yet, and print the table."""
+    """Train what is not there yet, and print the table; or plot."""
+    choices = product(flags.data, flags.count, flags.settings, flags.seeds)
+    cases = [Case(*choice, flags) for choice in choices]
+    if flags.plot is not None:
+        wanted = [case.key for case in cases]
+        plot(flags.plot, [row for row in known(flags.results) if any(key.items() <= row.items() for key in wanted)])
+        return
     if not flags.table:
         join_processes()
         torch.set_num_threads(1)
-        for data in flags.data:
-            for count in flags.count:
-                for name in flags.settings:
-                    for seed in flags.seeds:
-                        case = Case(data, count, name, seed, flags)
-                        if any(case.key.items() <= row.items() for row in known(flags.results)):
-                            continue
-                        result = case.run()
-                        with flags.results.open("a") as file:
-                            file.write(json.dumps(result) + "\n")
+        for case in cases:
+            if not any(case.key.items() <= row.items() for row in known(flags.results)):
+                result = case.run()
+                with flags.results.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
     print_table(known(flags.results))
 
 
