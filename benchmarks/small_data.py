@@ -225,7 +225,7 @@ def plot(path: Path, results: list[dict[str, Any]]) -> None:
     distances: dict[str, Line] = {}
     for row in results:
         name = f"{row['count']}, {row['setting']}"
-        measured = row["losses"][1:]  # without that before the first step
+        measured = row["losses"]
         for suffix, key in {"": "heldout_loss", " (seen)": "seen_loss"}.items():
             losses[name + suffix] = [each["step"] for each in measured], [each[key] for each in measured]
         compared = row["distances"]

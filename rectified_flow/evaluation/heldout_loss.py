@@ -1,6 +1,6 @@
 """The loss on held-out pictures: where it rises while that on training pictures falls, these are memorised."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,19 +44,25 @@ class HeldOutPictures:
         self._sides = [_some(each, self.count, seed) for each in (held_out, training)]
 
     @torch.no_grad()
-    def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
+    def losses(
+        self, flow: Flow, numbers: Sequence[int], *, progress: Callable[[int], object] = lambda _count: None
+    ) -> Tensor:
         """The loss of some of the ``2 * count`` pictures, of which the held-out ones come first, float32 ``[n]``.
 
         Args:
             flow: has a method ``velocity(x, t, **conditions)``.
             numbers: of the pictures.
+            progress: called with the number of pictures of each part.
 
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        parts = [numbers[start : start + AT_ONCE] for start in range(0, len(numbers), AT_ONCE)]
+        parts = []
         with flow.evaluating():
-            return torch.cat([self._losses(flow, part) for part in parts])
+            for start in range(0, len(numbers), AT_ONCE):
+                parts.append(self._losses(flow, numbers[start : start + AT_ONCE]))
+                progress(len(parts[-1]))
+        return torch.cat(parts)
 
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         raise_if_stop_requested()

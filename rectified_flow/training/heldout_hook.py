@@ -9,6 +9,7 @@ from torch import Tensor
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures, Verdict, judge
 from rectified_flow.flows.flow import Flow
+from rectified_flow.progress import progress_bar
 from rectified_flow.runs import checkpoint
 from rectified_flow.training.measurement import Measurement
 
@@ -32,12 +33,14 @@ class HeldOutHook(Measurement):
     """
 
     def __init__(self, pictures: HeldOutPictures, every: int, *, stops: bool = False) -> None:
-        super().__init__("heldout", 2 * pictures.count, every)
+        super().__init__("heldout", 2 * pictures.count, every, untrained=False)
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
     def measure(self, trainer: "Trainer", numbers: Sequence[int]) -> Tensor:
-        return self.pictures.losses(cast(Flow, trainer.averaged_flow), numbers)
+        disable = not trainer.accelerator.is_main_process
+        with progress_bar(total=len(numbers), desc="held-out loss", unit="img", leave=None, disable=disable) as bar:
+            return self.pictures.losses(cast(Flow, trainer.averaged_flow), numbers, progress=bar.update)
 
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
@@ -50,7 +53,7 @@ class HeldOutHook(Measurement):
             return
         verdict, step = judge(known), trainer.state.step
         trainer.measured |= {name: value for name, value in known[-1].items() if name not in ("step", "losses")}
-        if self.stops and verdict.best["step"] == step > 0:
+        if self.stops and verdict.best["step"] == step:
             self._keep(trainer)
         if verdict.memorises and self.stops:
             trainer.end_here()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Measurement(Callback):
-    """Measures something every few steps, the first time before training, and writes it into ``NAME.jsonl``.
+    """Measures something every few steps, and writes it into ``NAME.jsonl``.
 
     A subclass has :meth:`measure` for a share of the items, and :meth:`summarize` for the rows of all. A stop that is
     requested meanwhile ends the run after this step, and the measurement is made up for on resuming. A full disk does
@@ -29,10 +29,11 @@ class Measurement(Callback):
         name: of the file.
         total: number of items.
         every: steps between measurements.
+        untrained: measure before the first step, too.
     """
 
-    def __init__(self, name: str, total: int, every: int) -> None:
-        self.name, self.total, self.every = name, total, every
+    def __init__(self, name: str, total: int, every: int, *, untrained: bool = True) -> None:
+        self.name, self.total, self.every, self.untrained = name, total, every, untrained
 
     @abstractmethod
     def measure(self, trainer: "Trainer", numbers: Sequence[int]) -> Tensor:
@@ -49,7 +50,8 @@ class Measurement(Callback):
         step = trainer.state.step
         if trainer.accelerator.is_main_process:
             self.file = LineFile(trainer.config.output_dir / f"{self.name}.jsonl", step, trainer.run.print)
-        if trainer.is_due(self.every) and on_main(trainer.accelerator, lambda: step not in self.steps):
+        missed = trainer.is_due(self.every) and (step > 0 or self.untrained)
+        if missed and on_main(trainer.accelerator, lambda: step not in self.steps):
             self._measure_all(trainer)
         self.conclude(trainer)
 
