@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from tqdm.auto import tqdm
 
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.look import look
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
+from rectified_flow.data.report import summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, require
@@ -30,11 +34,12 @@ from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Unifor
 from rectified_flow.machine import require_memory
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
 from rectified_flow.networks.unet import Unet
+from rectified_flow.report import line
 from rectified_flow.runs.checkpoint import list_checkpoints, load_averaged, read
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pixels import RGB, Pixels
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.pretrained import open_autoencoder
 from rectified_flow.spaces.space import Space
 from rectified_flow.training.callbacks import Callback
@@ -53,6 +58,9 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    if config.program.look:
+        look(config.run.output_dir, open_pictures(config.data), picture_space(config.data))
+        return True
     space = planned_space(config)
     if config.program.dry_run:
         print_plan(config, build_rectified_flow(config, PLANNED_LABELS, space))
@@ -70,6 +78,9 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    if config.program.look:
+        look(config.run.output_dir, open_pictures(config.data), picture_space(config.data))
+        return True
     space = planned_space(config)
     if config.program.dry_run:
         print_plan(config, build_mean_flow(config, PLANNED_LABELS, space))
@@ -86,6 +97,8 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
     """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
+    if PartialState().is_main_process:
+        tqdm.write(line("pictures", summarize_pictures(pictures)))
     callbacks = build_callbacks(config.evaluation, pictures, config.run.seed)
     request, dataset = request_of(config), cast(StoreDataset, pictures)
     if request is not None:
@@ -123,13 +136,13 @@ def start_from(path: Path, flow: Flow) -> None:
 
 def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Space) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
-    state, side = PartialState(), (space.shape or (0,))[-1]
+    state, pixels = PartialState(), prod((space.shape or (0,))[1:])
     if state.device.type != "cpu":
         return
     count = config.run.split_batch(state.num_processes).per_process
-    skips = 3 * count * config.network.dim * side**2  # at full resolution alone, of a convolution and two blocks
+    skips = 3 * count * config.network.dim * pixels  # at full resolution alone, of a convolution and two blocks
     remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-    require_memory(2 * skips, f"a batch of {count} images of {config.data.image_size} px", remedy)
+    require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
 def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds, space: Space | None = None) -> RectifiedFlow:
@@ -196,7 +209,15 @@ def open_pictures(config: DataConfig) -> ImageDataset:
         image_size=config.image_size,
         cache_dir=config.cache_dir,
         skip_broken_images=config.skip_broken_images,
+        aspect_ratio=config.aspect_ratio,
+        crop=config.crop,
+        alpha=config.alpha,
     )
+
+
+def picture_space(config: DataConfig) -> Pixels:
+    """The space of the pictures themselves."""
+    return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip)
 
 
 def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
@@ -207,7 +228,7 @@ def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
     """
     data = config.data
     if data.autoencoder is None:
-        return Pixels((RGB, data.image_size, data.image_size), horizontal_flip=data.horizontal_flip)
+        return picture_space(data)
     space = Latents(open_autoencoder(data.autoencoder), data.image_size)
     config.network.check_side(data.image_size, (space.shape or (0,))[-1])
     return space
@@ -220,7 +241,7 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
         UsageError: if ``--use_cfg`` is given and there are no conditions.
     """
     flags = config.network
-    channels, *_, side = space.shape or ()
+    channels, *sides = space.shape or ()
     if flags.use_cfg and not conditions:
         raise UsageError(
             "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
@@ -230,7 +251,7 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
         flags.dim_mults,
         channels=channels,
         conditions=conditions if flags.use_cfg else None,
-        image_size=side,
+        image_size=min(sides),
         dropout=flags.dropout,
     )
     network.gradient_checkpointing = flags.gradient_checkpointing

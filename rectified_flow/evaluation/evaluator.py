@@ -1,7 +1,7 @@
 """Compare the pictures of a flow with its training pictures, on all processes together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -75,6 +75,7 @@ class Evaluator:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that must match for two results to be comparable."""
+        framing = self.dataset.info.framing
         return {
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
@@ -84,6 +85,7 @@ class Evaluator:
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,
             "seed": self.seed,
+            **({} if framing is None else {"framing": asdict(framing)}),
         }
 
     @property
@@ -145,7 +147,7 @@ class Evaluator:
         """The first generated pictures, each before its nearest training pictures, uint8 ``[n, 1 + k, c, h, w]``."""
         shown = generated.shown
         near = nearest(generated.features[0][: len(shown)], self.real[0], NEIGHBOURS_SHOWN)
-        real = self.dataset.read_batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        real = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((shown[:, None], real), dim=1)
 
     def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> tuple[list[Tensor], Tensor]:

@@ -7,16 +7,19 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.registry import register
+from rectified_flow.report import size_text
 from rectified_flow.spaces.space import Space
 
-RGB = 3
+RGB, RGBA = 3, 4
 
 
 @register
 class Pixels(Space):
     """Pictures ``[b, c, h, w]``.
 
-    Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1].
+    Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1]. Four channels are
+    RGBA, not premultiplied. Of stored pictures larger than ``shape``, training takes random parts, and all else the
+    centre.
 
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.
@@ -28,17 +31,19 @@ class Pixels(Space):
         self.horizontal_flip = horizontal_flip
 
     @property
-    def picture_side(self) -> int | None:
-        return self.shape[-1] if self.shape is not None and self.shape[0] == RGB else None
+    def picture_shape(self) -> tuple[int, ...] | None:
+        return self.shape if self.shape is not None and self.shape[0] in (RGB, RGBA) else None
 
     def augment(self, data: Tensor) -> Tensor:
-        """Each row mirrored left to right with probability 1/2, if that is asked for."""
+        """A random part of each row, mirrored left to right with probability 1/2 if that is asked for."""
+        data = self._random_part(data)
         if not self.horizontal_flip:
             return data
         mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
         return torch.where(mirrored, data.flip(-1), data)
 
     def encode(self, data: Tensor) -> Tensor:
+        data = self._centre(data)
         if data.dtype == torch.uint8:
             return data.float() / 127.5 - 1
         return data.float()
@@ -48,16 +53,22 @@ class Pixels(Space):
         return x.float().add(1).div(2).clamp(0, 1)
 
     def draw(self, data: Tensor) -> Tensor:
-        """uint8; a single channel becomes grey, and channels after the third are left out."""
-        pictures = data.mul(255).round().to(torch.uint8)
-        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :3]
+        """uint8; one channel becomes grey, RGBA is put over white, and channels after the third are left out else."""
+        if data.shape[1] == RGBA:
+            colours, alpha = data.split((RGB, 1), dim=1)
+            data = torch.lerp(torch.ones_like(colours), colours, alpha)
+        pictures = _to_uint8(data)
+        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
+
+    def draw_with_alpha(self, data: Tensor) -> Tensor:
+        return _to_uint8(data) if data.shape[1] == RGBA else self.draw(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
         return pictures
 
     def to_stored(self, x: Tensor) -> Tensor:
         """uint8."""
-        return self.draw(self.decode(x))
+        return _to_uint8(self.decode(x))
 
     def problem_with(self, data: Tensor) -> str | None:
         """Pictures that are not uint8 and outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
@@ -74,4 +85,36 @@ class Pixels(Space):
 
     @property
     def noun(self) -> str:
-        return f"{self.shape[-1]} px" if self.shape else "images"
+        if self.shape is None:
+            return "images"
+        channels, height, width = self.shape
+        return f"{size_text(width, height)} px" + " with transparency" * (channels == RGBA)
+
+    def _margins(self, data: Tensor) -> tuple[int, int]:
+        """How many pixels higher and wider stored pictures are than ``shape``."""
+        if self.shape is None:
+            return 0, 0
+        return data.shape[-2] - self.shape[-2], data.shape[-1] - self.shape[-1]
+
+    def _centre(self, data: Tensor) -> Tensor:
+        high, wide = self._margins(data)
+        if max(high, wide) <= 0:
+            return data
+        _, height, width = self.shape or data.shape[1:]
+        return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
+
+    def _random_part(self, data: Tensor) -> Tensor:
+        high, wide = self._margins(data)
+        if max(high, wide) <= 0:
+            return data
+        _, height, width = self.shape or data.shape[1:]
+        rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
+        top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
+        left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
+        y = top[:, None] + torch.arange(height, device=data.device)
+        x = left[:, None] + torch.arange(width, device=data.device)
+        return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
+
+
+def _to_uint8(data: Tensor) -> Tensor:
+    return data.mul(255).round().to(torch.uint8)

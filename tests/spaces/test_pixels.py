@@ -36,7 +36,7 @@ def test_a_single_channel_is_drawn_grey() -> None:
 
 
 def test_channels_after_the_third_are_not_drawn() -> None:
-    data = torch.rand(2, 4, 5, 5)
+    data = torch.rand(2, 5, 5, 5)
     picture = Pixels().draw(data)
     assert picture.shape == (2, 3, 5, 5)
     assert torch.equal(picture, data[:, :3].mul(255).round().to(torch.uint8))
@@ -74,7 +74,8 @@ def test_uint8_never_looks_wrong() -> None:
 
 
 def test_the_noun_and_the_description() -> None:
-    assert Pixels((3, 32, 48)).noun == "48 px"
+    assert Pixels((3, 32, 48)).noun == "48x32 px"
+    assert Pixels((4, 8, 8)).noun == "8 px with transparency"
     assert Pixels().noun == "images"
     back = build(describe(Pixels([3, 8, 8], horizontal_flip=True)))
     assert (back.shape, back.horizontal_flip) == ((3, 8, 8), True)
