@@ -30,7 +30,7 @@ from rectified_flow.evaluation.evaluator import SPLIT, Evaluator, Generated
 from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
-from rectified_flow.report import line
+from rectified_flow.report import line, size_text
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
@@ -153,8 +153,10 @@ def _settings(config: EvaluateConfig, trained: Trained, length: float | None, st
 
 def _describe(result: dict[str, Any]) -> str:
     did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}"
+    framing = result.get("framing")
+    size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]
     lines = [
-        did.format(**result) + f" ({result['split']} split, {result['image_size']} px), {result['weights']}",
+        did.format(**result) + f" ({result['split']} split, {size} px), {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
     return "\n".join([*lines, *(f"  {name:<38} {value:.5g}" for name, value in result["distances"].items())])

@@ -49,7 +49,7 @@ def summarize_pictures(dataset: ImageDataset) -> str:
         if originals.duplicates:
             parts.append(f"{originals.duplicates} equal to an earlier one")
     if rare:
-        parts.append(f"{len(rare)} classes with fewer than {FEW}{_listed(rare)}")
+        parts.append(f"{len(rare)} class{'es' * (len(rare) > 1)} with fewer than {FEW}{_listed(rare)}")
     return "; ".join(parts)
 
 
