@@ -35,7 +35,8 @@ def open_dataset(
         cache_dir: folder for decoded images; by default the user's cache folder.
         skip_broken_images: skip images that cannot be decoded instead of raising.
         aspect_ratio: width:height.
-        crop: the part that is kept: ``center``, ``random`` (stored with a margin, see :class:`Framing`) or ``none``.
+        crop: the part that is kept: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
+            space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
 
     Raises:
