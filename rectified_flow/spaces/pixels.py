@@ -18,8 +18,8 @@ class Pixels(Space):
     """Pictures ``[b, c, h, w]``.
 
     Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1]. Four channels are
-    RGBA, not premultiplied. Of stored pictures larger than ``shape``, training takes random parts, and all else the
-    centre.
+    RGBA, not premultiplied. Of stored pictures larger than a ``shape`` that was given, training takes random parts, and
+    all else the centre.
 
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.
@@ -29,6 +29,7 @@ class Pixels(Space):
     def __init__(self, shape: Sequence[int] | None = None, *, horizontal_flip: bool = False) -> None:
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip = horizontal_flip
+        self._sides = None if self.shape is None else self.shape[-2:]
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:
@@ -91,28 +92,27 @@ class Pixels(Space):
         return f"{size_text(width, height)} px" + " with transparency" * (channels == RGBA)
 
     def _margins(self, data: Tensor) -> tuple[int, int]:
-        """How many pixels higher and wider stored pictures are than ``shape``."""
-        if self.shape is None:
-            return 0, 0
-        return data.shape[-2] - self.shape[-2], data.shape[-1] - self.shape[-1]
+        """How many pixels higher and wider stored pictures are than the shape; 0 where they are too small for it."""
+        height, width = self._sides or data.shape[-2:]
+        high, wide = data.shape[-2] - height, data.shape[-1] - width
+        return (high, wide) if min(high, wide) >= 0 else (0, 0)
 
     def _centre(self, data: Tensor) -> Tensor:
         high, wide = self._margins(data)
-        if max(high, wide) <= 0:
+        if high == wide == 0:
             return data
-        _, height, width = self.shape or data.shape[1:]
+        height, width = data.shape[-2] - high, data.shape[-1] - wide
         return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
 
     def _random_part(self, data: Tensor) -> Tensor:
         high, wide = self._margins(data)
-        if max(high, wide) <= 0:
+        if high == wide == 0:
             return data
-        _, height, width = self.shape or data.shape[1:]
         rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
         top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
         left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
-        y = top[:, None] + torch.arange(height, device=data.device)
-        x = left[:, None] + torch.arange(width, device=data.device)
+        y = top[:, None] + torch.arange(data.shape[-2] - high, device=data.device)
+        x = left[:, None] + torch.arange(data.shape[-1] - wide, device=data.device)
         return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
 
 

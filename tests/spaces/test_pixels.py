@@ -126,3 +126,9 @@ def test_all_else_takes_the_centre() -> None:
     space = Pixels((3, 8, 12))
     centre = coordinates(2)[..., 1:9, 1:13]
     assert torch.equal(space.encode(coordinates(2)), space.encode(centre))
+
+
+def test_a_shape_that_was_learned_cuts_nothing() -> None:
+    space = Pixels()
+    space.shape = (3, 8, 12)
+    assert space.encode(space.augment(coordinates(2))).shape == (2, 3, 10, 15)
