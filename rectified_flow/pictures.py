@@ -29,6 +29,14 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
     return Image.open(source, formats=FORMATS)
 
 
+def over_white(image: Image.Image) -> Image.Image:
+    """A picture of any mode in RGB, its transparent parts over white."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
 def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """uint8 ``[n, c, h, w]`` side by side in one picture ``[H, W, c]``, as near to a square as can be."""
     from torchvision.utils import make_grid  # takes seconds to load
@@ -39,7 +47,7 @@ def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dt
 
 
 def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
-    """The bytes of a file with ``pixels`` ``[h, w, 3]``, in the format of its suffix."""
+    """The bytes of a file with ``pixels`` ``[h, w, c]``, RGB or RGBA, in the format of its suffix."""
     content = BytesIO()
     Image.fromarray(pixels).save(content, format=suffix[1:], **options)
     return content.getvalue()
@@ -56,7 +64,7 @@ def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Seq
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
-    """Write ``pixels`` ``[h, w, 3]``, whole or not at all, in the format of the suffix; return ``path``.
+    """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of the suffix; return ``path``.
 
     Raises:
         RunError: if that fails.

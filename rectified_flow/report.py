@@ -17,6 +17,11 @@ def lines(texts: Mapping[str, object]) -> str:
     return "\n".join(line(label, text) for label, text in texts.items())
 
 
+def size_text(width: int, height: int) -> str:
+    """The sides of a picture: ``64`` of a square, else ``96x64``."""
+    return str(width) if width == height else f"{width}x{height}"
+
+
 class Silent:
     """Stands in for an object that only the main process has: every method exists, does nothing and returns None."""
 

@@ -116,4 +116,4 @@ def _usage_error(error: BaseException | None) -> UsageError | None:
 
 def recorded(config: Any) -> dict[str, Any]:
     """The flags that a run's ``config.json`` keeps, to start the run again."""
-    return {name: value for name, value in plain(config).items() if name not in ("config", "dry_run")}
+    return {name: value for name, value in plain(config).items() if name not in ("config", "dry_run", "look")}

@@ -41,8 +41,10 @@ from rectified_flow.training.accelerator import choose_precision
 
 BATCH_SIZE = 64
 LOCK_TIMEOUT = 10.0
+FRAMING = {"aspect_ratio": "1:1", "crop": "center", "alpha": False}
+"""Flags that earlier versions did not have, and their values there."""
 NETWORK_FLAGS = ("dim", "dim_mults", "dropout", "use_cfg")
-DATA_FLAGS = ("dataset", "image_size", "skip_broken_images")
+DATA_FLAGS = ("dataset", "image_size", "skip_broken_images", *FRAMING)
 FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
 """Inherited where they are not given: a folder may have moved."""
 INHERITED = (*DATA_FLAGS, "prediction", *NETWORK_FLAGS, *FOLDERS)
@@ -145,8 +147,7 @@ def space_of(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -> Sp
         UsageError: if neither can be read.
     """
     if config.data.autoencoder is None:
-        side = config.data.image_size
-        return Pixels((3, side, side))
+        return Pixels(config.data.framing.shape)
     known = StoreWriter.recipe_of(request.folder, Recipe)
     description = checkpoint.load_description(request.source)["space"] if known is None else known.space
     space: Space = build(description)

@@ -1,6 +1,7 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.flags import checked
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
-from rectified_flow.report import line
+from rectified_flow.report import line, size_text
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
+from rectified_flow.spaces.pixels import RGBA
 
 RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
@@ -127,15 +129,28 @@ def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
         recipe is not None or config.dataset_path is not None,
         f"{source} does not say how to open its training data: pass a folder with --dataset_path",
     )
-    recipe = recipe or DataRecipe("")
+    if recipe is None or recipe.image_size is None:
+        recipe = replace(recipe or DataRecipe(""), **_shape_of(trained))
     return open_dataset(
         recipe.dataset,
         config.dataset_path or recipe.dataset_path,
-        image_size=recipe.image_size or trained.flow.space.picture_side or 0,
+        image_size=recipe.image_size or 0,
         cache_dir=config.cache_dir or recipe.cache_dir,
         skip_broken_images=recipe.skip_broken_images,
         split=recipe.split or SPLIT,
+        aspect_ratio=recipe.aspect_ratio,
+        crop=recipe.crop,
+        alpha=recipe.alpha,
     )
+
+
+def _shape_of(trained: Trained) -> dict[str, Any]:
+    """The fields of a recipe that a flow's own pictures determine."""
+    shape = trained.flow.space.picture_shape
+    if shape is None:
+        raise UsageError(f"{trained.source} holds a flow of other data than pictures, which cannot be compared")
+    channels, height, width = shape
+    return {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
 
 
 def _are_those_of(dataset: ImageDataset, trained: Trained) -> bool:
@@ -160,8 +175,10 @@ def _settings(config: EvaluateConfig, trained: Trained, length: float | None, st
 
 def _describe(result: dict[str, Any]) -> str:
     did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}"
+    framing = result.get("framing")
+    size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]
     lines = [
-        did.format(**result) + f" ({result['split']} split, {result['image_size']} px), {result['weights']}",
+        did.format(**result) + f" ({result['split']} split, {size} px), {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
     return "\n".join([*lines, *(f"  {name:<42} {value:.5g}" for name, value in result["distances"].items())])

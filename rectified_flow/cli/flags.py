@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import tyro
 
 from rectified_flow.data.config import DataConfig
+from rectified_flow.data.framing import parse_ratio
 from rectified_flow.errors import require, require_finite, require_natural, require_positive
 from rectified_flow.evaluation.config import BYTES_PER_FEATURES, EvaluationConfig, FeatureNetwork
 from rectified_flow.flags import check_paths, default_is
@@ -53,6 +55,8 @@ class TrainProgramConfig(ProgramConfig):
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     dry_run: bool = False
     """Print all flags, the batch arithmetic, and the memory and time that a step takes, and exit."""
+    look: bool = False
+    """Open the pictures, print what they are, write some as they are trained on to OUTPUT_DIR/look.png, and exit."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class TrainRectifiedFlow:
 
     def __post_init__(self) -> None:
         if self.data.autoencoder is None:
-            self.network.check_side(self.data.image_size)
+            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
         check_held_out(self.data, self.evaluation)
@@ -104,7 +108,7 @@ class TrainMeanFlow:
 
     def __post_init__(self) -> None:
         if self.data.autoencoder is None:
-            self.network.check_side(self.data.image_size)
+            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
         check_held_out(self.data, self.evaluation)
@@ -301,12 +305,12 @@ def check_taught(flag: str, data: DataConfig, network: UnetConfig) -> None:
 
 def check_room(data: DataConfig, run: TrainingConfig) -> None:
     """Raise a UsageError if a batch of pictures, or those of a preview, cannot fit into memory."""
-    picture = 3 * data.image_size**2
+    picture = prod(data.framing.stored_shape)
     for name in ("batch_size", "num_samples"):
         count = getattr(run, name) or 1
         require_memory(
             count * picture,
-            f"{count} picture{'s' * (count > 1)} of --image_size {data.image_size}",
+            f"{count} picture{'s' * (count > 1)} of --image_size {data.framing.size_text}",
             f"lower --image_size or --{name}",
         )
 

@@ -1,5 +1,8 @@
 """What a run would do and take, printed without opening any data: ``--dry_run``."""
 
+from collections.abc import Sequence
+from math import prod
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -10,14 +13,14 @@ from rectified_flow.data.store import LATENTS_FILE, row_size
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.placing import to_device
-from rectified_flow.report import line
+from rectified_flow.report import line, size_text
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.costs import cost_of, forward_flops, gradient_time, multiplication_rate, training_memory
 from rectified_flow.training.summary import summarize
 
 LARGEST_SIDE_MEASURED = 64
-"""Side of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
+"""Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
 
 SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 """As many images are measured as take that long at best [s], and at most so many."""
@@ -41,11 +44,10 @@ def print_plan(config: Config, flow: Flow) -> None:
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
-    side, flow_side = config.data.image_size, _side_of(flow)
     with accelerator.autocast():
-        flops = forward_flops(flow, _blank(config, flow, flow_side, accelerator.device))
+        flops = forward_flops(flow, _blank(config, flow, _sides_of(flow), accelerator.device))
     accelerator.print()
-    data = f"{config.data.dataset_path or config.data.dataset} at {side} px, not opened yet"
+    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
     if isinstance(flow.space, Latents):
         accelerator.print(_describe_latents(config, flow.space))
@@ -76,11 +78,11 @@ def _describe_latents(config: Config, space: Latents) -> str:
 
 def _describe_memory(config: Config, accelerator: Accelerator, flow: Flow) -> str:
     """A line on the memory that a step takes."""
-    count, side = config.run.split_batch(accelerator.num_processes).per_process, _side_measured(config, flow)
-    item = _blank(config, flow, side, accelerator.device)
+    count, sides = config.run.split_batch(accelerator.num_processes).per_process, _sides_measured(config, flow)
+    item = _blank(config, flow, sides, accelerator.device)
     averages = config.run.use_ema + 2 * config.run.power_ema
     memory = training_memory(flow, item, averages, accelerator.autocast)
-    per_image = memory.per_image * (_side_of(flow) / side) ** 2
+    per_image = memory.per_image * prod(_sides_of(flow)) / prod(sides)
     return line(
         "memory",
         f"about {memory.fixed / 1e9:.2f} GB + {count} images x {per_image / 1e6:,.1f} MB = "
@@ -90,8 +92,8 @@ def _describe_memory(config: Config, accelerator: Accelerator, flow: Flow) -> st
 
 def _describe_time(config: Config, accelerator: Accelerator, flow: Flow, flops: int) -> str:
     """Lines on the time that a step takes, and the least it can take."""
-    batch, side = config.run.split_batch(accelerator.num_processes), _side_measured(config, flow)
-    item = _blank(config, flow, side, accelerator.device)
+    batch, sides = config.run.split_batch(accelerator.num_processes), _sides_measured(config, flow)
+    item = _blank(config, flow, sides, accelerator.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate = multiplication_rate(accelerator.device, dtype)
     flops_measured = forward_flops(flow, item)
@@ -104,7 +106,8 @@ def _describe_time(config: Config, accelerator: Accelerator, flow: Flow, flops: 
     images = batch.per_process * batch.accumulation
     steps = 0 if config.run.num_epochs else config.run.total_steps(batch, 0)
     whole = f", {_duration(per_image * images * steps)} in all" if steps else ""
-    how = f"measured just now on {count} images of side {side}" + ", not compiled" * config.run.compile
+    how = f"measured just now on {count} images of side {size_text(sides[1], sides[0])}"
+    how += ", not compiled" * config.run.compile
     least = 3 * flops * images / rate
     taken = line("time", f"about {_duration(per_image * images)} a step{whole}: {how}")
     bound = line(
@@ -115,13 +118,14 @@ def _describe_time(config: Config, accelerator: Accelerator, flow: Flow, flops: 
     return f"{taken}\n{bound}"
 
 
-def _side_of(flow: Flow) -> int:
-    """Of the flow's ``x``: pixels, or latents."""
-    return (flow.space.shape or (0,))[-1]
+def _sides_of(flow: Flow) -> Sequence[int]:
+    """Height and width of the flow's ``x``: pixels, or latents."""
+    return (flow.space.shape or (0, 0, 0))[1:]
 
 
-def _side_measured(config: Config, flow: Flow) -> int:
-    return min(_side_of(flow), max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1)))
+def _sides_measured(config: Config, flow: Flow) -> Sequence[int]:
+    largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
+    return [min(side, largest) for side in _sides_of(flow)]
 
 
 def _duration(seconds: float) -> str:
@@ -132,9 +136,9 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
 
 
-def _blank(config: Config, flow: Flow, side: int, device: torch.device) -> dict[str, Tensor]:
+def _blank(config: Config, flow: Flow, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """A batch of one datum that is 0 everywhere, with its path where those are learned from."""
-    zeros = torch.zeros(1, (flow.space.shape or (0,))[0], side, side, device=device)
+    zeros = torch.zeros(1, (flow.space.shape or (0,))[0], *sides, device=device)
     batch = {flow.space.key: flow.space.to_stored(zeros)}
     request = request_of(config)
     if request is not None and request.rows == "paths":

@@ -27,8 +27,9 @@ from rectified_flow.cli.trained import (
     solver_name,
     solver_options,
 )
+from rectified_flow.data.fitting import fit
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.image_folder import find_images
-from rectified_flow.data.store_builder import fit
 from rectified_flow.distributed.agreement import check_shared
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError, UsageError, first_line, require
@@ -36,12 +37,13 @@ from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
 from rectified_flow.machine import require_disk
-from rectified_flow.pictures import open_picture, to_grid, write_motion, write_picture
+from rectified_flow.pictures import open_picture, over_white, to_grid, write_motion, write_picture
 from rectified_flow.progress import progress_bar
 from rectified_flow.report import line, lines
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
+from rectified_flow.spaces.pixels import RGBA
 
 LOCK_FILE = ".sample.lock"
 GRID_PICTURES = 100
@@ -108,7 +110,7 @@ def _draw_pictures(config: SampleConfig, plan: Plan, state: PartialState) -> Non
         autocast(config.model, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
-        for numbers, pictures in plan.draw(mine, config):
+        for numbers, pictures in plan.draw(mine, config, with_alpha=True):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
                 write_picture(plan.output_dir / picture_name(number, count), picture.permute(1, 2, 0).numpy())
             bar.update(len(numbers))
@@ -145,11 +147,11 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
     accepted = inspect.signature(flow.sample).parameters
     require(flags.path == "none" or "watch" in accepted, f"--path has no effect: a {type(flow).__name__} has no path")
     if flags.from_images is not None:
-        require(
-            "start" in accepted and flow.space.picture_side is not None,
-            f"--from_images is for flows of RGB pictures: {source} holds a {type(flow).__name__} of other data",
-        )
-        start = _load_images(flags.from_images, flags.num_samples, flow)
+        if "start" not in accepted or flow.space.picture_shape is None:
+            raise UsageError(
+                f"--from_images is for flows of pictures: {source} holds a {type(flow).__name__} of other data"
+            )
+        start = _load_images(flags.from_images, flags.num_samples, flow, flow.space.picture_shape)
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     if flags.save_pretrained is not None:
         flow.describe()  # or say now that it cannot be
@@ -239,15 +241,16 @@ def _find_class(name: str, names: list[str]) -> int:
     raise UsageError(f"--classes: there is no class {name}: pass names{hint}, or numbers up to {len(names) - 1}")
 
 
-def _load_images(path: Path, count: int, flow: Flow) -> Tensor:
+def _load_images(path: Path, count: int, flow: Flow, shape: Sequence[int]) -> Tensor:
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
     require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
-    side = flow.space.picture_side or 0
+    channels, height, width = shape
+    framing = Framing(width, height, alpha=channels == RGBA)
     pictures = []
     for file in files[:count]:
         try:
             with open_picture(file) as image:
-                pictures.append(np.asarray(fit(image, side)).transpose(2, 0, 1))
+                pictures.append(np.asarray(fit(image, framing)).transpose(2, 0, 1))
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
     return flow.space.from_pictures(torch.from_numpy(np.stack(pictures)).to(flow.device)).cpu()
@@ -269,7 +272,7 @@ def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
 def _draw_grid(folder: Path, count: int) -> Path:
     """The first pictures in one, read back, as other processes drew most of them."""
     files = [folder / picture_name(number, count) for number in range(min(count, GRID_PICTURES))]
-    pictures = torch.from_numpy(np.stack([np.asarray(open_picture(file)) for file in files]))
+    pictures = torch.from_numpy(np.stack([np.asarray(over_white(open_picture(file))) for file in files]))
     return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
 
 

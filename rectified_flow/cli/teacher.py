@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.drawn import DATA_FLAGS, FOLDERS, INHERITED, NETWORK_FLAGS, Recipe, Request
+from rectified_flow.cli.drawn import DATA_FLAGS, FOLDERS, FRAMING, INHERITED, NETWORK_FLAGS, Recipe, Request
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
@@ -119,7 +119,7 @@ def _flags_of(source: Path) -> dict[str, Any]:
 
 def _inherited(flags: Mapping[str, Any], request: Request, source: Path) -> dict[str, Any]:
     """Those of the flags of ``source`` that a run takes over."""
-    flags = {"autoencoder": None} | dict(flags)  # which earlier versions did not have
+    flags = {"autoencoder": None, **FRAMING} | dict(flags)  # which earlier versions did not have
     names = ", ".join(name for name in INHERITED if name not in flags)
     require(not names, f"--{request.flag} {source} was not trained by train_oxford.py: it lacks the flags {names}")
     return checked(TrainRectifiedFlow, {name: flags[name] for name in INHERITED}, source)

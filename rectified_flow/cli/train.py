@@ -1,21 +1,25 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
+from tqdm.auto import tqdm
 
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.look import look
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
+from rectified_flow.data.report import summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, require
@@ -37,7 +41,7 @@ from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pixels import RGB, Pixels
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.pretrained import open_autoencoder
 from rectified_flow.spaces.space import Space
 from rectified_flow.training.callbacks import Callback
@@ -67,6 +71,9 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    if config.program.look:
+        look(config.run.output_dir, open_pictures(config.data), picture_space(config.data))
+        return True
     space = planned_space(config)
     if config.program.dry_run:
         print_plan(config, build(config, PLANNED_LABELS, space))
@@ -82,6 +89,8 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
     """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
+    if PartialState().is_main_process:
+        tqdm.write(line("pictures", summarize_pictures(pictures)))
     request, dataset = request_of(config), cast(StoreDataset, pictures)
     source = config.network.init_from if request is None else request.source
     if source is not None and not list_checkpoints(config.run.checkpoints):
@@ -143,13 +152,13 @@ def start_from(path: Path, flow: Flow) -> None:
 
 def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Space) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
-    state, side = PartialState(), (space.shape or (0,))[-1]
+    state, pixels = PartialState(), prod((space.shape or (0,))[1:])
     if state.device.type != "cpu":
         return
     count = config.run.split_batch(state.num_processes).per_process
-    skips = 3 * count * config.network.dim * side**2  # at full resolution alone, of a convolution and two blocks
+    skips = 3 * count * config.network.dim * pixels  # at full resolution alone, of a convolution and two blocks
     remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-    require_memory(2 * skips, f"a batch of {count} images of {config.data.image_size} px", remedy)
+    require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
 def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds, space: Space | None = None) -> RectifiedFlow:
@@ -216,7 +225,15 @@ def open_pictures(config: DataConfig) -> ImageDataset:
         image_size=config.image_size,
         cache_dir=config.cache_dir,
         skip_broken_images=config.skip_broken_images,
+        aspect_ratio=config.aspect_ratio,
+        crop=config.crop,
+        alpha=config.alpha,
     )
+
+
+def picture_space(config: DataConfig) -> Pixels:
+    """The space of the pictures themselves."""
+    return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip, augmentation=config.augment)
 
 
 def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
@@ -227,8 +244,7 @@ def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
     """
     data = config.data
     if data.autoencoder is None:
-        shape = (RGB, data.image_size, data.image_size)
-        return Pixels(shape, horizontal_flip=data.horizontal_flip, augmentation=data.augment)
+        return picture_space(data)
     space = Latents(open_autoencoder(data.autoencoder), data.image_size)
     config.network.check_side(data.image_size, (space.shape or (0,))[-1])
     return space
@@ -241,7 +257,7 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
         UsageError: if ``--use_cfg`` is given and there are no conditions.
     """
     flags = config.network
-    channels, *_, side = space.shape or ()
+    channels, *sides = space.shape or ()
     if flags.use_cfg and not conditions:
         raise UsageError(
             "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
@@ -251,7 +267,7 @@ def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds,
         flags.dim_mults,
         channels=channels,
         conditions={**(conditions if flags.use_cfg else {}), **space.conditions},
-        image_size=side,
+        image_size=min(sides),
         dropout=flags.dropout,
     )
     network.gradient_checkpointing = flags.gradient_checkpointing

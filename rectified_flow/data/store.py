@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 from math import prod
@@ -22,10 +22,13 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rectified_flow.data.framing import Framing
 from rectified_flow.documents import read_document, write_document
 from rectified_flow.errors import DamageError
 from rectified_flow.files import open_regular, reading
 from rectified_flow.networks.conditions import Condition, Labels
+from rectified_flow.report import size_text
+from rectified_flow.spaces.pixels import Pixels
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE = "labels.npy", "info.json"
@@ -57,6 +60,20 @@ class LatentInfo:
 
 
 @dataclass(frozen=True)
+class OriginalInfo:
+    """What the pictures of a store were before they were fitted."""
+
+    width: list[Positive]
+    """The least and the largest [px]."""
+    height: list[Positive]
+    """Likewise."""
+    enlarged: int
+    """Pictures that have fewer pixels than they are stored with."""
+    duplicates: int
+    """Pictures whose pixels in the store equal those of an earlier one."""
+
+
+@dataclass(frozen=True)
 class StoreInfo:
     """``info.json``."""
 
@@ -72,8 +89,12 @@ class StoreInfo:
     """Broken images that were left out."""
     files: dict[str, FileInfo] = field(default_factory=dict)
     rows: dict[str, list[Positive]] = field(default_factory=dict)
-    """Shape of a row of each file but the labels'; stores of images alone, and earlier ones, do not record it."""
+    """Shape of a row of each file but the labels'; those of images with the default framing do not record it."""
     latents: LatentInfo | None = None
+    framing: Framing | None = None
+    """Of pictures; None for squares at the centre without transparency, the only one of earlier versions."""
+    originals: OriginalInfo | None = None
+    """Earlier versions did not record it."""
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
@@ -94,6 +115,14 @@ class StoreInfo:
             points = self.files[NOISE_FILE].size // (row_size(NOISE_FILE, images) * self.length)
             shapes[NOISE_FILE] = images if points == 1 else (points, *images)
         return shapes
+
+    @property
+    def size_text(self) -> str:
+        """Sides of the pictures: ``64``, or ``96x64``."""
+        if self.framing is not None:
+            return self.framing.size_text
+        _, height, width = self.shapes.get(IMAGES_FILE, (3, self.image_size, self.image_size))
+        return size_text(width, height)
 
 
 class StoreDataset(Dataset[dict[str, Tensor]]):
@@ -160,7 +189,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     def description(self) -> str:
         """The pictures in a line for a person."""
         labels = f", {len(self.class_names)} classes" if self.class_names else ""
-        return f"{self.info.source}: {len(self)} images of {self.info.image_size} px{labels}"
+        return f"{self.info.source}: {len(self)} images of {self.info.size_text} px{labels}"
 
     @property
     def fingerprint(self) -> str:
@@ -209,12 +238,20 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
 
 class ImageDataset(StoreDataset):
-    """The pictures of a store: items have ``images``, uint8 ``[3, s, s]``."""
+    """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA."""
 
     @property
     def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """All images of the store, a read-only memory map ``[n, 3, s, s]``."""
+        """All images of the store, a read-only memory map ``[n, c, h, w]``."""
         return self.entries["images"]
+
+    def read_pictures(self, indices: Sequence[int]) -> Tensor:
+        """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
+        images = self.read_batch(indices)["images"]
+        if self.info.framing is None:
+            return images
+        space = Pixels(self.info.framing.shape)
+        return space.draw(space.decode(space.encode(images)))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -250,10 +287,7 @@ def find_damage(path: Path) -> str | None:
                     os.utime(path / name, (made.time, made.time))
         if not info.sha256:
             with suppress(OSError):
-                unknown = {"rows", "latents"} if not info.rows else set()  # to the version that wrote it
-                write_document(
-                    path / INFO_FILE, {name: value for name, value in asdict(info).items() if name not in unknown}
-                )
+                write_document(path / INFO_FILE, read_document(path / INFO_FILE, dict[str, Any]))
     except DamageError as error:
         return str(error)
     return None

@@ -8,15 +8,18 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 from hashlib import blake2b
+from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from tqdm.auto import tqdm
 
+from rectified_flow.data.fitting import fit, upright_size
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.store import IMAGES_FILE, INFO_FILE, LABELS_FILE, describe_files, find_damage
 from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError, first_line
@@ -63,23 +66,30 @@ def default_cache_dir() -> Path:
 
 def open_store(
     source: ImageSource,
-    image_size: int,
+    framing: Framing | int,
     *,
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
 ) -> Path:
-    """Return the folder of the store for ``source`` at ``image_size`` px, building the store if it does not exist.
+    """Return the folder of the store for ``source``, building the store if it does not exist.
 
     One process builds while others wait for its lock. A store gets its final name only when it is complete, so a build
     that was killed is repeated, and an incomplete store is never read. A damaged store is rebuilt.
+
+    Args:
+        source: of the pictures.
+        framing: the form in which they are stored; a number is the side of a square [px].
+        cache_dir: where the stores are.
+        skip_broken_images: leave out pictures that cannot be decoded.
 
     Raises:
         UsageError: if an image is broken and ``skip_broken_images`` is off, if there are no images, or if the cache
             folder is not writable.
     """
-    key = _key(source, image_size, skip_broken_images)
+    framing = Framing(framing, framing) if isinstance(framing, int) else framing
+    key = _key(source, framing, skip_broken_images)
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
-    path = cache_dir / f"{_slug(source.name)}-{image_size}px-{key}"
+    path = cache_dir / f"{_slug(source.name)}-{framing.size_text}px-{key}"
     try:
         if path.exists() and find_damage(path) is None:
             return path
@@ -90,7 +100,7 @@ def open_store(
                 tqdm.write(f"warning: the image store {path} was changed ({damage}); rebuilding it")
                 remove(path)
             if not path.exists():
-                _Build(source, image_size, skip_broken_images).into(path)
+                _Build(source, framing, skip_broken_images).into(path)
         return path
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -100,16 +110,57 @@ def open_store(
 
 
 @dataclass(frozen=True)
+class _Decoded:
+    """A picture.
+
+    Args:
+        pixels: its row of the store.
+        label: its class, or -1.
+        size: width and height before it was fitted [px].
+    """
+
+    pixels: bytes
+    label: int
+    size: tuple[int, int]
+
+
+class _Tally:
+    """Counts what :class:`OriginalInfo` records of the pictures."""
+
+    def __init__(self, framing: Framing) -> None:
+        self._framing = framing
+        self._sizes, self._contents = set[tuple[int, int]](), set[bytes]()
+        self._enlarged = self._duplicates = 0
+
+    def add(self, picture: _Decoded) -> None:
+        content = blake2b(picture.pixels, digest_size=16).digest()
+        self._duplicates += content in self._contents
+        self._contents.add(content)
+        self._enlarged += self._framing.enlarges(*picture.size)
+        self._sizes.add(picture.size)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        widths, heights = zip(*self._sizes, strict=True)
+        return {
+            "width": [min(widths), max(widths)],
+            "height": [min(heights), max(heights)],
+            "enlarged": self._enlarged,
+            "duplicates": self._duplicates,
+        }
+
+
+@dataclass(frozen=True)
 class _Build:
     source: ImageSource
-    image_size: int
+    framing: Framing
     skip_broken_images: bool
 
     def into(self, path: Path) -> None:
         if len(self.source) == 0:
             raise UsageError(f"{self.source.name} holds no images")
-        pixels = len(self.source) * 3 * self.image_size**2
-        what = f"{len(self.source)} images of --image_size {self.image_size}"
+        pixels = len(self.source) * prod(self.framing.stored_shape)
+        what = f"{len(self.source)} images of --image_size {self.framing.size_text}"
         require_disk(pixels, path.parent, what, "lower --image_size, or pass a --cache_dir with more room")
         stage = path.with_name(f"{path.name}.building")
         remove(stage)  # left by a killed build: we hold the lock
@@ -126,16 +177,18 @@ class _Build:
         class_names = self.source.class_names
         labels: list[int] = []
         broken: list[str] = []
+        tally = _Tally(self.framing)
         content = blake2b(digest_size=16)
         # Not through a memory map: on a full disk, a write to a memory map crashes the process.
         with (stage / IMAGES_FILE).open("wb") as file:
-            for index, (pixels, label) in enumerate(self._decoded()):
-                if pixels is None:
+            for index, decoded in enumerate(self._decoded()):
+                if decoded is None:
                     broken.append(self.source.describe(index))
                     continue
-                file.write(pixels)
-                content.update(pixels)
-                labels.append(label)
+                file.write(decoded.pixels)
+                content.update(decoded.pixels)
+                tally.add(decoded)
+                labels.append(decoded.label)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {self.source.name} could be read")
         if broken:
@@ -146,14 +199,17 @@ class _Build:
             "content": content.hexdigest(),
             "source": self.source.name,
             "length": len(labels),
-            "image_size": self.image_size,
+            "image_size": min(self.framing.shape[1:]),
             "class_names": class_names if min(labels) >= 0 else [],
             "skipped": broken,
             "files": describe_files(stage, IMAGES_FILE, LABELS_FILE),
+            "originals": tally.info,
         }
+        if not self.framing.is_default:
+            info |= {"rows": {IMAGES_FILE: self.framing.stored_shape}, "framing": asdict(self.framing)}
         write_document(stage / INFO_FILE, info)
 
-    def _decoded(self) -> Iterator[tuple[bytes | None, int]]:
+    def _decoded(self) -> Iterator["_Decoded | None"]:
         """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
         progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
         with progress, ThreadPoolExecutor() as pool:
@@ -163,16 +219,17 @@ class _Build:
                     yield result
                     progress.update()
 
-    def _decode(self, index: int) -> tuple[bytes | None, int]:
+    def _decode(self, index: int) -> "_Decoded | None":
         try:
             image, label = self.source.load(index)
             classes = len(self.source.class_names)
             if not -1 <= label < classes:
                 raise ValueError(f"its label is {label}, and the {classes} classes are numbered from 0")
-            return np.asarray(fit(image, self.image_size)).transpose(2, 0, 1).tobytes(), label
+            size = upright_size(image)
+            return _Decoded(np.asarray(fit(image, self.framing)).transpose(2, 0, 1).tobytes(), label, size)
         except Exception as error:  # decoders raise exceptions of many types
             if self.skip_broken_images:
-                return None, -1
+                return None
             reason = getattr(error, "strerror", None) or first_line(error)
             remedy = "change its rights" if isinstance(error, PermissionError) else "remove it"
             raise UsageError(
@@ -180,25 +237,10 @@ class _Build:
             ) from error
 
 
-def fit(image: Image.Image, size: int) -> Image.Image:
-    """Return ``image`` upright, in RGB, resized by its short side and centre-cropped to ``size`` px.
-
-    Transparent pixels become white.
-    """
-    image.draft("RGB", (2 * size, 2 * size))  # JPEG then decodes at a fraction of its size; others ignore it
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
-    elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return ImageOps.fit(image.convert("RGB"), (size, size), Image.Resampling.LANCZOS)
-
-
-def _key(source: ImageSource, image_size: int, skip_broken_images: bool) -> str:
-    shaped_by = (STORE_VERSION, source.fingerprint, image_size, skip_broken_images)
+def _key(source: ImageSource, framing: Framing, skip_broken_images: bool) -> str:
+    shaped_by: tuple[object, ...] = (STORE_VERSION, source.fingerprint, framing.width, skip_broken_images)
+    if not framing.is_default:  # else the name is that of earlier versions
+        shaped_by += astuple(framing)
     return blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
 
 

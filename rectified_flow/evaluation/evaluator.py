@@ -1,6 +1,7 @@
 """Compare the pictures of a flow with its training pictures, on all processes together."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -74,6 +75,7 @@ class Evaluator:
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that must match for two results to be comparable."""
+        framing = self.dataset.info.framing
         return {
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
@@ -83,6 +85,7 @@ class Evaluator:
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,
             "seed": self.seed,
+            **({} if framing is None else {"framing": asdict(framing)}),
         }
 
     @property
@@ -170,7 +173,7 @@ class Evaluator:
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
         [(_, drawn)] = draw(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
-        shown = self.dataset.read_batch(near.flatten().tolist())["images"].unflatten(0, near.shape)
+        shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((drawn.cpu()[:, None], shown), dim=1)
 
     def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> list[Tensor]:

@@ -49,7 +49,7 @@ def reference_features(
     mine = interleaved_share(total, rank, world_size)
     parts = []
     for start in range(0, len(mine), batch_size):
-        images = dataset.read_batch(mine[start : start + batch_size])["images"]
+        images = dataset.read_pictures(mine[start : start + batch_size])
         with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
             parts.append(features.extract(images.to(state.device)).cpu())
         progress(len(images))

@@ -42,13 +42,23 @@ class UnetConfig:
         what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
         require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the two")
 
-    def check_side(self, image_size: int, latent_side: int | None = None) -> None:
-        """Raise a UsageError if the levels cannot halve a side of ``image_size`` px, or that of its latents."""
+    def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
+        """Raise a UsageError if the levels cannot halve the sides of pictures, or the side of their latents.
+
+        Args:
+            image_size: the short side [px].
+            latent_side: of latents, if the network works on them.
+            ratio: width and height of pictures, without common divisors.
+        """
         divisor = 2 ** (len(self.dim_mults) - 1)
         needed = f"by {divisor}, as the {len(self.dim_mults)} levels of --dim_mults need"
         if latent_side is None:
-            nearest = max(1, round(image_size / divisor)) * divisor
-            require(image_size % divisor == 0, f"--image_size {image_size} is not divisible {needed}; take {nearest}")
+            multiple = divisor * min(ratio)  # as one of the two is odd
+            nearest = max(1, round(image_size / multiple)) * multiple
+            given, sides = f"--image_size {image_size}", "is"
+            if ratio != (1, 1):
+                given, sides = f"{given} with --aspect_ratio {ratio[0]}:{ratio[1]}", "gives sides that are"
+            require(image_size % multiple == 0, f"{given} {sides} not divisible {needed}; take {nearest}")
             return
         require(
             latent_side % divisor == 0,

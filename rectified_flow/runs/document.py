@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rectified_flow.data.framing import Crop
 from rectified_flow.documents import check_document, read_document
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import plain
@@ -37,6 +38,9 @@ class DataRecipe:
     split: str | None = None
     cache_dir: Path | None = None
     skip_broken_images: bool = False
+    aspect_ratio: str = "1:1"
+    crop: Crop = "center"
+    alpha: bool = False
 
     def __post_init__(self) -> None:
         if self.image_size is not None and self.image_size < 1:

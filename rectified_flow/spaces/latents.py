@@ -108,8 +108,8 @@ class Latents(StoredLatents):
         self._pixels = Pixels((RGB, image_size, image_size))
 
     @property
-    def picture_side(self) -> int:
-        return self.image_size
+    def picture_shape(self) -> tuple[int, ...]:
+        return RGB, self.image_size, self.image_size
 
     def decode(self, x: Tensor) -> Tensor:
         """Pictures in [0, 1], some at a time."""

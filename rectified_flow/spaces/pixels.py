@@ -8,17 +8,20 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.networks.conditions import Kinds, Told, Values
 from rectified_flow.registry import register
+from rectified_flow.report import size_text
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
 
-RGB = 3
+RGB, RGBA = 3, 4
 
 
 @register
 class Pixels(Space):
     """Pictures ``[b, c, h, w]``.
 
-    Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1].
+    Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1]. Four channels are
+    RGBA, not premultiplied. Of stored pictures larger than a ``shape`` that was given, training takes random parts, and
+    all else the centre.
 
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.
@@ -32,17 +35,19 @@ class Pixels(Space):
     ) -> None:
         self.shape = None if shape is None else tuple(shape)
         self.horizontal_flip, self.augmentation = horizontal_flip, augmentation
+        self._sides = None if self.shape is None else self.shape[-2:]
 
     @property
     def conditions(self) -> Kinds:
         return {"augmentation": Told(NUMBERS)} if self.augmentation else {}
 
     @property
-    def picture_side(self) -> int | None:
-        return self.shape[-1] if self.shape is not None and self.shape[0] == RGB else None
+    def picture_shape(self) -> tuple[int, ...] | None:
+        return self.shape if self.shape is not None and self.shape[0] in (RGB, RGBA) else None
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        """Each row mirrored left to right with probability 1/2, if that is asked for; then augmented."""
+        """A random part of each row, mirrored with probability 1/2 if that is asked for, and augmented likewise."""
+        data = self._random_part(data)
         if self.horizontal_flip:
             mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
             data = torch.where(mirrored, data.flip(-1), data)
@@ -52,6 +57,7 @@ class Pixels(Space):
         return x, {"augmentation": told}
 
     def encode(self, data: Tensor) -> Tensor:
+        data = self._centre(data)
         if data.dtype == torch.uint8:
             return data.float() / 127.5 - 1
         return data.float()
@@ -61,16 +67,22 @@ class Pixels(Space):
         return x.float().add(1).div(2).clamp(0, 1)
 
     def draw(self, data: Tensor) -> Tensor:
-        """uint8; a single channel becomes grey, and channels after the third are left out."""
-        pictures = data.mul(255).round().to(torch.uint8)
-        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :3]
+        """uint8; one channel becomes grey, RGBA is put over white, and channels after the third are left out else."""
+        if data.shape[1] == RGBA:
+            colours, alpha = data.split((RGB, 1), dim=1)
+            data = torch.lerp(torch.ones_like(colours), colours, alpha)
+        pictures = _to_uint8(data)
+        return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
+
+    def draw_with_alpha(self, data: Tensor) -> Tensor:
+        return _to_uint8(data) if data.shape[1] == RGBA else self.draw(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
         return pictures
 
     def to_stored(self, x: Tensor) -> Tensor:
         """uint8."""
-        return self.draw(self.decode(x))
+        return _to_uint8(self.decode(x))
 
     def problem_with(self, data: Tensor) -> str | None:
         """Pictures that are not uint8 and outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
@@ -87,4 +99,35 @@ class Pixels(Space):
 
     @property
     def noun(self) -> str:
-        return f"{self.shape[-1]} px" if self.shape else "images"
+        if self.shape is None:
+            return "images"
+        channels, height, width = self.shape
+        return f"{size_text(width, height)} px" + " with transparency" * (channels == RGBA)
+
+    def _margins(self, data: Tensor) -> tuple[int, int]:
+        """How many pixels higher and wider stored pictures are than the shape; 0 where they are too small for it."""
+        height, width = self._sides or data.shape[-2:]
+        high, wide = data.shape[-2] - height, data.shape[-1] - width
+        return (high, wide) if min(high, wide) >= 0 else (0, 0)
+
+    def _centre(self, data: Tensor) -> Tensor:
+        high, wide = self._margins(data)
+        if high == wide == 0:
+            return data
+        height, width = data.shape[-2] - high, data.shape[-1] - wide
+        return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
+
+    def _random_part(self, data: Tensor) -> Tensor:
+        high, wide = self._margins(data)
+        if high == wide == 0:
+            return data
+        rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
+        top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
+        left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
+        y = top[:, None] + torch.arange(data.shape[-2] - high, device=data.device)
+        x = left[:, None] + torch.arange(data.shape[-1] - wide, device=data.device)
+        return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
+
+
+def _to_uint8(data: Tensor) -> Tensor:
+    return data.mul(255).round().to(torch.uint8)

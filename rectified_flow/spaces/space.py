@@ -25,8 +25,8 @@ class Space(ABC):
     """Shape of one ``x``, without the batch; a flow sets it at its first training batch where it is None."""
 
     @property
-    def picture_side(self) -> int | None:
-        """Side of the RGB pictures that :meth:`from_pictures` takes [px]; None if the data are no pictures."""
+    def picture_shape(self) -> tuple[int, ...] | None:
+        """``(c, h, w)`` of the RGB or RGBA pictures that :meth:`from_pictures` takes; None if the data are none."""
         return None
 
     @property
@@ -50,8 +50,12 @@ class Space(ABC):
     def draw(self, data: Tensor) -> Tensor:
         """A picture, uint8 ``[b, 3, h, w]``, of each row of what :meth:`decode` returned."""
 
+    def draw_with_alpha(self, data: Tensor) -> Tensor:
+        """As :meth:`draw`, but ``[b, 4, h, w]``, RGBA, if the data have transparency."""
+        return self.draw(data)
+
     def from_pictures(self, pictures: Tensor) -> Tensor:
-        """RGB pictures, uint8 ``[b, 3, s, s]``, as data that a dataset might store.
+        """Pictures of :attr:`picture_shape`, uint8 ``[b, c, h, w]``, as data that a dataset might store.
 
         Raises:
             UsageError: if the space is of other data.

@@ -42,7 +42,7 @@ def summarize(
 def items_of(flow: nn.Module) -> str:
     """What a batch holds, in the plural: images, or the name of the entry that a flow's space knows."""
     space = getattr(flow, "space", None)
-    if getattr(space, "picture_side", None) is not None:
+    if getattr(space, "picture_shape", None) is not None:
         return "images"
     return getattr(space, "key", "items")
 

@@ -18,7 +18,7 @@ from PIL import Image
 from rectified_flow.data import store as store_module
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.store import ImageDataset, find_damage
-from rectified_flow.data.store_builder import fit, open_store
+from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError
@@ -292,33 +292,3 @@ def test_a_store_in_a_read_only_cache_opens(tmp_path: Path) -> None:
     (tmp_path / f"{path.name}.lock").unlink()
     assert open_store(SyntheticFlowers(8, count=4), 4, cache_dir=tmp_path) == path
     assert not (tmp_path / f"{path.name}.lock").exists(), "opening wrote to the cache"
-
-
-def test_fit_takes_the_centre_by_the_short_side() -> None:
-    image = Image.new("RGB", (30, 10), "black")
-    image.paste((255, 255, 255), (10, 0, 20, 10))
-    assert np.asarray(fit(image, 5)).min() > 200
-    assert fit(image, 5).size == (5, 5)
-
-
-def test_fit_understands_every_mode() -> None:
-    transparent = Image.new("RGBA", (8, 8), (255, 0, 0, 0))
-    assert fit(transparent, 4).getpixel((0, 0)) == (255, 255, 255)
-    for mode in ("L", "1", "P", "CMYK", "LA"):
-        assert fit(Image.new(mode, (8, 6)), 4).mode == "RGB"
-    sixteen_bit = Image.fromarray(np.full((8, 6), 20_000, np.uint16))
-    assert fit(sixteen_bit, 4).getpixel((0, 0)) == (77, 77, 77)
-    for mode in ("I", "F"):
-        with pytest.raises(ValueError, match="no known range"):
-            fit(Image.new(mode, (8, 6)), 4)
-
-
-def test_fit_turns_a_photograph_upright(tmp_path: Path) -> None:
-    image = Image.new("RGB", (8, 8), "black")
-    image.paste((255, 255, 255), (0, 0, 8, 4))  # bright above, but the camera lay on its side
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    image.save(tmp_path / "photo.png", exif=exif)
-    upright = np.asarray(fit(Image.open(tmp_path / "photo.png"), 8))[..., 0]
-    assert upright[:, 6:].min() > 200
-    assert upright[:, :2].max() < 50

@@ -90,8 +90,8 @@ def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     importlib.import_module(f"tests.extension.{guest}")
     flow = Flow.from_checkpoint(folder / "straight")
     samples = flow.sample(3, steps=2)
-    side = flow.space.picture_side
-    assert samples.shape == (3, *((3, side, side) if side else flow.space.shape or ()))
+    shape = flow.space.picture_shape or flow.space.shape
+    assert samples.shape == (3, *(shape or ()))
     assert samples.isfinite().all()
     document = json.loads((folder / "straight/config.json").read_text())
     assert document["network"]["kind"] == type(flow.network).__name__

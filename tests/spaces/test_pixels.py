@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe
 from rectified_flow.spaces.pixels import Pixels
 
@@ -36,7 +37,7 @@ def test_a_single_channel_is_drawn_grey() -> None:
 
 
 def test_channels_after_the_third_are_not_drawn() -> None:
-    data = torch.rand(2, 4, 5, 5)
+    data = torch.rand(2, 5, 5, 5)
     picture = Pixels().draw(data)
     assert picture.shape == (2, 3, 5, 5)
     assert torch.equal(picture, data[:, :3].mul(255).round().to(torch.uint8))
@@ -74,7 +75,60 @@ def test_uint8_never_looks_wrong() -> None:
 
 
 def test_the_noun_and_the_description() -> None:
-    assert Pixels((3, 32, 48)).noun == "48 px"
+    assert Pixels((3, 32, 48)).noun == "48x32 px"
+    assert Pixels((4, 8, 8)).noun == "8 px with transparency"
     assert Pixels().noun == "images"
     back = build(describe(Pixels([3, 8, 8], horizontal_flip=True)))
     assert (back.shape, back.horizontal_flip) == ((3, 8, 8), True)
+
+
+def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
+    space = Pixels((4, 1, 3))
+    stored = torch.tensor([[10, 10, 10], [20, 20, 20], [30, 30, 30], [255, 0, 51]], dtype=torch.uint8)[None, :, None]
+    data = space.decode(space.encode(stored))
+    assert space.draw(data)[0, :, 0].T.tolist() == [[10, 20, 30], [255, 255, 255], [206, 208, 210]]
+    assert torch.equal(space.draw_with_alpha(data), stored)
+    assert torch.equal(space.to_stored(space.encode(stored)), stored)
+    assert Pixels((3, 1, 3)).draw_with_alpha(data[:, :3]).shape == (1, 3, 1, 3)
+    assert (space.picture_shape, Pixels((1, 8, 8)).picture_shape) == ((4, 1, 3), None)
+
+
+def coordinates(count: int) -> torch.Tensor:
+    """Stored pictures of 10 x 15 px whose channels are the row, the column and the number of the picture."""
+    y, x = torch.meshgrid(torch.arange(10), torch.arange(15), indexing="ij")
+    rows = torch.arange(count).reshape(-1, 1, 1)
+    return torch.stack([each.expand(count, 10, 15) for each in (y, x, rows)], dim=1).to(torch.uint8)
+
+
+def cropped(step: int, rows: slice) -> torch.Tensor:
+    with deterministic(BatchRows(seed=1, step=step, total=64, index=rows)):
+        return Pixels((3, 8, 12)).augment(coordinates(64)[rows])[0]
+
+
+def test_a_random_part_is_a_whole_window_anywhere() -> None:
+    parts = cropped(0, slice(0, 64))
+    assert parts.shape == (64, 3, 8, 12)
+    for number, part in enumerate(parts):
+        top, left = int(part[0, 0, 0]), int(part[1, 0, 0])
+        assert torch.equal(part, coordinates(64)[number, :, top : top + 8, left : left + 12])
+    corners = {(int(part[0, 0, 0]), int(part[1, 0, 0])) for part in parts}
+    assert corners == {(top, left) for top in range(3) for left in range(4)}
+
+
+def test_random_parts_are_those_of_the_step_on_any_number_of_processes() -> None:
+    whole = cropped(3, slice(0, 64))
+    assert torch.equal(torch.cat([cropped(3, slice(0, 32)), cropped(3, slice(32, 64))]), whole)
+    assert torch.equal(cropped(3, slice(0, 64)), whole)
+    assert not torch.equal(cropped(4, slice(0, 64)), whole)
+
+
+def test_all_else_takes_the_centre() -> None:
+    space = Pixels((3, 8, 12))
+    centre = coordinates(2)[..., 1:9, 1:13]
+    assert torch.equal(space.encode(coordinates(2)), space.encode(centre))
+
+
+def test_a_shape_that_was_learned_cuts_nothing() -> None:
+    space = Pixels()
+    space.shape = (3, 8, 12)
+    assert space.encode(space.augment(coordinates(2))[0]).shape == (2, 3, 10, 15)

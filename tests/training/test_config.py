@@ -13,12 +13,12 @@ from rectified_flow.flags import names, plain
 from rectified_flow.runs.config import TrainingConfig
 
 SHARED = """
-dataset dataset_path image_size autoencoder horizontal_flip augment holdout skip_broken_images cache_dir num_workers
-multiprocessing_context persistent_workers pin_memory dim dim_mults dropout use_cfg coupling batch_size
-global_batch_size gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps lr_decay
-adam_betas weight_decay max_grad_norm max_bad_steps mixed_precision use_ema ema_decay power_ema seed
-init_from gradient_checkpointing compile output_dir checkpoint_dir resume save_every keep_checkpoints keep_every
-sample_every num_samples sample_steps log_every log_with rank_timeout dry_run evaluate_every evaluation_samples
+dataset dataset_path image_size aspect_ratio crop alpha autoencoder horizontal_flip augment holdout skip_broken_images
+cache_dir num_workers multiprocessing_context persistent_workers pin_memory dim dim_mults dropout use_cfg coupling
+batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs learning_rate lr_warmup_steps
+lr_decay adam_betas weight_decay max_grad_norm max_bad_steps mixed_precision use_ema ema_decay power_ema seed init_from
+gradient_checkpointing compile output_dir checkpoint_dir resume save_every keep_checkpoints keep_every sample_every
+num_samples sample_steps log_every log_with rank_timeout dry_run look evaluate_every evaluation_samples
 feature_network stop_when_memorising config import interrupted_exit_code
 """
 RECTIFIED = (
@@ -103,6 +103,21 @@ def test_it_is_frozen() -> None:
     ("words", "sentence"),
     [
         ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults need; take 16"),
+        ("--aspect_ratio 3", "--aspect_ratio is 3; it must be width:height, two whole numbers from 1 to 9999, such as"),
+        ("--aspect_ratio 0:1", "--aspect_ratio is 0:1; it must be"),
+        ("--aspect_ratio 3:-2", "--aspect_ratio is 3:-2; it must be"),
+        (
+            "--aspect_ratio 3:2 --image_size 72",
+            "with --aspect_ratio 3:2 gives sides that are not divisible by 8",
+        ),
+        (
+            "--aspect_ratio 9:16",
+            "64 with --aspect_ratio 9:16 gives sides that are not divisible by 8",
+        ),
+        ("--aspect_ratio 16:9", "--dim_mults need; take 72"),
+        ("--aspect_ratio 3:2 --autoencoder haar", "--autoencoder and --aspect_ratio 3:2 exclude each other"),
+        ("--crop random --autoencoder haar", "--autoencoder and --crop random exclude each other"),
+        ("--alpha --autoencoder haar", "--autoencoder and --alpha exclude each other"),
         ("--image_size 0", "--image_size is 0; it must be above 0"),
         ("--train_num_steps 5 --num_epochs 1", "--train_num_steps and --num_epochs exclude each other"),
         ("--learning_rate -1", "--learning_rate is -1.0; it must be above 0"),

@@ -1,0 +1,100 @@
+"""How a picture becomes a row of a store: its size, its channels, and what is cropped. Imports no torch."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, Self
+
+from rectified_flow.errors import require
+from rectified_flow.report import size_text
+
+Crop = Literal["center", "random", "none"]
+MARGIN = 1.25
+"""Sides of a stored picture of which random parts are cropped, as multiples of those of the parts."""
+
+
+@dataclass(frozen=True)
+class Framing:
+    """The form in which pictures are trained on.
+
+    Args:
+        width: of the network's input [px].
+        height: likewise.
+        alpha: keep transparency, as a fourth channel.
+        crop: the centre, a random part at each step, or nothing: the whole picture is padded.
+
+    Raises:
+        ValueError: if a side is not above 0.
+    """
+
+    width: int
+    height: int
+    alpha: bool = False
+    crop: Crop = "center"
+
+    def __post_init__(self) -> None:
+        if min(self.width, self.height) < 1:
+            raise ValueError("a picture has sides above 0")
+
+    @classmethod
+    def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
+        """That of flags; ``image_size`` is the short side.
+
+        Raises:
+            UsageError: if the ratio is none, or the long side would be no whole number.
+        """
+        width, height = parse_ratio(aspect_ratio)
+        short = min(width, height)
+        nearest = max(1, round(image_size / short)) * short
+        require(
+            image_size % short == 0,
+            f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives no whole long side; take {nearest}",
+        )
+        return cls(width * image_size // short, height * image_size // short, alpha, crop)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether it is that of earlier versions: a square at the centre, without transparency."""
+        return self == Framing(self.width, self.width)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(c, h, w)`` of the network's input."""
+        return 3 + self.alpha, self.height, self.width
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """Width and height of a row of the store [px]."""
+        margin = MARGIN if self.crop == "random" else 1
+        return round(margin * self.width), round(margin * self.height)
+
+    @property
+    def stored_shape(self) -> tuple[int, int, int]:
+        """``(c, h, w)`` of a row of the store."""
+        return 3 + self.alpha, *self.stored_size[::-1]
+
+    @property
+    def size_text(self) -> str:
+        """``64``, or ``96x64``."""
+        return size_text(self.width, self.height)
+
+    def enlarges(self, width: int, height: int) -> bool:
+        """Whether a picture of that size has fewer pixels than it is stored with."""
+        wide, high = self.stored_size
+        too_narrow, too_low = width < wide, height < high
+        return too_narrow and too_low if self.crop == "none" else too_narrow or too_low
+
+
+def parse_ratio(text: str) -> tuple[int, int]:
+    """Width and height, without common divisors, of ``3:2``.
+
+    Raises:
+        UsageError: if it is no such ratio.
+    """
+    match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
+    width, height = (int(number) for number in match.groups()) if match else (0, 0)
+    require(
+        min(width, height) > 0,
+        f"--aspect_ratio is {text}; it must be width:height, two whole numbers from 1 to 9999, such as 3:2",
+    )
+    return Fraction(width, height).as_integer_ratio()

@@ -1,0 +1,99 @@
+"""What is said of pictures, and what a store records for it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.look import spread
+from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.framing import Framing
+from rectified_flow.data.report import describe_pictures, summarize_pictures
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_builder import open_store
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.documents import write_document
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """11 cats, one of them small, and 2 dogs, one of which is a cat; and a broken file."""
+    for number in range(13):
+        path = tmp_path / "pets" / ("cats" if number < 11 else "dogs") / f"{number:02}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        size = (6, 40) if number == 3 else (20 + number, 30)
+        Image.new("RGB", size, (0 if number == 12 else 9 * number, 0, 0)).save(path)
+    (tmp_path / "pets/dogs/99.png").write_bytes(b"nothing")
+    return tmp_path / "pets"
+
+
+def test_counts_and_rare_classes(pictures: Path) -> None:
+    dataset = open_dataset("", pictures, image_size=8, skip_broken_images=True)
+    assert describe_pictures(dataset) == {
+        "pictures": "pets: 13 images of 8 px, 2 classes",
+        "sizes": "6 to 32 px wide, 30 to 40 px high",
+        "enlarged": "1 smaller than 8 px, so enlarged and blurred",
+        "duplicates": "1 equal to an earlier picture",
+        "classes": "2, 1 with fewer than 10 pictures: dogs (2)",
+        "broken": f"1 left out; the first is {pictures}/dogs/99.png",
+    }
+    assert describe_pictures(dataset, near_duplicates=4)["alike"] == "4 nearly equal to an earlier picture, or its mirror image"
+    assert summarize_pictures(dataset) == (
+        "13, 6 to 32 px wide, 30 to 40 px high; 1 smaller than needed, so enlarged and blurred; 1 equal to an earlier "
+        "one; 1 class with fewer than 10: dogs (2)"
+    )
+
+
+def test_flowers_have_nothing_wrong() -> None:
+    dataset = ImageDataset(open_store(SyntheticFlowers(16, count=120), 8))
+    assert summarize_pictures(dataset) == "120, all 16x16 px"
+    assert describe_pictures(dataset)["enlarged"] == "0 smaller than 8 px"
+
+
+def test_a_store_of_an_earlier_version_says_what_it_does_not_know(tmp_path: Path) -> None:
+    path = open_store(SyntheticFlowers(8, count=120), 4, cache_dir=tmp_path)
+    info = json.loads((path / "info.json").read_text())
+    write_document(path / "info.json", {name: info[name] for name in info if name not in ("originals", "sha256")})
+    assert open_store(SyntheticFlowers(8, count=120), 4, cache_dir=tmp_path) == path
+    assert "unknown" in describe_pictures(ImageDataset(path))["sizes"]
+    assert summarize_pictures(ImageDataset(path)) == "120"
+
+
+def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:
+    framings = [
+        *(Framing(4, 4), Framing(8, 4), Framing(4, 8), Framing(4, 4, alpha=True)),
+        *(Framing(4, 4, crop="random"), Framing(4, 4, crop="none")),
+    ]
+    paths = [open_store(SyntheticFlowers(8, count=2), framing, cache_dir=tmp_path) for framing in framings]
+    assert len(set(paths)) == len(framings)
+    assert paths[0].name == "synthetic-flowers-4px-35bb90d4f63ab683", "stores of version 0.2 are built again"
+    for path, framing in zip(paths, framings, strict=True):
+        dataset = ImageDataset(path)
+        assert dataset.images.shape == (2, *framing.stored_shape)
+        assert dataset.read_pictures([0, 1]).shape == (2, 3, *framing.shape[1:])
+        assert (dataset.info.framing or Framing(4, 4)) == framing
+
+
+def test_pictures_are_compared_by_their_centre_over_white(tmp_path: Path) -> None:
+    pixels = np.full((10, 10, 4), 255, np.uint8)
+    pixels[1:9, 1:9] = (0, 0, 0, 255)
+    pixels[4:6, 4:6] = 0
+    (tmp_path / "pictures").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "pictures/a.png")
+    dataset = open_dataset("", tmp_path / "pictures", image_size=8, crop="random", alpha=True)
+    [shown] = dataset.read_pictures([0])
+    assert (shown[:, 3:5, 3:5] == 255).all()
+    assert (shown.sum(), shown.max()) == (3 * 4 * 255, 255)
+
+
+def test_a_sheet_shows_each_class() -> None:
+    labels = np.repeat(np.arange(102), 20)
+    chosen = spread(labels, 64)
+    assert len(set(labels[chosen])) == 64
+    assert max(labels[chosen]) > 98
+    few = spread(np.array([0] * 100 + [1] * 3 + [2] * 100), 9)
+    assert np.bincount(np.array([0] * 100 + [1] * 3 + [2] * 100)[few]).tolist() == [3, 3, 3]
+    assert spread(np.array([-1] * 5), 64) == [0, 1, 2, 3, 4]
+    assert np.bincount(np.array([0] * 100 + [1])[spread(np.array([0] * 100 + [1]), 64)]).tolist() == [63, 1]
