@@ -1,6 +1,6 @@
 """What helps where pictures are few? Trainings on some hundreds of pictures, and what becomes of them.
 
-Each case trains a small rectified flow on ``n`` pictures at 32 px with one setting changed. At intervals it is compared
+Each case trains a small rectified flow on ``n`` small pictures with one setting changed. At intervals it is compared
 with pictures that it was not trained on: the loss on them beside that on training pictures, the kernel distance to
 them, and the share of copies. Results are appended to small_data.jsonl as cases end, and ``--table`` prints them. A
 study that was stopped continues where it was. Needs `pip install -e ".[evaluation]"`.
@@ -38,7 +38,6 @@ from rectified_flow.training.eval_hook import EvaluationHook
 from rectified_flow.training.heldout_hook import HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
-IMAGE_SIZE = 32
 BATCH = 8
 NETWORK: Mapping[str, Any] = {"dim": 24, "dim_mults": (1, 2, 3), "attention_sides": (8,), "blocks_per_level": 1}
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -90,6 +89,8 @@ class Flags:
     """What to train with."""
     seeds: tuple[int, ...] = (0,)
     """Training seeds; also of the choice of pictures."""
+    image_size: int = 32
+    """Side of the pictures [px]."""
     images: int = 32768
     """Training images, however many pictures there are."""
     evaluations: int = 8
@@ -125,6 +126,7 @@ class Case:
             "setting": self.name,
             "seed": self.seed,
             "images": self.flags.images,
+            "image_size": self.flags.image_size,
         }
 
     @property
@@ -135,12 +137,12 @@ class Case:
         """Those to train on, and others."""
         folder = Path(self.data)
         if not folder.is_dir():
-            everything = open_dataset(self.data, image_size=IMAGE_SIZE)
+            everything = open_dataset(self.data, image_size=self.flags.image_size)
             order = permuted(np.arange(len(everything)), len(everything), 1)
             seen, unseen = order[UNSEEN:], everything.subset(order[:UNSEEN])
         else:
             everything, unseen = (
-                open_dataset("", folder, image_size=IMAGE_SIZE, split=split) for split in ("train", "test")
+                open_dataset("", folder, image_size=self.flags.image_size, split=split) for split in ("train", "test")
             )
             seen = np.arange(len(everything))
         chosen = permuted(np.arange(min(self.count, len(seen))), len(seen), 2 + self.seed)
@@ -178,10 +180,10 @@ class Case:
 
     def build(self, setting: Setting) -> RectifiedFlow:
         """The flow to train, with the weights that it starts from."""
-        shape = (3, IMAGE_SIZE, IMAGE_SIZE)
-        space = Pixels(shape, **{"horizontal_flip": True, **setting.pixels})
+        side = self.flags.image_size
+        space = Pixels((3, side, side), **{"horizontal_flip": True, **setting.pixels})
         settings = {**NETWORK, **setting.network}
-        network = Unet(image_size=IMAGE_SIZE, conditions=space.conditions, **settings)
+        network = Unet(image_size=side, conditions=space.conditions, **settings)
         if setting.related:
             if self.flags.related is None:
                 raise SystemExit(f"the setting {self.name!r} needs --related")
@@ -203,8 +205,8 @@ def known(results: Path) -> list[dict[str, Any]]:
 def print_table(results: list[dict[str, Any]]) -> None:
     """For each case: where its held-out loss was least, and what was there and at the end."""
     print(
-        "| data | pictures | setting | seed | least held-out loss, at step | at the end | gap there | nearest, at step "
-        "| at the end | copies |\n" + "|---" * 10 + "|"
+        "| data | px | pictures | setting | seed | least held-out loss, at step | at the end | gap there | nearest, at step "
+        "| at the end | copies |\n" + "|---" * 11 + "|"
     )
     for row in results:
         losses, distances = row["losses"], row["distances"]
@@ -212,7 +214,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
         near = min(distances, key=lambda each: each[f"heldout_{KERNEL}"])
         end, last = losses[-1], distances[-1]
         print(
-            f"| {row['data']} | {row['count']} | {row['setting']} | {row['seed']} "
+            f"| {row['data']} | {row['image_size']} | {row['count']} | {row['setting']} | {row['seed']} "
             f"| {best['heldout_loss']:.4f}, {best['step']} | {end['heldout_loss']:.4f} | {end['gap']:.4f} "
             f"| {near[f'heldout_{KERNEL}']:.3f}, {near['step']} | {last[f'heldout_{KERNEL}']:.3f} "
             f"| {last['copies']:.0%} |"

@@ -39,7 +39,8 @@ def test_counts_and_rare_classes(pictures: Path) -> None:
         "classes": "2, 1 with fewer than 10 pictures: dogs (2)",
         "broken": f"1 left out; the first is {pictures}/dogs/99.png",
     }
-    assert describe_pictures(dataset, near_duplicates=4)["alike"] == "4 nearly equal to an earlier picture, or its mirror image"
+    alike = describe_pictures(dataset, near_duplicates=4)["alike"]
+    assert alike == "4 nearly equal to an earlier picture, or its mirror image"
     assert summarize_pictures(dataset) == (
         "13, 6 to 32 px wide, 30 to 40 px high; 1 smaller than needed, so enlarged and blurred; 1 equal to an earlier "
         "one; 1 class with fewer than 10: dogs (2)"
