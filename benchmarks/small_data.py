@@ -205,8 +205,8 @@ def known(results: Path) -> list[dict[str, Any]]:
 def print_table(results: list[dict[str, Any]]) -> None:
     """For each case: where its held-out loss was least, and what was there and at the end."""
     print(
-        "| data | px | pictures | setting | seed | least held-out loss, at step | at the end | gap there | nearest, at step "
-        "| at the end | copies |\n" + "|---" * 11 + "|"
+        "| data | px | pictures | setting | seed | least held-out loss, at step | at the end | gap there "
+        "| nearest, at step | at the end | copies |\n" + "|---" * 11 + "|"
     )
     for row in results:
         losses, distances = row["losses"], row["distances"]
