@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
@@ -89,31 +89,39 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
 
 def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
     """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
-    if PartialState().is_main_process:
+    state, request = PartialState(), request_of(config)
+    if state.is_main_process:
         tqdm.write(line("pictures", summarize_pictures(pictures)))
-    request, dataset = request_of(config), cast(StoreDataset, pictures)
     source = config.network.init_from if request is None else request.source
     if source is not None and not list_checkpoints(config.run.checkpoints):
         start_from(source, flow)
-    if request is not None:
-        dataset, space = open_drawn(config, request, pictures)
-        if isinstance(flow.space, Latents) and isinstance(space, Latents):
-            flow.space = _taught_space(space, flow.space.autoencoder)
-    elif isinstance(flow.space, Latents):
-        latents = encode_pictures(
-            pictures, flow.space.autoencoder, PartialState(), mirrored=config.data.horizontal_flip
-        )
-        dataset, flow.space = latents, latents.space(flow.space.autoencoder)
+    dataset = _training_data(config, flow, pictures)
     callbacks: list[Callback] = []
     held_out = None
     if config.data.holdout > 0:
-        split = hold_out(pictures, config.data.holdout, config.run.seed, PartialState())
-        PartialState().print(line("held out", split))
+        split = hold_out(pictures, config.data.holdout, config.run.seed, state)
+        state.print(line("held out", split))
         callbacks.append(build_heldout_hook(config, dataset, split))
         dataset = dataset.subset(split.training)
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def _training_data(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> StoreDataset:
+    """The pictures, their latents, or what a teacher draws; ``flow`` gets the space of latents."""
+    request = request_of(config)
+    if request is not None:
+        drawn, space = open_drawn(config, request, pictures)
+        if isinstance(flow.space, Latents) and isinstance(space, Latents):
+            flow.space = _taught_space(space, flow.space.autoencoder)
+        return drawn
+    if not isinstance(flow.space, Latents):
+        return pictures
+    autoencoder = flow.space.autoencoder
+    latents = encode_pictures(pictures, autoencoder, PartialState(), mirrored=config.data.horizontal_flip)
+    flow.space = latents.space(autoencoder)
+    return latents
 
 
 def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:

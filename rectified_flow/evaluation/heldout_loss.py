@@ -1,7 +1,8 @@
 """The loss on held-out pictures: where it rises while that on training pictures falls, these are memorised."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,30 +90,42 @@ class HeldOutPictures:
         return {"heldout_loss": held_out, "seen_loss": seen, "gap": held_out - seen}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One measurement of a run."""
+
+    step: int
+    heldout_loss: float
+    seen_loss: float
+    gap: float
+    losses: list[float]
+    """Of each held-out picture."""
+
+
 class Verdict(NamedTuple):
     """What the measurements of a run say."""
 
-    best: Mapping[str, Any]
+    best: Measured
     """The one with the least held-out loss."""
     memorises: bool
     """Whether the held-out loss has risen since, beyond its own noise, while that on training pictures fell."""
 
 
-def judge(rows: Sequence[Mapping[str, Any]]) -> Verdict:
-    """Judge measurements, each with its means and the loss of each held-out picture in ``losses``.
+def judge(measured: Sequence[Measured]) -> Verdict:
+    """Judge the measurements of a run.
 
-    The pictures and their noise are the same in all measurements, so the noise of a rise is that of the pictures'
+    The pictures and their noise are the same in all of them, so the noise of a rise is that of the pictures'
     differences.
     """
-    best = min(range(len(rows)), key=lambda index: rows[index]["heldout_loss"])
-    last = rows[max(best + 1, len(rows) - PATIENCE) :]
-    return Verdict(rows[best], len(last) == PATIENCE and all(_has_risen(rows[best], row) for row in last))
+    best = min(range(len(measured)), key=lambda index: measured[index].heldout_loss)
+    last = measured[max(best + 1, len(measured) - PATIENCE) :]
+    return Verdict(measured[best], len(last) == PATIENCE and all(_has_risen(measured[best], each) for each in last))
 
 
-def _has_risen(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    rises = np.subtract(now["losses"], before["losses"])
+def _has_risen(before: Measured, now: Measured) -> bool:
+    rises = np.subtract(now.losses, before.losses)
     beyond = rises.mean() > STANDARD_ERRORS * rises.std(ddof=1) / len(rises) ** 0.5
-    return bool(beyond and now["seen_loss"] < before["seen_loss"])
+    return bool(beyond and now.seen_loss < before.seen_loss)
 
 
 def _some(dataset: StoreDataset, count: int, seed: int) -> StoreDataset:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.evaluation.heldout_loss import HeldOutPictures, Verdict, judge
+from rectified_flow.documents import check_document
+from rectified_flow.errors import DamageError
+from rectified_flow.evaluation.heldout_loss import HeldOutPictures, Measured, Verdict, judge
 from rectified_flow.flows.flow import Flow
 from rectified_flow.progress import progress_bar
 from rectified_flow.runs import checkpoint
@@ -48,22 +50,26 @@ class HeldOutHook(Measurement):
 
     def conclude(self, trainer: "Trainer") -> None:
         """Log, keep the best, warn or stop."""
-        known = on_main(trainer.accelerator, self._rows)
-        if not known:
+        measured = on_main(trainer.accelerator, self._measured)
+        if not measured:
             return
-        verdict, step = judge(known), trainer.state.step
-        trainer.measured |= {name: value for name, value in known[-1].items() if name not in ("step", "losses")}
-        if self.stops and verdict.best["step"] == step:
+        now, verdict = measured[-1], judge(measured)
+        trainer.measured |= {"heldout_loss": now.heldout_loss, "seen_loss": now.seen_loss, "gap": now.gap}
+        if self.stops and verdict.best.step == trainer.state.step:
             self._keep(trainer)
         if verdict.memorises and self.stops:
             trainer.end_here()
         if verdict.memorises and not self._has_warned:
             self._has_warned = True
-            trainer.run.print(_describe(verdict, known[-1], self.stops, trainer))
+            trainer.run.print(_describe(verdict, now, self.stops, trainer))
 
-    def _rows(self) -> list[dict[str, Any]]:
-        """The measurements of these pictures; on the main process."""
-        return [row for row in self.file.rows() if len(row.get("losses", ())) == self.pictures.count]
+    def _measured(self) -> list[Measured]:
+        """The measurements of these pictures, without damaged ones; on the main process."""
+        measured = []
+        for row in self.file.rows():
+            with suppress(DamageError):
+                measured.append(check_document(row, Measured, self.file.path))
+        return [each for each in measured if len(each.losses) == self.pictures.count]
 
     def _keep(self, trainer: "Trainer") -> None:
         """Have ``best`` name the checkpoint of this step, which is there already where the run resumes from it."""
@@ -75,14 +81,14 @@ class HeldOutHook(Measurement):
                 checkpoint.mark_best(path)
 
 
-def _describe(verdict: Verdict, now: dict[str, Any], stops: bool, trainer: "Trainer") -> str:
+def _describe(verdict: Verdict, now: Measured, stops: bool, trainer: "Trainer") -> str:
     best = verdict.best
     what = (
-        f"the network memorises its training pictures: its loss on held-out pictures was {best['heldout_loss']:.4g} at "
-        f"step {best['step']} and is {now['heldout_loss']:.4g} at step {now['step']}, while that on training pictures "
-        f"fell from {best['seen_loss']:.4g} to {now['seen_loss']:.4g}"
+        f"the network memorises its training pictures: its loss on held-out pictures was {best.heldout_loss:.4g} at "
+        f"step {best.step} and is {now.heldout_loss:.4g} at step {now.step}, while that on training pictures fell from "
+        f"{best.seen_loss:.4g} to {now.seen_loss:.4g}"
     )
     if stops:
         place = trainer.config.checkpoints / checkpoint.BEST
-        return f"stopped at step {now['step']}: {what}. {place} is the checkpoint of step {best['step']}; {MORE_HELP}"
+        return f"stopped at step {now.step}: {what}. {place} is the checkpoint of step {best.step}; {MORE_HELP}"
     return f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here"
