@@ -39,6 +39,7 @@ def leave(turns: Turns) -> None:
     turns.done()
 
 
+@pytest.mark.slow
 def test_turns_alternate_and_are_timed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     times = take_turns({"short": partial(work, 0.02, log), "long": partial(work, 0.06, log)}, rounds=2, pieces=2)
@@ -76,6 +77,7 @@ def test_every_benchmark_imports(name: str) -> None:
     importlib.import_module(name)
 
 
+@pytest.mark.slow
 def test_a_tiny_table_of_the_parts_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import step_parts
 
@@ -86,6 +88,7 @@ def test_a_tiny_table_of_the_parts_of_a_step(tmp_path: Path, monkeypatch: pytest
     assert {row.against for row in rows} == {step_parts.PLAIN, step_parts.STEPS}
 
 
+@pytest.mark.slow
 def test_a_tiny_comparison_of_mean_flow_steps() -> None:
     import mean_flow
 

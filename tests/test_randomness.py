@@ -131,6 +131,7 @@ def test_dropout_differs_by_layer_and_step_and_not_by_pass_or_part() -> None:
         assert (reference == other).float().mean() == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_dropout_compiles_for_a_gpu() -> None:
     """In a process of its own, since libraries remember the card that is pretended."""
     code = """

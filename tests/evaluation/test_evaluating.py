@@ -124,6 +124,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
     assert "warning: pictures is not, or no longer, what" in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_half_precision_is_for_drawing_only(run: Path, tmp_path: Path) -> None:
     """The training pictures' features are kept for calls to come, and must not depend on this one's precision."""
     for precision in ("no", "bf16"):

@@ -46,7 +46,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(example: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("example", "package"),
-    [("train_masked_text.py", "tokenizers"), ("train_point_clouds.py", "sklearn")],
+    [("train_masked_text.py", "tokenizers"), pytest.param("train_point_clouds.py", "sklearn", marks=pytest.mark.slow)],
 )
 def test_a_package_that_is_missing_is_named(example: str, package: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("sun and sea\n" * 60)

@@ -103,7 +103,9 @@ def test_another_seed_trains_differently(runs: Runs) -> None:
     assert other[4] != pytest.approx(losses(runs.straight(1))[4], rel=1e-3)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)]
+)
 @either_flow
 def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None:
     straight = runs.straight(world_size, kind)
