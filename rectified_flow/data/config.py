@@ -32,11 +32,9 @@ class DataConfig:
     horizontal_flip: bool = True
     """Mirror half of the training images."""
     augment: float = 0.0
-    """Probability of each of: mirroring, shift, scaling, rotation, stretching, other colours. The network is told of
-    them, so that it does not generate them; 0.1 to 0.3 for few pictures."""
+    """Probability of each kind of change to an image, such as rotation, of which the network is told; 0.15 for few."""
     holdout: float = 0.0
-    """Share of the images that are not trained on, but measured at --evaluate_every, or else --save_every, to see
-    whether the network memorises the others; 0.05 of some hundreds or more."""
+    """Share of the images to hold out and measure, at --evaluate_every or else --save_every: are others memorised?"""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded, instead of stopping."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None

@@ -33,7 +33,7 @@ class Split:
     left_out: list[int]
 
     def __str__(self) -> str:
-        near = f", {len(self.left_out)} left out, as they resemble training pictures" * bool(self.left_out)
+        near = f", {len(self.left_out)} left out for resembling training pictures" * bool(self.left_out)
         return f"{len(self.training)} pictures to train on, {len(self.held_out)} held out{near}"
 
 
