@@ -10,8 +10,8 @@ def train_oxford() -> None:
         "rectified_flow.cli.flags:TrainRectifiedFlow",
         "Train a rectified flow on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.\n\n"
         "Start it with python on one device, and with torchrun or accelerate launch on several. The same command "
-        "resumes from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of "
-        "pictures, and printed.",
+        "resumes from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by "
+        "the number of pictures, and printed.",
     )
 
 
@@ -22,8 +22,8 @@ def train_mean_flow() -> None:
         "rectified_flow.cli.flags:TrainMeanFlow",
         "Train a mean flow, which generates in one step, on Oxford Flowers, or on your own pictures with "
         "--dataset_path FOLDER.\n\nStart it with python on one device, and with torchrun or accelerate launch on "
-        "several. The same command resumes from the newest checkpoint. With --dataset_path, some flags that are not given "
-        "are chosen by the number of pictures, and printed.",
+        "several. The same command resumes from the newest checkpoint. With --dataset_path, some flags that are "
+        "not given are chosen by the number of pictures, and printed.",
     )
 
 
