@@ -6,7 +6,7 @@ import pytest
 
 from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.recipe import RECIPES, with_recipe
+from rectified_flow.cli.recipe import recipe_for, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.flags import names
 from rectified_flow.runs import checkpoint
@@ -20,17 +20,21 @@ def chosen(count: int, words: str = "", folder: str = "pictures", kind: type = T
 
 @pytest.mark.parametrize("kind", [TrainRectifiedFlow, TrainMeanFlow])
 def test_fewer_pictures_get_more_help(kind: type) -> None:
-    few, some, many = (chosen(count, kind=kind) for count in (100, 800, 40_000))
-    assert few["augment"] == some["augment"] == 0.15
-    assert (few["holdout"], some["holdout"], many["holdout"]) == (0, 0.1, 0.01)
-    assert (few["stop_when_memorising"], some["stop_when_memorising"]) == (False, True)
+    few, some, more, many = (chosen(count, kind=kind) for count in (100, 200, 2000, 40_000))
+    assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
-    assert all(recipe.flags.keys() <= set(names(kind)) for recipe in RECIPES)
+    assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
+    assert few["train_num_steps"] == 3000
+    for count in range(1, 20_000, 7):
+        flags = recipe_for(count)
+        assert flags.keys() <= set(names(kind))
+        assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
 def test_flags_override_it() -> None:
-    flags = chosen(800, "--augment 0 --dim 64 --no_stop_when_memorising")
-    assert (flags["augment"], flags["dim"], flags["stop_when_memorising"], flags["holdout"]) == (0, 64, False, 0.1)
+    flags = chosen(800, "--augment 0 --stop_when_memorising")
+    assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
+    assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
     assert chosen(100, "--num_epochs 3")["train_num_steps"] is None
     assert chosen(800, "--autoencoder haar")["augment"] == 0
 
@@ -44,16 +48,13 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture
     """Also one of a version that had no recipes, and one whose folder has more pictures now."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert (
-        "recipe      --dim 32 --augment 0.15 --holdout 0.1 --stop_when_memorising, for 800" in capsys.readouterr().out
-    )
+    assert "recipe      --augment 0.15 --holdout 0.05, for 800" in capsys.readouterr().out
     document = {"run": {}, "flags": began}
     checkpoint.save(tmp_path / "checkpoints", 1, {}, {checkpoint.CONFIG_FILE: document})
     assert chosen(900, run) == began
-    assert chosen(20_000, run)["holdout"] == 0.1
-    later = ("augment", "holdout", "stop_when_memorising")
-    earlier = {name: value for name, value in began.items() if name not in later} | {"dim": 64}
+    assert chosen(20_000, run)["holdout"] == 0.05
+    earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout")}
     checkpoint.save(tmp_path / "checkpoints", 2, {}, {checkpoint.CONFIG_FILE: document | {"flags": earlier}})
     flags = chosen(800, run)
-    assert (flags["dim"], flags["augment"], flags["holdout"]) == (64, 0, 0)
+    assert (flags["augment"], flags["holdout"]) == (0, 0)
     assert "recipe" not in capsys.readouterr().out

@@ -1,7 +1,8 @@
 """Settings that suit the number of one's own pictures, where no flag says otherwise."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
+from math import ceil
 from typing import Any, TypeVar
 
 from accelerate import PartialState
@@ -17,20 +18,18 @@ from rectified_flow.runs.document import program_flags, read_config
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Flags for up to ``most`` pictures; docs/small_data.md has what was measured of them."""
-
-    most: float
-    flags: Mapping[str, Any]
+FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
+"""Pictures of a folder, and of those how many should be held out at least: fewer measure nothing."""
+FEW = 10_000
+"""Pictures, above which augmentation is not worth its price."""
 
 
-RECIPES = (
-    Recipe(160, {"dim": 32, "augment": 0.15, "train_num_steps": 5_000}),  # too few to hold some out
-    Recipe(1_000, {"dim": 32, "augment": 0.15, "holdout": 0.1, "stop_when_memorising": True}),
-    Recipe(10_000, {"augment": 0.15, "holdout": 0.05, "stop_when_memorising": True}),
-    Recipe(float("inf"), {"holdout": 0.01}),
-)
+def recipe_for(count: int) -> dict[str, Any]:
+    """Flags that suit ``count`` pictures; docs/small_data.md has what was measured of them."""
+    if count < FEWEST_TO_HOLD_OUT:
+        return {"augment": 0.15, "train_num_steps": 3000}
+    share = max(0.05 if count <= FEW else 0.01, ceil(100 * HELD_OUT / count) / 100)
+    return {"augment": 0.15, "holdout": share} if count <= FEW else {"holdout": share}
 
 
 def with_recipe(config: Config, count: int) -> Config:
@@ -41,10 +40,9 @@ def with_recipe(config: Config, count: int) -> Config:
     """
     if config.data.dataset_path is None or request_of(config) is not None:
         return config
-    recipe = next(recipe for recipe in RECIPES if count <= recipe.most)
     taken = {*config.program.given, *(("train_num_steps",) if "num_epochs" in config.program.given else ())}
     taken |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
-    flags = {name: value for name, value in recipe.flags.items() if name not in taken}
+    flags = {name: value for name, value in recipe_for(count).items() if name not in taken}
     state = PartialState()
     before = on_main(state, lambda: _flags_of_run(config))
     if before is not None:

@@ -18,7 +18,7 @@ from rectified_flow.training.measurement import Measurement
 if TYPE_CHECKING:
     from rectified_flow.training.trainer import Trainer
 
-MORE_HELP = "more pictures, --augment or a smaller --dim let it train for longer"
+MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
 
 
 class HeldOutHook(Measurement):
