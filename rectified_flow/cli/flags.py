@@ -77,7 +77,8 @@ class TrainRectifiedFlow:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
-        check_held_out(self.data, self.evaluation)
+        if self.data.dataset_path is None:  # else a recipe may hold some out
+            check_held_out(self.data, self.evaluation)
         self.rectified_flow.check_times(self.times)
         if self.reflow.reflow_from is not None:
             check_taught("reflow_from", self.data, self.network)
@@ -111,7 +112,8 @@ class TrainMeanFlow:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.data, self.run)
         check_room(self.data, self.run)
-        check_held_out(self.data, self.evaluation)
+        if self.data.dataset_path is None:  # else a recipe may hold some out
+            check_held_out(self.data, self.evaluation)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         if self.teacher.teacher is not None:
             self.mean_flow.check_teacher()

@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.drawn import open_drawn
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow, check_held_out
 from rectified_flow.cli.look import look
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
@@ -83,6 +83,7 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     space.prepare(state.device)
     pictures = open_pictures(config.data)
     config = with_recipe(config, len(pictures))
+    check_held_out(config.data, config.evaluation)
     space = space if isinstance(space, Latents) else planned_space(config)  # which a recipe may augment
     return train(config, build(config, pictures.conditions, space), pictures)
 

@@ -136,6 +136,10 @@ def test_checkpoint_of_another_architecture(world_size: int, tmp_path: Path) -> 
     assert_refused(world_size, flags, "of another architecture")
 
 
+def test_a_stop_needs_pictures_that_are_held_out() -> None:
+    assert_refused(1, f"{TINY} --stop_when_memorising", "needs pictures to measure on: pass --holdout 0.05")
+
+
 def test_steps_and_epochs_exclude_each_other() -> None:
     assert_refused(1, f"{TINY} --num_epochs 2", "--train_num_steps and --num_epochs exclude each other")
 
@@ -159,7 +163,6 @@ def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --augment 1.5", "--augment is 1.5; it is a probability, from 0 to 1"),
         ("--output_dir {tmp}/new --holdout 1", "--holdout is 1; it is a share, at least 0 and below 1"),
-        ("--output_dir {tmp}/new --stop_when_memorising", "needs pictures to measure on: pass --holdout 0.05"),
         ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--augment and --autoencoder exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --reflow_from {tmp}/run", "--holdout has no effect with --reflow_from"),
         ("--output_dir {tmp}/file/run", "cannot be written"),
