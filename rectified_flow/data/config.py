@@ -56,7 +56,7 @@ class DataConfig:
         for flag, given in refused.items():
             require(
                 self.autoencoder is None or not given,
-                f"--autoencoder and {flag} exclude each other: latents are those of whole, opaque squares",
+                f"--autoencoder and {flag} exclude each other: latents are those of whole, opaque squares, once encoded",
             )
 
     @property

@@ -163,7 +163,7 @@ def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --augment 1.5", "--augment is 1.5; it is a probability, from 0 to 1"),
         ("--output_dir {tmp}/new --holdout 1", "--holdout is 1; it is a share, at least 0 and below 1"),
-        ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--augment and --autoencoder exclude each other"),
+        ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--autoencoder and --augment exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --reflow_from {tmp}/run", "--holdout has no effect with --reflow_from"),
         ("--output_dir {tmp}/file/run", "cannot be written"),
         ("--output_dir {tmp}/new --checkpoint_dir {tmp}/file/run", "cannot be written"),
