@@ -1,6 +1,7 @@
 """Settings that suit the number of one's own pictures, where no flag says otherwise."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from math import ceil
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from accelerate import PartialState
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.teacher import request_of
 from rectified_flow.distributed.collectives import on_main
+from rectified_flow.errors import DamageError
 from rectified_flow.flags import checked, command_line
 from rectified_flow.report import line
 from rectified_flow.runs import checkpoint
@@ -36,9 +38,9 @@ def with_recipe(config: Config, count: int) -> Config:
     """The flags of a run on ``count`` pictures of one's own folder; what is chosen is printed. Collective.
 
     Flags of the command line stay, and a run that resumes goes on with the settings that it began with. Nothing is
-    chosen for a data set of the hub, or for a run that learns what a teacher draws.
+    chosen for a data set of the hub, for a run by the flags of a file, or for one that learns what a teacher draws.
     """
-    if config.data.dataset_path is None or request_of(config) is not None:
+    if config.data.dataset_path is None or config.program.config is not None or request_of(config) is not None:
         return config
     taken = {*config.program.given, *(("train_num_steps",) if "num_epochs" in config.program.given else ())}
     taken |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
@@ -55,9 +57,10 @@ def with_recipe(config: Config, count: int) -> Config:
 
 def _flags_of_run(config: Config) -> dict[str, Any] | None:
     """The flags that the run began with, None if it begins now; earlier versions lack some."""
-    for newest in checkpoint.list_checkpoints(config.run.checkpoints)[-1:]:
+    for newest in reversed(checkpoint.list_checkpoints(config.run.checkpoints)):
         path = newest / checkpoint.CONFIG_FILE
-        return checked(type(config), program_flags(read_config(path)), path)
+        with suppress(DamageError):  # of which the run itself will say more
+            return checked(type(config), program_flags(read_config(path)), path)
     return None
 
 

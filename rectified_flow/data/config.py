@@ -56,7 +56,7 @@ class DataConfig:
         for flag, given in refused.items():
             require(
                 self.autoencoder is None or not given,
-                f"--autoencoder and {flag} exclude each other: latents are those of whole, opaque squares, once encoded",
+                f"--autoencoder and {flag} exclude each other: latents are of whole, opaque squares, encoded once",
             )
 
     @property

@@ -68,7 +68,7 @@ def read_some(store: LineStore, numbers: list[int]) -> list[str]:
     return [store[number] for number in numbers]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_processes_read_it_from_a_small_pickle(method: str, tmp_path: Path) -> None:
     store = open_lines(write(tmp_path / "text", 5000))
     assert store[17] == "line 17"

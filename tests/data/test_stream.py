@@ -60,7 +60,7 @@ def test_ranks_and_accumulation_share_one_global_batch(world_size: int, accumula
         assert np.array_equal(rows, image_indices(range(16 * step, 16 * (step + 1)), 46, seed=0))
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("context", ["fork", "spawn", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_loader_processes_deliver_the_same_batches(flowers: ImageDataset, context: str) -> None:
     sampler = StreamSampler(len(flowers), 0, GlobalBatch(8), position=8)
 
@@ -85,7 +85,7 @@ def test_datasets_of_other_people() -> None:
     assert list(collate([{"images": images[0], "depth": labels[0]}])) == ["images", "depth"]
 
 
-WORKERS = [(0, None), *((2, context) for context in ("fork", "spawn", "forkserver"))]
+WORKERS = [(0, None), (2, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("num_workers", "context"), WORKERS)
