@@ -22,15 +22,19 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
 from rectified_flow.report import lines
 from rectified_flow.runs import checkpoint
+from rectified_flow.spaces.pixels import RGB
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-Format = Literal["onnx", "torch"]
+Format = Literal["onnx", "torch", "page"]
 Inputs = dict[str, Tensor]
 Program = Callable[[Inputs], Tensor]
-FILES: dict[Format, str] = {"onnx": "model.onnx", "torch": "model.pt2"}
+FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
 DESCRIPTION = "model.json"
+PAGE = "index.html"
+PAGE_FILES = Path(__file__).resolve().parent.parent / "page"
+GREY = 1
 CHECKED_BATCHES = (1, 3)
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """Greatest difference of program and flow, relative to the greatest number that the flow returns."""
@@ -49,6 +53,11 @@ def export(config: ExportConfig) -> None:
     trained = checkpoint.read(flags.checkpoint, read_trained)
     flow, source = trained.flow, trained.source
     call = _network_call(flow, source)
+    require(
+        flags.format != "page" or call.shape[0] in (GREY, RGB),
+        f"--format page shows grey and RGB pictures, and those of {source} have {call.shape[0]} channels: "
+        "pass --format onnx",
+    )
     folder = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "exported")
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
@@ -59,9 +68,20 @@ def export(config: ExportConfig) -> None:
     try:
         replace_file(folder / FILES[flags.format], content)
         replace_file(folder / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+        if flags.format == "page":
+            write_page(folder)
     except OSError as error:
         raise RunError(f"could not write the program into --output_dir {folder} ({error})") from error
-    print(_report(trained, folder, description, len(content), difference))
+    print(_report(trained, folder, flags.format, description, len(content), difference))
+
+
+def write_page(folder: Path) -> None:
+    """Copy the page, and the ONNX runtime that it loads, into ``folder``, beside the program and its description."""
+    for file in sorted(PAGE_FILES.rglob("*")):
+        if file.is_file():
+            target = folder / file.relative_to(PAGE_FILES)
+            target.parent.mkdir(exist_ok=True)
+            replace_file(target, file.read_bytes())
 
 
 def _network_call(flow: Flow, source: Path) -> NetworkCall:
@@ -99,7 +119,7 @@ def _serialise(call: NetworkCall, form: Format, *, half: bool) -> bytes:
     Raises:
         UsageError: if it is larger than its format can hold.
     """
-    if form == "onnx":  # named here if they are missing, before the work
+    if form != "torch":  # named here if they are missing, before the work
         import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
@@ -173,8 +193,11 @@ def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor], 
     return greatest
 
 
-def _report(trained: Trained, folder: Path, description: Mapping[str, Any], size: int, difference: float) -> str:
+def _report(
+    trained: Trained, folder: Path, form: Format, description: Mapping[str, Any], size: int, difference: float
+) -> str:
     inputs = [f"{name} {each['type']} {each['shape']}".replace("'", "") for name, each in description["inputs"].items()]
+    page = {"page": f"{folder / PAGE}, to be served: python -m http.server --directory {folder}"}
     return lines(
         {
             "model": f"{type(trained.flow).__name__}, {trained.weights_name()} of {trained.source}",
@@ -183,4 +206,5 @@ def _report(trained: Trained, folder: Path, description: Mapping[str, Any], size
             "output": description["output"],
             "difference": f"at most {difference:.1e} of the greatest output, batches of 1 and 3",
         }
+        | (page if form == "page" else {})
     )

@@ -276,8 +276,8 @@ class ExportedConfig:
 
     checkpoint: Path = Path("runs/rectified-flow")
     """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
-    format: Literal["onnx", "torch"] = "onnx"
-    """A program in ONNX, or one of torch.export."""
+    format: Literal["onnx", "torch", "page"] = "onnx"
+    """A program in ONNX, one of torch.export, or a web page that draws pictures in the browser."""
     output_dir: Annotated[Path | None, default_is("exported, in the run's folder")] = None
     """Where the program and its model.json go."""
     half: bool = False
