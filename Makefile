@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test test-all soak several-machines bench check install clean
+.PHONY: help demo test test-all test-page soak several-machines bench check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -21,7 +21,10 @@ test: $(READY_DEV)  ## run the tests
 	$(BIN)/python -m pytest
 
 test-all: $(READY_DEV)  ## run the slow ones, too: the compiler works for minutes
-	$(BIN)/python -m pytest -m ""
+	$(BIN)/python -m pytest -m "not page"
+
+test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed
+	$(BIN)/python -m pytest -m page -n 0
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10

@@ -175,7 +175,7 @@ class AlongVelocity(RectifiedFlow):
         super().__init__(flow.network, space=flow.space)
         self.flow = (flow,)
 
-    def _exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+    def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         return self.flow[0].average_velocity(x, t, t, **conditions)
 
 

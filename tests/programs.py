@@ -13,6 +13,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "train_mean_flow.py": programs.train_mean_flow,
     "sample.py": programs.sample,
     "evaluate.py": programs.evaluate,
+    "export.py": programs.export,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.command_line import parse, recorded
-from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags import EvaluateConfig, ExportConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import names, plain
 from rectified_flow.runs.config import TrainingConfig
@@ -21,8 +21,8 @@ from tests.programs import program
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIGS = [TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig]
-PROGRAMS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py"]
+CONFIGS = [TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig, ExportConfig]
+PROGRAMS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py", "export.py"]
 FLAGS: dict[str, Any] = {
     "dataset_path": "pictures",
     "dim_mults": [1, 2],

@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import EvaluateConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags import EvaluateConfig, ExportConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data import catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
@@ -38,12 +38,14 @@ CONFIGS: dict[str, type] = {
     "train_mean_flow.py": TrainMeanFlow,
     "sample.py": SampleConfig,
     "evaluate.py": EvaluateConfig,
+    "export.py": ExportConfig,
 }
 CONSOLE_COMMANDS = {
     "rectified-flow-train": "train_oxford.py",
     "rectified-flow-train-mean-flow": "train_mean_flow.py",
     "rectified-flow-sample": "sample.py",
     "rectified-flow-evaluate": "evaluate.py",
+    "rectified-flow-export": "export.py",
 }
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {

@@ -276,6 +276,31 @@ class EvaluateConfig:
         check_adaptive(self.solver, self.measure.steps)
 
 
+@dataclass(frozen=True)
+class ExportedConfig:
+    """The model to export, and how."""
+
+    checkpoint: Path = Path("runs/rectified-flow")
+    """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
+    format: Literal["onnx", "torch", "page"] = "onnx"
+    """A program in ONNX, one of torch.export, or a web page that draws pictures in the browser."""
+    output_dir: Annotated[Path | None, default_is("exported, in the run's folder")] = None
+    """Where the program and its model.json go."""
+    half: bool = False
+    """Store weights in float16, in half the room; the program still computes in float32."""
+
+    def __post_init__(self) -> None:
+        check_paths(self)
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """All flags of export.py."""
+
+    model: ExportedConfig = field(default_factory=ExportedConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+
 def check_folders(data: DataConfig, run: TrainingConfig) -> None:
     """Raise a UsageError if a run would write into its own training pictures."""
     if data.dataset_path is None:

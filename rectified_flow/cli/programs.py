@@ -46,3 +46,14 @@ def evaluate() -> None:
         "and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share the work "
         "between several devices.",
     )
+
+
+def export() -> None:
+    """``export.py`` and ``rectified-flow-export``."""
+    run(
+        "rectified_flow.cli.export:export",
+        "rectified_flow.cli.flags:ExportConfig",
+        "Write one network call of a trained flow as a program that other software runs, beside a model.json that "
+        "says what goes in and comes out.\n\nThe program is compared with the flow before it is written. It needs the "
+        "packages of the extra export: pip install '.[export]'.",
+    )

@@ -72,7 +72,7 @@ class RectifiedFlow(Flow):
         """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32, as the loss has it."""
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t, LEAST_DIVISOR)
 
-    def _exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+    def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
         """As :meth:`velocity`, with the exact divisor of a clean prediction: for any time but 0."""
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t, 0.0)
 
@@ -124,7 +124,7 @@ class RectifiedFlow(Flow):
             return torch.randn(x.shape, device=x.device, generator=generator)
 
         with self.evaluating():
-            field, at_data = self._field(self._exact_velocity, values, guidance), self.prediction != "clean"
+            field, at_data = self._field(self.exact_velocity, values, guidance), self.prediction != "clean"
             x = integrate(field, x, times, solver, fresh_noise=fresh_noise, watch=watch, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 

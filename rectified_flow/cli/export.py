@@ -1,0 +1,210 @@
+"""export.py: one network call of a trained flow as a program, checked against the flow, beside a description of it."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from rectified_flow.cli.flags import ExportConfig
+from rectified_flow.cli.trained import Trained, class_names, read_trained, run_folder_of, solver_name
+from rectified_flow.errors import RunError, UsageError, require
+from rectified_flow.files import prepare_folder, replace_file
+from rectified_flow.flows.exported import NetworkCall
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.conditions import Labels
+from rectified_flow.report import lines
+from rectified_flow.runs import checkpoint
+from rectified_flow.spaces.pixels import RGB
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+Format = Literal["onnx", "torch", "page"]
+Inputs = dict[str, Tensor]
+Program = Callable[[Inputs], Tensor]
+FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
+DESCRIPTION = "model.json"
+PAGE = "index.html"
+PAGE_FILES = Path(__file__).resolve().parent.parent / "page"
+GREY = 1
+CHECKED_BATCHES = (1, 3)
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Greatest difference of program and flow, relative to the greatest number that the flow returns."""
+LARGEST_ONNX = 2**31
+"""Bytes of an ONNX file: those of a protocol buffer."""
+
+
+def export(config: ExportConfig) -> None:
+    """Write the program of a checkpoint and its description.
+
+    Raises:
+        UsageError: if the checkpoint does not exist, or its flow cannot be exported.
+        RunError: if the program differs from the flow, or cannot be written.
+    """
+    flags = config.model
+    trained = checkpoint.read(flags.checkpoint, read_trained)
+    flow, source = trained.flow, trained.source
+    call = _network_call(flow, source)
+    require(
+        flags.format != "page" or call.shape[0] in (GREY, RGB),
+        f"--format page shows grey and RGB pictures, and those of {source} have {call.shape[0]} channels: "
+        "pass --format onnx",
+    )
+    folder = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "exported")
+    expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
+    if flags.half:
+        call.keep_in_half()
+    content = _serialise(call, flags.format, half=flags.half)
+    difference = _check(_load(content, flags.format), call, expected, HALF_TOLERANCE if flags.half else TOLERANCE)
+    description = describe(flow, call, flags.format, half=flags.half)
+    try:
+        replace_file(folder / FILES[flags.format], content)
+        replace_file(folder / DESCRIPTION, json.dumps(description, indent=1) + "\n")
+        if flags.format == "page":
+            write_page(folder)
+    except OSError as error:
+        raise RunError(f"could not write the program into --output_dir {folder} ({error})") from error
+    print(_report(trained, folder, flags.format, description, len(content), difference))
+
+
+def write_page(folder: Path) -> None:
+    """Copy the page, and the ONNX runtime that it loads, into ``folder``, beside the program and its description."""
+    for file in sorted(PAGE_FILES.rglob("*")):
+        if file.is_file():
+            target = folder / file.relative_to(PAGE_FILES)
+            target.parent.mkdir(exist_ok=True)
+            replace_file(target, file.read_bytes())
+
+
+def _network_call(flow: Flow, source: Path) -> NetworkCall:
+    try:
+        return NetworkCall(flow)
+    except UsageError as error:
+        raise UsageError(f"--checkpoint {source}: {error}") from error
+
+
+def describe(flow: Flow, call: NetworkCall, form: Format, *, half: bool) -> dict[str, Any]:
+    """The contents of ``model.json``: how to call the program, and how to sample with it."""
+    inputs = {
+        name: {"type": str(value.dtype).removeprefix("torch."), "shape": ["b", *value.shape[1:]]}
+        for name, value in call.example(1).items()
+    }
+    return {
+        "file": FILES[form],
+        "kind": call.kind,
+        "inputs": inputs,
+        "output": {"map": "average velocity", "rectified": "velocity"}[call.kind],
+        "half": half,
+        "channels": call.shape[0],
+        "range": [-1, 1],
+        "classes": class_names(flow),
+        "no_label": call.labels.num_classes if isinstance(call.labels, Labels) else None,
+        "steps": flow.default_steps,
+        "solver": solver_name(flow, {}),
+        "velocity_at_data": not (isinstance(flow, RectifiedFlow) and flow.prediction == "clean"),
+    }
+
+
+def _serialise(call: NetworkCall, form: Format, *, half: bool) -> bytes:
+    """The program, with a free batch size.
+
+    Raises:
+        UsageError: if it is larger than its format can hold.
+    """
+    if form != "torch":  # named here if they are missing, before the work
+        import onnx  # noqa: F401
+        import onnxruntime  # noqa: F401
+        import onnxscript  # noqa: F401
+
+    inputs = call.example(2)
+    batch = Dim("batch")
+    program = torch.export.export(call, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs})
+    if form == "torch":
+        written = BytesIO()
+        torch.export.save(program, written)
+        return written.getvalue()
+    return _to_onnx(program, half=half)
+
+
+def _to_onnx(program: ExportedProgram, *, half: bool) -> bytes:
+    size = sum(value.nbytes for value in program.state_dict.values())
+    require(size < LARGEST_ONNX, "--format onnx holds at most 2 GB: pass --half, or --format torch")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    exported = torch.onnx.export(program, dynamo=True, verbose=False)
+    assert exported is not None
+    model = exported.model_proto
+    for part in (model, model.graph, *model.graph.node, *model.graph.value_info, *model.graph.initializer):
+        part.ClearField("metadata_props")  # stack traces, several times as large as a small network
+    if half:
+        _store_in_half(model)
+    return model.SerializeToString()
+
+
+def _store_in_half(model: "ModelProto") -> None:
+    """Store matrices and convolutions in float16 again: the exporter has folded their casts to float32."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    casts = []
+    for weight in model.graph.initializer:
+        if weight.data_type == TensorProto.FLOAT and len(weight.dims) > 1:
+            name = weight.name
+            kept = numpy_helper.to_array(weight).astype(np.float16)
+            weight.CopyFrom(numpy_helper.from_array(kept, f"{name}_half"))
+            casts.append(helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
+    operations = [*casts, *model.graph.node]
+    model.graph.ClearField("node")
+    model.graph.node.extend(operations)
+
+
+def _load(content: bytes, form: Format) -> Program:
+    if form == "torch":
+        module = torch.export.load(BytesIO(content)).module()
+        return lambda inputs: module(**inputs)
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(None, {name: x.numpy() for name, x in inputs.items()})[0])
+
+
+@torch.no_grad()
+def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor], tolerance: float) -> float:
+    """The greatest difference of the program and the flow.
+
+    Raises:
+        RunError: if it is above ``tolerance``.
+    """
+    greatest = 0.0
+    for count, outputs in expected.items():
+        difference = (program(call.example(count)) - outputs).abs().max()
+        greatest = max(greatest, float(difference / outputs.abs().max().clamp(min=1e-6)))
+    if not greatest <= tolerance:
+        raise RunError(
+            f"the program differs from the flow by {greatest:.2g} of its greatest output, above {tolerance:g}, and was "
+            "not written: try the other --format, or leave out --half"
+        )
+    return greatest
+
+
+def _report(
+    trained: Trained, folder: Path, form: Format, description: Mapping[str, Any], size: int, difference: float
+) -> str:
+    inputs = [f"{name} {each['type']} {each['shape']}".replace("'", "") for name, each in description["inputs"].items()]
+    page = {"page": f"{folder / PAGE}, to be served: python -m http.server --directory {folder}"}
+    return lines(
+        {
+            "model": f"{type(trained.flow).__name__}, {trained.weights_name()} of {trained.source}",
+            "program": f"{folder / description['file']}, {size / 1e6:.1f} MB",
+            "inputs": ", ".join(inputs),
+            "output": description["output"],
+            "difference": f"at most {difference:.1e} of the greatest output, batches of 1 and 3",
+        }
+        | (page if form == "page" else {})
+    )

@@ -1,0 +1,174 @@
+"""An exported page in a browser: its pictures are those of sample.py, its controls work, and nothing is fetched."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.export import export
+from rectified_flow.cli.flags import ExportConfig
+from rectified_flow.flows.drawing import draw
+from rectified_flow.flows.flow import Flow
+from tests.flows.test_saved import FLOWS, write
+from tests.patience import PATIENCE
+
+pytestmark = pytest.mark.page
+SEEDS = [0, 7, 4_000_000_000]
+PIXELS = """index => {
+  const canvas = document.querySelectorAll("#pictures canvas")[index];
+  return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+}"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_arguments: Any) -> None:
+        pass
+
+
+class Shown:
+    """An exported page in a browser."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        page.set_default_timeout(PATIENCE * 100)
+        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+        page.goto(address)
+        self.address = address
+        self.wait()
+
+    def wait(self) -> None:
+        self.page.wait_for_function("document.body.dataset.drawn")
+
+    def set(self, name: str, value: object) -> None:
+        """Give a control a value as a person does, and wait for the pictures."""
+        self.page.evaluate(
+            """([name, value]) => {
+                document.body.dataset.drawn = "";
+                const control = document.getElementById(name);
+                control.value = value;
+                control.dispatchEvent(new Event("input"));
+            }""",
+            [name, str(value)],
+        )
+        self.wait()
+
+    def click(self, name: str) -> None:
+        self.page.evaluate("document.body.dataset.drawn = ''")
+        self.page.click(f"#{name}")
+        self.wait()
+
+    def picture(self, number: int = 0) -> np.ndarray:
+        return np.array(self.page.evaluate(PIXELS, number)).reshape(8, 8, 4)[..., :3]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=FLOWS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Flow, str]]:
+    """A flow with the classes cat and dog, and the address of its page."""
+    flow, folder = FLOWS[request.param](), tmp_path_factory.mktemp(request.param)
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield flow, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture
+def shown(browser: Any, exported: tuple[Flow, str]) -> Iterator[Shown]:
+    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+    shown = Shown(page, exported[1])
+    yield shown
+    assert shown.problems == []
+    outside = [url for url in shown.requests if not url.startswith((shown.address, "blob:", "data:"))]
+    assert outside == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "as wide as a phone"
+    page.close()
+
+
+def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
+    """What sample.py draws."""
+    options.setdefault("steps", flow.default_steps)
+    [(_, pictures)] = draw(flow, range(numbers), seed=seed, **options)
+    return pictures.permute(0, 2, 3, 1).numpy().astype(int)
+
+
+def test_the_first_pictures_are_those_of_sample(exported: tuple[Flow, str], shown: Shown) -> None:
+    flow, _ = exported
+    for seed in SEEDS:
+        shown.set("seed", seed)
+        assert np.abs(shown.picture() - drawn(flow, seed)[0]).max() <= 2
+    if hasattr(flow, "average_velocity"):
+        expected = drawn(flow, SEEDS[-1], 16)
+        assert all(np.abs(shown.picture(i) - expected[i]).max() <= 2 for i in range(16))
+
+
+def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Shown, tmp_path: Path) -> None:
+    flow, _ = exported
+    is_map = hasattr(flow, "average_velocity")
+    shown.set("seed", 3)
+    shown.set("class", 1)
+    shown.set("steps", 5)
+    dog: dict[str, Any] = {"conditions": {"labels": torch.tensor([1])}, "steps": 5}
+    assert np.abs(shown.picture() - drawn(flow, 3, **dog)[0]).max() <= 2
+    if not is_map:
+        from rectified_flow.flows.guidance import Guidance
+
+        shown.set("guidance", 3)
+        assert np.abs(shown.picture() - drawn(flow, 3, guidance=Guidance(3.0), **dog)[0]).max() <= 2
+        shown.set("guidance", 1)
+
+    before = shown.picture()
+    shown.page.click("#hold-a")
+    shown.page.focus("#hold-a")
+    shown.page.keyboard.press("ArrowRight")
+    shown.page.wait_for_function("document.body.dataset.drawn && document.getElementById('seed').value === '4'")
+    after = shown.picture()
+    assert np.abs(after - drawn(flow, 4, **dog)[0]).max() <= 2
+    shown.page.click("#hold-b")
+    shown.set("mix", 0.5)
+    middle = shown.picture()
+    assert not np.array_equal(middle, before)
+    assert not np.array_equal(middle, after)
+    shown.set("mix", 0)
+    assert np.array_equal(shown.picture(), before)
+
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    shown.page.evaluate("document.body.dataset.drawn = ''")
+    shown.page.set_input_files("#file", tmp_path / "given.png")
+    shown.wait()
+    shown.set("level", 0.05)
+    assert np.abs(shown.picture() - given).mean() < 16
+    shown.click("forget")
+    assert np.array_equal(shown.picture(), before)
+    shown.click("new")
+    assert not np.array_equal(shown.picture(), before)
+    if is_map:
+        shown.set("seed", 3)
+        shown.set("walk", 1)
+        assert np.abs(shown.picture() - after).max() <= 2
