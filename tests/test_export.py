@@ -68,6 +68,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
     flow = FLOWS["mean"]()
     assert isinstance(flow, FlowMap)
