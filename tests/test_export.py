@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from tests.flows.test_saved import FLOWS, write
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 def small(**conditions: object) -> Unet:
     torch.manual_seed(0)
@@ -42,8 +45,19 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
     sys.argv = ["export.py", "--checkpoint", str(folder), *flags]
     export(parse(ExportConfig, "Export."))
     form: Format = "torch" if "torch" in flags else "onnx"
-    loaded = exporting._load((folder / "exported" / FILES[form]).read_bytes(), form)
+    file = folder / "exported" / FILES[form]
+    for path in (ROOT, sys.prefix):
+        assert str(path).encode() not in contents(file), "a path of this machine"
+    loaded = exporting._load(file.read_bytes(), form)
     return lambda **inputs: loaded(inputs), json.loads((folder / "exported/model.json").read_text())
+
+
+def contents(file: Path) -> bytes:
+    """What is in a file, of an archive what is in its files."""
+    if not zipfile.is_zipfile(file):
+        return file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        return b"".join(archive.read(name) for name in archive.namelist())
 
 
 @torch.no_grad()
@@ -99,10 +113,13 @@ def test_a_noise_prediction_that_is_told_of_augmentation_as_a_torch_program(tmp_
     assert (call(x=x, t=t) - expected).abs().max() <= (2e-2 if half else 1e-5) * expected.abs().max()
 
 
-def test_a_program_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("returned", [1.0, float("nan")])
+def test_a_program_that_differs_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
+) -> None:
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
     monkeypatch.setattr(exporting, "_serialise", lambda *_arguments, **_flags: b"")
-    monkeypatch.setattr(exporting, "_load", lambda _content, _form: lambda inputs: inputs["x"])
+    monkeypatch.setattr(exporting, "_load", lambda _content, _form: lambda inputs: returned * inputs["x"])
     sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
     with pytest.raises(RunError, match=r"the program differs from the flow by .* above 0.0001"):
         export(parse(ExportConfig, "Export."))

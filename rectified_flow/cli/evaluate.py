@@ -66,7 +66,7 @@ def evaluate(config: EvaluateConfig) -> None:
         find_shares(snapshots, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", measure.output_dir or run_folder_of(source))
     _known_results(folder)  # or say now that they cannot be read
-    dataset, held_out = _split(_training_pictures(measure, trained), trained, state)
+    dataset, held_out, compared = _split(_training_pictures(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     names = class_names(flow)
     require(
@@ -85,7 +85,6 @@ def evaluate(config: EvaluateConfig) -> None:
         batch_size=config.model.batch_size,
         held_out=held_out,
     )
-    compared = None if held_out is None else HeldOutPictures(dataset, held_out, measure.seed)
     new = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
         if length is not None:
@@ -112,14 +111,20 @@ def evaluate(config: EvaluateConfig) -> None:
             tqdm.write(line("plot", plot))
 
 
-def _split(pictures: ImageDataset, trained: Trained, state: PartialState) -> tuple[ImageDataset, ImageDataset | None]:
-    """Those that a flow was trained on, and those that were held out, if there are any. Collective."""
+def _split(
+    pictures: ImageDataset, trained: Trained, state: PartialState
+) -> tuple[ImageDataset, ImageDataset | None, HeldOutPictures | None]:
+    """Those that a flow was trained on, those held out, if there are any, and what the run measured on. Collective."""
     flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
-    share = checked(DataConfig, flags, path).get("holdout", 0.0)
+    share, seed = (
+        checked(DataConfig, flags, path).get("holdout", 0.0),
+        checked(TrainingConfig, flags, path).get("seed", 0),
+    )
     if not 0 < share < 1:
-        return pictures, None
-    split = hold_out(pictures, share, checked(TrainingConfig, flags, path).get("seed", 0), state)
-    return pictures.subset(split.training), pictures.subset(split.held_out)
+        return pictures, None, None
+    split = hold_out(pictures, share, seed, state)
+    training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+    return training, held_out, HeldOutPictures(training, held_out, seed)
 
 
 def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
@@ -181,7 +186,8 @@ def _describe(result: dict[str, Any]) -> str:
         did.format(**result) + f" ({result['split']} split, {size} px), {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
-    return "\n".join([*lines, *(f"  {name:<42} {value:.5g}" for name, value in result["distances"].items())])
+    wide = max(38, *map(len, result["distances"]))
+    return "\n".join([*lines, *(f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items())])
 
 
 def _known_results(folder: Path) -> list[dict[str, Any]]:

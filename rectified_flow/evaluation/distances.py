@@ -71,21 +71,25 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
     return {name: share.float().mean().item() for name, share in shares.items()}
 
 
-def nearness(queries: Tensor, real: Tensor) -> Tensor:
+def gaps_between(real: Tensor) -> Tensor:
+    """The distance of each row of ``real`` to its nearest neighbour among the others, ``[n]``."""
+    return _reach(real)[1]
+
+
+def nearness(queries: Tensor, real: Tensor, gaps: Tensor) -> Tensor:
     """How far each of ``queries`` is from its nearest row of ``real``, ``[q]``; a copy is at 0.
 
-    In units of the distance of that row to its own nearest neighbour among ``real``. So below 1, a query is nearer to
-    a training picture than training pictures are to each other.
+    In units of the gap of that row, of :func:`gaps_between`. So below 1, a query is nearer to a training picture than
+    training pictures are to each other.
     """
-    _, gaps = _reach(real)
     parts = [distances.min(dim=1) for _, distances in _distances(queries, real)]
     distances, indices = torch.cat([each.values for each in parts]), torch.cat([each.indices for each in parts])
     return distances / gaps[indices].clamp(min=torch.finfo(gaps.dtype).tiny)
 
 
-def share_of_copies(queries: Tensor, real: Tensor) -> float:
+def share_of_copies(queries: Tensor, real: Tensor, gaps: Tensor) -> float:
     """The share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``, see :func:`nearness`."""
-    return (nearness(queries, real) < COPY).float().mean().item()
+    return (nearness(queries, real, gaps) < COPY).float().mean().item()
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:

@@ -17,6 +17,7 @@ from rectified_flow.errors import require
 from rectified_flow.evaluation.config import FeatureNetwork
 from rectified_flow.evaluation.distances import (
     frechet_distance,
+    gaps_between,
     kernel_distance,
     manifold_scores,
     nearest,
@@ -149,15 +150,21 @@ class Evaluator:
             numbers[f"heldout_{first}"], _ = kernel_distance(self.unseen, generated[0], self.seed)
         return numbers | self._copies(generated)
 
+    @cached_property
+    def _gaps(self) -> Tensor:
+        """Between training pictures; the work grows with the square of their number."""
+        return gaps_between(self.real[0])
+
+    @cached_property
+    def _copies_by_chance(self) -> float:
+        """The share of copies among held-out pictures, which are none."""
+        return 0.0 if self.unseen is None else share_of_copies(self.unseen, self.real[0], self._gaps)
+
     def _copies(self, generated: Generated) -> dict[str, float]:
-        """The share of copies among the generated pictures, and among held-out ones, which are none but by chance."""
         if self.unseen is None:
             return {}
-        real = self.real[0]
-        return {
-            "copies": share_of_copies(generated[0], real),
-            "copies_by_chance": share_of_copies(self.unseen, real),
-        }
+        share = share_of_copies(generated[0], self.real[0], self._gaps)
+        return {"copies": share, "copies_by_chance": self._copies_by_chance}
 
     def scores(self, generated: Generated) -> dict[str, float]:
         """Precision, recall and the like; the work grows with the square of the number of training pictures."""
@@ -169,7 +176,7 @@ class Evaluator:
         uint8 ``[n, 1 + k, c, h, w]``; they are drawn again, as :meth:`generate` drew them.
         """
         features, real = generated[0], self.real[0]
-        worst = nearness(features, real).argsort()[:SHOWN]
+        worst = nearness(features, real, self._gaps).argsort()[:SHOWN]
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
         [(_, drawn)] = draw(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)

@@ -72,6 +72,7 @@ function place() {
 function draw() {
   for (const name of ["steps", "guidance", "level", "walk"]) at(`${name}-value`).textContent = at(name).value;
   if (!model) return;
+  document.body.dataset.drawn = "";
   const map = model.kind === "map";
   newest += 1;
   worker.postMessage({

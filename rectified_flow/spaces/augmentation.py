@@ -78,12 +78,12 @@ def _rotation(angle: Tensor) -> Tensor:
 def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     """Pictures whose points ``p``, from the centre [px], are moved to ``linear @ p + shift``; edges are mirrored."""
     height, width = x.shape[-2:]
-    size = torch.tensor((width, height), device=x.device)
     rows = torch.arange(height, device=x.device) - (height - 1) / 2
     columns = torch.arange(width, device=x.device) - (width - 1) / 2
     targets = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), dim=-1)
-    sources = torch.einsum("bij, bhwj -> bhwi", torch.linalg.inv(linear), targets - shift[:, None, None])
-    grid = 2 * sources / size
+    inverse = torch.linalg.inv_ex(linear).inverse  # whose plain form makes a GPU wait, to ask whether there is one
+    sources = torch.einsum("bij, bhwj -> bhwi", inverse, targets - shift[:, None, None])
+    grid = 2 * torch.stack((sources[..., 0] / width, sources[..., 1] / height), dim=-1)
     return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False).clamp(-1, 1)
 
 
@@ -92,8 +92,8 @@ def _recoloured(x: Tensor, brightness: Tensor, contrast: Tensor, hue: Tensor, sa
     colours = x[:, :COLOURS] * 2 ** contrast[:, None, None, None] + brightness[:, None, None, None]
     if colours.shape[1] == COLOURS:
         grey = torch.full((COLOURS, COLOURS), 1 / COLOURS, device=x.device)  # the projection on the grey axis
-        rest = torch.eye(COLOURS, device=x.device) - grey
-        across = torch.tensor([[0.0, -1, 1], [1, 0, -1], [-1, 1, 0]], device=x.device) / COLOURS**0.5
+        identity = torch.eye(COLOURS, device=x.device)
+        rest, across = identity - grey, (identity.roll(1, dims=0) - identity.roll(1, dims=1)) / COLOURS**0.5
         turned = hue.cos()[:, None, None] * rest + hue.sin()[:, None, None] * across
         colours = torch.einsum("bij, bjhw -> bihw", grey + 2 ** saturation[:, None, None] * turned, colours)
     return torch.cat((colours.clamp(-1, 1), x[:, COLOURS:]), dim=1)

@@ -5,6 +5,7 @@ import torch
 
 from rectified_flow.evaluation.distances import (
     frechet_distance,
+    gaps_between,
     kernel_distance,
     manifold_scores,
     nearest,
@@ -54,15 +55,15 @@ def test_nearness_by_hand() -> None:
     """Nearest are 10, whose own neighbour is at 11, and 30, whose own neighbour is 19 away."""
     real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
     queries = torch.tensor([[9.8], [28.1], [40.0], [11.0]])
-    torch.testing.assert_close(nearness(queries, real), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
-    assert share_of_copies(queries, real) == 3 / 4
+    torch.testing.assert_close(nearness(queries, real, gaps_between(real)), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
+    assert share_of_copies(queries, real, gaps_between(real)) == 3 / 4
 
 
 def test_others_of_the_same_kind_are_no_copies() -> None:
     real = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     others = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
-    assert share_of_copies(others, real) == 0
-    assert share_of_copies(torch.cat((others, real + 0.01)), real) == 0.5
+    assert share_of_copies(others, real, gaps_between(real)) == 0
+    assert share_of_copies(torch.cat((others, real + 0.01)), real, gaps_between(real)) == 0.5
 
 
 def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:
