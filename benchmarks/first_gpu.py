@@ -38,7 +38,8 @@ from step_parts import synchronized
 from turns import describe_machine
 
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.train import build_mean_flow, build_rectified_flow, open_pictures, train_rectified_flow
+from rectified_flow.cli.parts import build_mean_flow, build_rectified_flow, open_pictures
+from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.data.config import DataConfig
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.flows.config import MeanFlowConfig

@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rectified_flow import randomness
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.flags import TrainRectifiedFlow
-from rectified_flow.cli.train import build_rectified_flow, open_pictures, train_rectified_flow
+from rectified_flow.cli.parts import build_rectified_flow, open_pictures
+from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flags import command_line

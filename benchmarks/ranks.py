@@ -23,7 +23,7 @@ from step_parts import synchronized
 from turns import Row, Times, describe_machine, print_rows, ratio
 
 from rectified_flow.cli.flags import TrainRectifiedFlow
-from rectified_flow.cli.train import build_rectified_flow
+from rectified_flow.cli.parts import build_rectified_flow
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.distributed.joining import join_processes

@@ -27,7 +27,7 @@ from peer import PEER
 from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.cli.flags import TrainRectifiedFlow
-from rectified_flow.cli.train import build_rectified_flow, open_pictures
+from rectified_flow.cli.parts import build_rectified_flow, open_pictures
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.joining import join_processes

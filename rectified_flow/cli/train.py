@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
@@ -13,36 +13,33 @@ from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow, check_held_out
 from rectified_flow.cli.look import look
+from rectified_flow.cli.parts import (
+    build_mean_flow,
+    build_rectified_flow,
+    open_pictures,
+    picture_space,
+    planned_space,
+)
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import DataConfig
 from rectified_flow.data.report import summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import require
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures
 from rectified_flow.evaluation.holdout import Split, hold_out
-from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
 from rectified_flow.machine import require_memory
 from rectified_flow.networks.conditions import Condition, Kinds, Labels
-from rectified_flow.networks.unet import Unet
 from rectified_flow.report import line
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.autoencoder import Autoencoder
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.pretrained import open_autoencoder
 from rectified_flow.spaces.space import Space
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.encoding import encode_pictures
@@ -50,8 +47,6 @@ from rectified_flow.training.eval_hook import EvaluationHook
 from rectified_flow.training.heldout_hook import HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
-CONDITION_DROPOUT = 0.1
-DEFAULT_WHOLE_FRACTION = 0.5
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
 PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
 """Stand in for the labels of a dataset that a dry run does not open."""
@@ -170,119 +165,6 @@ def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Sp
     require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
-def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds, space: Space | None = None) -> RectifiedFlow:
-    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given.
-
-    Args:
-        config: all flags.
-        conditions: of the data.
-        space: of the flow; :func:`planned_space` if not given.
-    """
-    flags, space = config.rectified_flow, space or planned_space(config)
-    times: dict[str, TimeDistribution] = {
-        "logit_normal": LogitNormal(flags.time_mean, flags.time_std, flags.time_shift),
-        "uniform": Uniform(flags.time_shift),
-        "u_shaped": UShaped(),
-    }
-    return RectifiedFlow(
-        build_network(config, conditions, space),
-        prediction=flags.prediction,
-        time_distribution=times[config.times],
-        distance=flags.loss or ("mse" if config.reflow.reflow_from is None else "pseudo_huber"),
-        space=space,
-        **_shared_settings(config),
-    )
-
-
-def build_mean_flow(config: TrainMeanFlow, conditions: Kinds, space: Space | None = None) -> FlowMap:
-    """The flow of the flags, as :func:`build_rectified_flow`."""
-    flags, space = config.mean_flow, space or planned_space(config)
-    network = build_network(config, conditions, space)
-    if config.teacher.teacher is not None:
-        fraction = config.teacher.whole_fraction
-        return DistilledFlow(
-            network,
-            whole_fraction=DEFAULT_WHOLE_FRACTION if fraction is None else fraction,
-            weight_power=flags.weight_power,
-            weight_epsilon=flags.weight_epsilon,
-            space=space,
-        )
-    return MeanFlow(
-        network,
-        objective=flags.objective,
-        mean_fraction=flags.mean_fraction,
-        weight_power=flags.weight_power,
-        weight_epsilon=flags.weight_epsilon,
-        time_distribution=LogitNormal(flags.time_mean, flags.time_std),
-        earlier_distribution=LogitNormal(flags.earlier_mean, flags.earlier_std),
-        guidance_scale=flags.guidance_scale,
-        guidance_mixing=flags.guidance_mixing,
-        space=space,
-        **_shared_settings(config),
-    )
-
-
-def open_pictures(config: DataConfig) -> ImageDataset:
-    """Open the training pictures, decoding them first if they are not in a store yet.
-
-    Raises:
-        UsageError: if they cannot be found, read or stored.
-    """
-    return open_dataset(
-        config.dataset,
-        config.dataset_path,
-        image_size=config.image_size,
-        cache_dir=config.cache_dir,
-        skip_broken_images=config.skip_broken_images,
-        aspect_ratio=config.aspect_ratio,
-        crop=config.crop,
-        alpha=config.alpha,
-    )
-
-
-def picture_space(config: DataConfig) -> Pixels:
-    """The space of the pictures themselves."""
-    return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip, augmentation=config.augment)
-
-
-def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
-    """The space of the flags; that of latents does not know their scales yet.
-
-    Raises:
-        UsageError: if there is no such autoencoder, or the size of the pictures does not suit it or the network.
-    """
-    data = config.data
-    if data.autoencoder is None:
-        return picture_space(data)
-    space = Latents(open_autoencoder(data.autoencoder), data.image_size)
-    config.network.check_side(data.image_size, (space.shape or (0,))[-1])
-    return space
-
-
-def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds, space: Space) -> Unet:
-    """The Unet of the flags, for the ``x`` of ``space``.
-
-    Raises:
-        UsageError: if ``--use_cfg`` is given and there are no conditions.
-    """
-    flags = config.network
-    channels, *sides = space.shape or ()
-    if flags.use_cfg and not conditions:
-        raise UsageError(
-            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
-        )
-    network = Unet(
-        flags.dim,
-        flags.dim_mults,
-        channels=channels,
-        conditions={**(conditions if flags.use_cfg else {}), **space.conditions},
-        image_size=min(sides),
-        dropout=flags.dropout,
-    )
-    network.gradient_checkpointing = flags.gradient_checkpointing
-    return network
-
-
 def build_heldout_hook(config: TrainRectifiedFlow | TrainMeanFlow, dataset: StoreDataset, split: Split) -> HeldOutHook:
     """What measures the loss on held-out pictures."""
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), config.run.seed)
@@ -309,11 +191,3 @@ def build_evaluations(
         held_out=held_out,
     )
     return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]
-
-
-def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:
-    """The settings of every flow on pictures."""
-    return {
-        "condition_dropout": CONDITION_DROPOUT,
-        "coupling": config.coupling.coupling,
-    }

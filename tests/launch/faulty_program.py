@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.launch import run
-from rectified_flow.cli.train import build_network, open_pictures, planned_space
+from rectified_flow.cli.parts import build_network, open_pictures, planned_space
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
 

@@ -15,8 +15,9 @@ from accelerate import PartialState
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
-from rectified_flow.cli.train import open_pictures, train_rectified_flow
+from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.data.pair_store import PairDataset
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.flags import command_line

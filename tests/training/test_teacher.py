@@ -13,8 +13,9 @@ from torch import Tensor
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
-from rectified_flow.cli.train import open_pictures, train_mean_flow, train_rectified_flow
+from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.data.pair_store import PairDataset
 from rectified_flow.flags import command_line
 from rectified_flow.flows.distilled import DistilledFlow
