@@ -1,5 +1,6 @@
 """The flags of the programs, composed of those of their parts. Imports no torch, see :mod:`rectified_flow.flags`."""
 
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -194,6 +195,8 @@ class PicturesConfig:
     """Also show how the first pictures come out of the noise."""
     save_pretrained: Path | None = None
     """Also write the model into this folder, with a card, ready for the Hugging Face hub."""
+    license: str | None = None
+    """The licence that the card names, as the hub writes it: mit, cc-by-4.0, and others."""
 
     def __post_init__(self) -> None:
         check_paths(self)
@@ -204,6 +207,14 @@ class PicturesConfig:
         level = self.noise_level
         require(level is None or 0 < level <= 1, f"--noise_level is {level}; it must be above 0 and at most 1")
         require(level is None or self.from_images is not None, "--noise_level needs --from_images: pass some")
+        require(
+            self.license is None or self.save_pretrained is not None,
+            "--license names the licence on the card of --save_pretrained: pass a folder",
+        )
+        require(
+            self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license) is not None,
+            f"--license is {self.license!r}; the hub writes licences in small letters, such as mit or cc-by-4.0",
+        )
         require(
             self.ema_length is None or SHORTEST_EMA <= self.ema_length <= LONGEST_EMA,
             f"--ema_length is {self.ema_length}; it must be from {SHORTEST_EMA} to {LONGEST_EMA}",

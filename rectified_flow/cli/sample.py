@@ -16,6 +16,7 @@ from filelock import Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.card import card_of
 from rectified_flow.cli.flags import SampleConfig
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.trained import (
@@ -66,6 +67,8 @@ class Plan:
     classes: Sequence[int]
     start: Tensor | None
     options: dict[str, Any]
+    card: dict[str, Any]
+    """What the model's card says of its run, if the model is saved."""
 
     def draw(self, numbers: Sequence[int], config: SampleConfig, **more: Any) -> Any:
         """The pictures with these numbers, as :func:`draw` yields them."""
@@ -125,7 +128,7 @@ def _draw_pictures(config: SampleConfig, plan: Plan, state: PartialState) -> Non
     first, last = (picture_name(number, count) for number in (0, count - 1))
     report(line("pictures", f"{plan.output_dir}/{first} to {last}"))
     if config.pictures.save_pretrained is not None:
-        _save_model(plan.flow, config.pictures.save_pretrained, grid)
+        _save_model(plan, config.pictures.save_pretrained, grid)
         report(line("model", config.pictures.save_pretrained))
 
 
@@ -153,6 +156,7 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
             )
         start = _load_images(flags.from_images, flags.num_samples, flow, flow.space.picture_shape)
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
+    weights, card = trained.weights_name(flags.ema_length), {}
     if flags.save_pretrained is not None:
         flow.describe()  # or say now that it cannot be
         taken = [name for name in (MANIFEST, STATUS_FILE) if (flags.save_pretrained / name).exists()]
@@ -162,10 +166,11 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
             "choose a folder of its own",
         )
         prepare_folder("save_pretrained", flags.save_pretrained)
+        card = card_of(trained, flags.license, weights)
     output_dir = flags.output_dir or run_folder_of(source) / "generated"
     on_main(state, lambda: _claim(output_dir, flags.num_samples, held))
     check_shared(state, {"output_dir": output_dir})
-    return Plan(flow, source, trained.weights_name(flags.ema_length), output_dir, classes, start, options)
+    return Plan(flow, source, weights, output_dir, classes, start, options, card)
 
 
 def _claim(folder: Path, count: int, held: ExitStack) -> None:
@@ -261,10 +266,10 @@ def picture_name(number: int, count: int) -> str:
     return f"{number:0{max(5, len(str(count - 1)))}d}.png"
 
 
-def _save_model(flow: Flow, folder: Path, grid: Path) -> None:
+def _save_model(plan: Plan, folder: Path, grid: Path) -> None:
     try:
         replace_file(folder / "grid.png", grid.read_bytes())
-        flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png"})
+        plan.flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png", **plan.card})
     except OSError as error:
         raise RunError(f"could not write the model into --save_pretrained {folder} ({error})") from error
 

@@ -19,6 +19,7 @@ from rectified_flow.runs.document import upgraded
 
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
+TASK = "unconditional-image-generation"
 OWN_KINDS = (
     *("flows.rectified", "flows.mean", "flows.distilled", "flows.riemannian"),
     *("networks.unet", "networks.set_transformer", "spaces.pixels", "spaces.points"),
@@ -33,6 +34,7 @@ MODEL_CARD = """---
 # {{ title | default("A " + kind, true) }}
 
 {{ kind }} of {{ noun }}{% if classes %} in {{ classes }} classes{% endif %}, {{ parameters }} M parameters.
+{%- if dataset %} Trained on {{ dataset }}.{% endif %}
 {% if grid %}
 ![samples]({{ grid }})
 {% endif %}
@@ -43,6 +45,22 @@ MODEL_CARD = """---
 flow = {{ loader }}.from_pretrained({{ repo_id | default("this folder", true) | tojson }})
 samples = flow.sample(16)  # {{ shape }}
 ```
+{% if results %}
+## Evaluation
+
+| pictures | measure | value |
+|---|---|---|
+{% for result in results %}{% for name, number in result.numbers.items() -%}
+| {{ result.how }} | {{ name }} | {{ number }} |
+{% endfor %}{% endfor %}{% endif %}
+{%- if command %}
+## Training
+
+```bash
+{{ command }}
+```
+{% endif %}
+## Settings
 
 ```json
 {{ config }}
@@ -134,12 +152,21 @@ class Saved(ModelHubMixin):
             raise UsageError(f"the model is a {type(flow).__name__}, not a {cls.__name__}")
         return flow
 
-    def generate_model_card(self, *, grid: str | None = None, **kwargs: Any) -> ModelCard:
-        """A README that says what the model is and how to use it; ``grid`` names a picture beside it."""
+    def generate_model_card(
+        self, *, grid: str | None = None, metadata: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> ModelCard:
+        """A README that says what the model is and how to use it.
+
+        Args:
+            grid: the name of a picture beside it.
+            metadata: more arguments of :class:`huggingface_hub.ModelCardData`: license, datasets, tags, results.
+            kwargs: more for the text: ``repo_id``; ``dataset``, what it was trained on; ``command``, which trained it;
+                and ``results``, each with ``how`` the pictures were drawn and the ``numbers`` by name.
+        """
         parameters = sum(p.numel() for p in self.network.parameters()) / 1e6
         module = None if type(self).__module__.startswith("rectified_flow.") else type(self).__module__
         return ModelCard.from_template(
-            ModelCardData(library_name=LIBRARY, pipeline_tag="unconditional-image-generation"),
+            ModelCardData(library_name=LIBRARY, pipeline_tag=TASK, **(metadata or {})),
             template_str=MODEL_CARD,
             kind=type(self).__name__,
             loader="Flow" if module else type(self).__name__,
