@@ -1,0 +1,71 @@
+"""The wheel: it holds all that the programs need, and works where nothing else of the repository is."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ("train", "train-mean-flow", "sample", "evaluate", "export")
+TINY = "--image_size 16 --dim 16 --dim_mults 1 2 --batch_size 4 --num_samples 4 --sample_steps 2 --save_every 2"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in this environment: an isolated one would download the builder."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "requirements.txt", "README.md", "LICENSE", "rectified_flow"):
+        (source / name).symlink_to(ROOT / name)
+    subprocess.run([sys.executable, "-c", build, folder], cwd=source, check=True, capture_output=True)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_it_holds_every_file_of_the_package(wheel: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "rectified_flow"], cwd=ROOT, check=True, capture_output=True, text=True)
+    kept = set(listed.stdout.split())
+    if not kept:
+        pytest.skip("not a checkout")
+    assert kept == {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("rectified_flow/")}
+
+
+def test_its_console_commands_are_those_of_the_readme(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as content:
+        [name] = [name for name in content.namelist() if name.endswith("entry_points.txt")]
+        entry_points = content.read(name).decode()
+    readme = (ROOT / "README.md").read_text()
+    for command in COMMANDS:
+        assert f"rectified-flow-{command} = " in entry_points
+        assert f"rectified-flow-{command}" in readme
+
+
+@pytest.mark.slow
+def test_it_trains_draws_and_exports_from_any_folder(wheel: Path, tmp_path: Path) -> None:
+    """Unpacked into an environment that has the requirements, and not this checkout."""
+    installed, work = tmp_path / "installed", tmp_path / "work"
+    zipfile.ZipFile(wheel).extractall(installed)
+    work.mkdir()
+
+    def command(name: str, flags: str) -> None:
+        program = f"""
+import rectified_flow
+from rectified_flow.cli import programs
+
+assert rectified_flow.__file__.startswith({str(installed)!r})
+programs.{name}()
+"""
+        variables = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
+        subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=work, env=variables, check=True)
+
+    command("train_oxford", f"--dataset synthetic-flowers {TINY} --train_num_steps 2 --output_dir run")
+    command("train_mean_flow", f"--teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
+    command("sample", "--checkpoint run --num_samples 2 --steps 2")
+    command("evaluate", "--checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
+    command("export", "--checkpoint map --format page")
+    assert (work / "map" / "exported" / "index.html").exists()
