@@ -13,7 +13,7 @@ from torch import Tensor
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush, replace_file
 from rectified_flow.pictures import encode_picture, to_grid
-from rectified_flow.plots import Line, Panel, draw_lines, draw_panels
+from rectified_flow.plots import Line, Panel, draw_panels
 from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.line_file import LineFile
@@ -107,10 +107,15 @@ class RunLog:
         """Add a line to evaluations.jsonl and to the trackers, and plot ``headline`` over the steps."""
         with self._tolerant("evaluations"):
             self.evaluations.add({"step": step, **distances, **settings})
-            steps, values = _columns(self.evaluations.numbers(headline))
             title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
-            line: dict[str, Line] = {headline: (steps, values)}
-            draw_lines(self.folder / "evaluations.png", line, title, "step", headline, log_y=len(steps) > 1)
+            distances_by_step = self.evaluations.numbers(headline)
+            lines: dict[str, Line] = {headline: _columns(distances_by_step)}
+            panels = [Panel(lines, title, "step", headline, log_y=len(distances_by_step) > 1)]
+            names = {"copies": "samples", "copies_by_chance": "held-out pictures"}
+            copies = {name: _columns(self.evaluations.numbers(key)) for key, name in names.items()}
+            if any(len(steps) for steps, _ in copies.values()):
+                panels.append(Panel(copies, "copies of training pictures", "step", "share"))
+            draw_panels(self.folder / "evaluations.png", panels)
         with self._tolerant("the trackers"):
             self.accelerator.log(dict(distances), step=step)
 
@@ -144,7 +149,7 @@ class RunLog:
                 )
             panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
             names = {"heldout_loss": "held-out pictures", "seen_loss": "as many training pictures"}
-            compared = {name: _columns(self._metrics.numbers(key)) for key, name in names.items()}
+            compared = {name: _columns(_changes(self._metrics.numbers(key))) for key, name in names.items()}
             if any(len(steps) for steps, _ in compared.values()):
                 panels.append(Panel(compared, "the same loss on both", "step", "squared error of the velocity"))
             draw_panels(self.loss_plot, panels)
@@ -160,6 +165,16 @@ class RunLog:
 def _columns(numbers: Mapping[int, float]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Steps and values, ``[n]`` each."""
     return np.array(list(numbers)), np.array(list(numbers.values()))
+
+
+def _changes(numbers: Mapping[int, float]) -> dict[int, float]:
+    """Without those that are equal to the one before: a line of metrics repeats what was measured last."""
+    kept: dict[int, float] = {}
+    last = None
+    for step, value in numbers.items():
+        if value != last:
+            kept[step] = last = value
+    return kept
 
 
 def _is_simple(value: object) -> bool:

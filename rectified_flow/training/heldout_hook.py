@@ -90,5 +90,6 @@ def _describe(verdict: Verdict, now: Measured, stops: bool, trainer: "Trainer") 
     )
     if stops:
         place = trainer.config.checkpoints / checkpoint.BEST
-        return f"stopped at step {now.step}: {what}. {place} is the checkpoint of step {best.step}; {MORE_HELP}"
+        kept = f"{place} is the checkpoint of step {best.step}, and the last one may draw better pictures"
+        return f"stopped at step {now.step}: {what}. {kept}; {MORE_HELP}"
     return f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here"
