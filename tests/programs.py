@@ -14,6 +14,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "sample.py": programs.sample,
     "evaluate.py": programs.evaluate,
     "export.py": programs.export,
+    "watch.py": programs.watch,
 }
 
 

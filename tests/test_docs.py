@@ -23,7 +23,14 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import EvaluateConfig, ExportConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags import (
+    EvaluateConfig,
+    ExportConfig,
+    SampleConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+    WatchConfig,
+)
 from rectified_flow.data import catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
@@ -39,6 +46,7 @@ CONFIGS: dict[str, type] = {
     "sample.py": SampleConfig,
     "evaluate.py": EvaluateConfig,
     "export.py": ExportConfig,
+    "watch.py": WatchConfig,
 }
 CONSOLE_COMMANDS = {
     "rectified-flow-train": "train_oxford.py",
@@ -46,6 +54,7 @@ CONSOLE_COMMANDS = {
     "rectified-flow-sample": "sample.py",
     "rectified-flow-evaluate": "evaluate.py",
     "rectified-flow-export": "export.py",
+    "rectified-flow-watch": "watch.py",
 }
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "train-mean-flow", "sample", "evaluate", "export")
+COMMANDS = ("train", "train-mean-flow", "sample", "evaluate", "export", "watch")
 TINY = "--image_size 16 --dim 16 --dim_mults 1 2 --batch_size 4 --num_samples 4 --sample_steps 2 --save_every 2"
 
 

@@ -312,6 +312,30 @@ class ExportConfig:
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
 
+@dataclass(frozen=True)
+class WatchedConfig:
+    """The runs to watch, and where."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs"),)
+    """Folders of runs (--output_dir), or folders that hold them."""
+    host: str = "127.0.0.1"
+    """Address to serve the page at; 0.0.0.0 shows it to everyone who can reach this machine."""
+    port: int = 8765
+    """Port of the page; where it is taken, one of the next."""
+
+    def __post_init__(self) -> None:
+        check_paths(self)
+        require(0 <= self.port < 65536, f"--port is {self.port}; it must be from 0 to 65535")
+
+
+@dataclass(frozen=True)
+class WatchConfig:
+    """All flags of watch.py."""
+
+    watched: WatchedConfig = field(default_factory=WatchedConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+
 def check_folders(data: DataConfig, run: TrainingConfig) -> None:
     """Raise a UsageError if a run would write into its own training pictures."""
     if data.dataset_path is None:

@@ -57,3 +57,14 @@ def export() -> None:
         "says what goes in and comes out.\n\nThe program is compared with the flow before it is written. It needs the "
         "packages of the extra export: pip install '.[export]'.",
     )
+
+
+def watch() -> None:
+    """``watch.py`` and ``rectified-flow-watch``."""
+    run(
+        "rectified_flow.cli.watch:watch",
+        "rectified_flow.cli.flags:WatchConfig",
+        "Show runs in a browser while they train: losses, samples, distances, and how long they will take.\n\nThe "
+        "page is served to this machine alone, unless --host says otherwise. It reads the folders of the runs, and "
+        "writes nothing.",
+    )

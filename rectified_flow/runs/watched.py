@@ -1,0 +1,223 @@
+"""A run as its folder shows it from outside: read only, while another process writes in it."""
+
+import json
+import os
+import platform
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rectified_flow.documents import read_document
+from rectified_flow.errors import UsageError
+from rectified_flow.runs.folder import STATUS_FILE, Status
+
+POINTS = 400
+"""Of a curve that is sent, however long the run is."""
+SAMPLES = "samples"
+SAMPLE_FILE = re.compile(r"step_\d+\.png")
+SETTINGS = {"image_size", "num_real", "num_samples", "seed", "steps", "images_seen"}
+"""Numbers in the files of lines that are no curves."""
+QUIET = 600
+"""Seconds without a sign after which a run on another machine is told as silent."""
+
+Point = tuple[int, float]
+
+
+class Curves:
+    """The numbers in a file of JSON lines, by name; of each call, only the lines that are new are read.
+
+    Args:
+        path: the file, which need not be there yet, and may be replaced by a shorter one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file, self._offset = 0, 0
+        self.numbers: dict[str, list[Point]] = {}
+        self._thinned: dict[str, list[Point]] | None = None
+
+    def read_on(self) -> None:
+        """Read what is new. Damaged lines, and the last one while it is half written, are left out."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._file or found.st_size < self._offset:
+                    self._forget()
+                    self._file = found.st_ino
+                file.seek(self._offset)
+                content = file.read()
+        except OSError:
+            self._forget()
+            return
+        whole = content.rfind(b"\n") + 1
+        if whole:
+            self._offset += whole
+            self._thinned = None
+        for line in content[:whole].splitlines():
+            self._take(line)
+
+    def _take(self, line: bytes) -> None:
+        row: Any = None
+        with suppress(ValueError):
+            row = json.loads(line)
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            return
+        for name, value in row.items():
+            if type(value) in (int, float) and isfinite(value) and name not in {"step", *SETTINGS}:
+                self.numbers.setdefault(name, []).append((row["step"], value))
+
+    def thinned(self) -> dict[str, list[Point]]:
+        """Curves by name, of at most :data:`POINTS`."""
+        if self._thinned is None:
+            self._thinned = {name: thinned(points) for name, points in self.numbers.items()}
+        return self._thinned
+
+    def last(self, name: str) -> Point | None:
+        """The last point of a curve, if it has any."""
+        points = self.numbers.get(name)
+        return points[-1] if points else None
+
+
+def thinned(points: list[Point], count: int = POINTS) -> list[Point]:
+    """At most ``count`` points: the mean value of as many neighbours, at the step of the last of them."""
+    if len(points) <= count:
+        return points
+    parts = np.array_split(np.array(points), count)
+    return [(int(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
+
+
+class WatchedRun:
+    """A run's folder, of which every file may be missing, half written or replaced at any time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._curves = {name: Curves(folder / f"{name}.jsonl") for name in ("metrics", "heldout", "evaluations")}
+
+    def report(self) -> dict[str, Any]:
+        """What a page shows of the run, as JSON can hold it.
+
+        ``step`` and ``total_steps`` are optimizer steps, ``seconds_left`` and ``silent`` seconds; ``curves`` has lists
+        of ``[step, value]`` by file and name, of at most :data:`POINTS`.
+        """
+        for curves in self._curves.values():
+            curves.read_on()
+        status = self._status()
+        metrics = self._curves["metrics"]
+        bad_steps, loss = metrics.last("bad_steps"), metrics.last("loss")
+        step = max(status.step if status else 0, loss[0] if loss else 0)
+        return {
+            "name": self.folder.name,
+            "state": _state(status),
+            "message": status.message if status else "",
+            "step": step,
+            "total_steps": status.total_steps if status else None,
+            "silent": self._silence(status),
+            "seconds_left": self._seconds_left(status, step),
+            "bad_steps": int(bad_steps[1]) if bad_steps else 0,
+            "samples": self.samples(),
+            "curves": {name: curves.thinned() for name, curves in self._curves.items()},
+        }
+
+    def samples(self) -> list[str]:
+        """The names of the grids of samples, in the order of their steps."""
+        with suppress(OSError):
+            return sorted(name for name in os.listdir(self.folder / SAMPLES) if SAMPLE_FILE.fullmatch(name))
+        return []
+
+    def sample(self, name: str) -> bytes | None:
+        """The PNG file of a grid; None if there is none of that name, or it is a link that leads out of the folder."""
+        path = self.folder / SAMPLES / name
+        with suppress(OSError):
+            if SAMPLE_FILE.fullmatch(name) and path.resolve().is_relative_to(self.folder.resolve()):
+                return path.read_bytes()
+        return None
+
+    def _status(self) -> Status | None:
+        with suppress(UsageError, OSError):
+            return read_document(self.folder / STATUS_FILE, Status)
+        return None
+
+    def _silence(self, status: Status | None) -> float | None:
+        """Seconds since a run that says it is running has written anything, if these are too many."""
+        if status is None or status.state != "running":
+            return None
+        signs = [datetime.strptime(status.time, "%Y-%m-%dT%H:%M:%S%z").timestamp()]
+        for curves in self._curves.values():
+            with suppress(OSError):
+                signs.append(curves.path.stat().st_mtime)
+        silence = time.time() - max(signs)
+        return silence if silence > QUIET else None
+
+    def _seconds_left(self, status: Status | None, step: int) -> float | None:
+        rate = self._curves["metrics"].last("images_per_second")
+        batch = self._images_per_step()
+        if status is None or _state(status) != "running" or not rate or rate[1] <= 0 or batch is None:
+            return None
+        return max(0, status.total_steps - step) * batch / rate[1]
+
+    def _images_per_step(self) -> float | None:
+        with suppress(OSError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
+            with (self.folder / "metrics.jsonl").open("rb") as file:
+                first = json.loads(file.readline())
+            return float(first["images_seen"] / first["step"])
+        return None
+
+
+def _state(status: Status | None) -> str:
+    """That of ``status.json``, or ``died`` if the process of this machine that wrote it is gone."""
+    if status is None:
+        return "waiting"
+    if status.state == "running" and status.host == platform.node() and not _is_alive(status.pid):
+        return "died"
+    return status.state
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has begun in ``folder``."""
+    return (folder / STATUS_FILE).is_file()
+
+
+class WatchedRuns:
+    """Runs by number, which stays as long as this lives; more may appear in a folder that holds runs.
+
+    Args:
+        folders: of runs, or folders that hold them.
+    """
+
+    def __init__(self, folders: tuple[Path, ...]) -> None:
+        self.folders = folders
+        self._runs: dict[Path, WatchedRun] = {}
+
+    def find(self) -> Mapping[int, WatchedRun]:
+        """Those that are there by now."""
+        for folder in self._found():
+            self._runs.setdefault(folder, WatchedRun(folder))
+        return dict(enumerate(self._runs.values()))
+
+    def _found(self) -> Iterator[Path]:
+        for folder in self.folders:
+            if is_run(folder):
+                yield folder
+            else:
+                with suppress(OSError):
+                    yield from (each for each in sorted(folder.iterdir()) if each.is_dir() and is_run(each))
