@@ -348,6 +348,8 @@ def test_what_is_wrong_in_prose_is_found() -> None:
 def tiny(name: str, flags: list[str]) -> list[str]:
     """The flags of a command with tiny ones after them."""
     flags = [re.sub(r"step_\d{8}", "step_00000002", each) for each in flags]
+    if name == "export.py":
+        return flags
     if name == "sample.py":
         steps = [] if "adaptive" in flags else ["--steps", "1"]
         return [*flags, "--num_samples", "2", *steps]
