@@ -22,7 +22,7 @@ from rectified_flow.cli.flags import ExportConfig
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
 from tests.flows.test_saved import FLOWS, write
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
@@ -86,6 +86,13 @@ class Shown:
 
     def text(self, name: str) -> str:
         return str(self.page.inner_text(f"#{name}"))
+
+    def drop(self, file: Path) -> None:
+        """Drop a file in the middle of the page, as a mouse does."""
+        mouse = self.page.context.new_cdp_session(self.page)
+        data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            mouse.send("Input.dispatchDragEvent", {"type": kind, "x": 195, "y": 400, "data": data})
 
     def click(self, name: str) -> None:
         self.page.evaluate("document.body.dataset.drawn = ''")
@@ -237,6 +244,30 @@ def test_neither_the_page_nor_its_worker_can_ask_another_host(shown: Shown) -> N
     assert any("Content Security Policy" in problem for problem in shown.problems)
     shown.problems.clear()
     shown.requests.clear()
+
+
+def test_a_dropped_picture_is_varied_and_another_file_is_refused(
+    exported: tuple[Flow, str], shown: Shown, tmp_path: Path
+) -> None:
+    flow, _ = exported
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    noise = shown.picture()
+    shown.drop(tmp_path / "notes.txt")
+    wait_for("a message", lambda: shown.page.get_attribute("#status", "class") == "failed")
+    sentence = "notes.txt is not a picture that this browser can read. Choose a PNG, JPEG or WebP file."
+    assert shown.text("status") == sentence
+    assert shown.page.locator("#level").is_hidden()
+    shown.drop(tmp_path / "given.png")
+    wait_for("the picture", shown.page.locator("#level").is_visible)
+    shown.set("level", 0.3)
+    assert "failed" not in (shown.page.get_attribute("#status", "class") or "")
+    start = torch.from_numpy(given).permute(2, 0, 1)[None]
+    assert np.abs(shown.picture() - drawn(flow, 0, start=start, noise_level=0.3)[0]).max() <= 2
+    shown.page.keyboard.press("Escape")
+    shown.wait("document.getElementById('given').hidden")
+    assert np.array_equal(shown.picture(), noise)
 
 
 def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Shown, tmp_path: Path) -> None:
