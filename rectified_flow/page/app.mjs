@@ -4,6 +4,7 @@ import { fromPixels, pixels } from "./sampler.mjs";
 
 const GRID = 16;
 const STOPS = 9;
+const MOST_STEPS = { map: 8, rectified: 32 };
 const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
@@ -47,12 +48,14 @@ function begin(description) {
   const map = model.kind === "map";
   const side = `${shape[2]} × ${shape[1]} pixels`;
   const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
-  at("about").textContent = `${map ? "A flow map, which draws in few steps" : "A rectified flow"}, ${side}${classes}.`;
+  const way = `${map ? "flow map" : "rectified flow"}, from noise to picture in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
+  at("about").textContent = `A ${way}: ${side}${classes}.`;
   at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
   at("class-row").hidden = !model.classes.length;
   at("guidance-row").hidden = map || !model.classes.length;
   at("walk-row").hidden = !map;
   at("way").hidden = map;
+  at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
   at("pictures").className = map ? "grid" : "";
   at("pictures").replaceChildren(...Array.from({ length: map ? GRID : 1 }, (_, i) => canvas(`Picture ${i}`)));
@@ -90,7 +93,8 @@ function place() {
 
 function draw(reveal = false) {
   revealing = reveal;
-  for (const name of ["steps", "guidance", "level", "walk"]) at(`${name}-value`).textContent = at(name).value;
+  for (const name of ["steps", "guidance", "level"]) at(`${name}-value`).textContent = at(name).value;
+  at("walk-value").textContent = (seed() + Number(at("walk").value)).toFixed(2);
   if (!model) return;
   document.body.dataset.drawn = "";
   const map = model.kind === "map";
@@ -111,13 +115,14 @@ function show({ id, interval, steps, x, milliseconds }) {
   const finished = interval === steps;
   const pictures = [...at("pictures").children];
   if (finished || revealing) pictures.forEach((element, row) => paint(element, x, row));
-  at("progress").value = interval / steps;
+  if (interval || revealing) at("progress").value = interval / steps;
   [...at("strip").children].forEach((element, stop) => {
     if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0);
   });
   const count = pictures.length > 1 ? `${pictures.length} pictures` : "Drawn";
-  say(finished ? `${count} in ${(milliseconds / 1000).toFixed(2)} s` : `Step ${interval} of ${steps}`);
+  if (!finished && interval) say(`Step ${interval} of ${steps}`);
   if (!finished) return;
+  say(`${count} in ${(milliseconds / 1000).toFixed(2)} s`);
   [shown, latest] = [x, id];
   document.body.dataset.seconds = milliseconds / 1000;
   document.body.dataset.drawn = id === newest ? id : "";
