@@ -1,5 +1,6 @@
 """export.py: the program returns what the flow returns, for any batch; and what is refused."""
 
+import hashlib
 import json
 import sys
 import zipfile
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.export import FILES, Format, export
+from rectified_flow.cli.export import FILES, Format, export, write_page
 from rectified_flow.cli.flags import ExportConfig
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.exported import NetworkCall
@@ -124,6 +125,19 @@ def test_a_program_that_differs_is_not_written(
     with pytest.raises(RunError, match=r"the program differs from the flow by .* above 0.0001"):
         export(parse(ExportConfig, "Export."))
     assert list((tmp_path / "exported").iterdir()) == []
+
+
+def test_a_page_has_the_pinned_runtime_unpacked_and_its_licence(tmp_path: Path) -> None:
+    write_page(tmp_path)
+    runtime = tmp_path / "ort"
+    version, *pinned = (runtime / "VERSION").read_text().splitlines()
+    hashes = {name: digest for digest, name in (line.split() for line in pinned)}
+    assert version.startswith("onnxruntime-web ")
+    assert {file.name for file in runtime.iterdir()} == {"LICENSE", "ThirdPartyNotices.txt", "VERSION", *hashes}
+    for name, digest in hashes.items():
+        assert hashlib.sha256((runtime / name).read_bytes()).hexdigest() == digest
+    assert "MIT License" in (runtime / "LICENSE").read_text()
+    assert len((runtime / "ThirdPartyNotices.txt").read_text()) > 300_000
 
 
 def test_what_cannot_be_exported_is_refused() -> None:

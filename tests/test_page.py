@@ -3,7 +3,8 @@
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,10 +22,20 @@ from rectified_flow.cli.flags import ExportConfig
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
 from tests.flows.test_saved import FLOWS, write
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
+SOFTWARE_CARD = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+HAS_CARD = "Promise.resolve(navigator.gpu?.requestAdapter()).then(Boolean)"
+RUNTIME = "**/ort.webgpu.bundle.min.mjs"
+BROKEN = """
+export const env = { wasm: {} };
+export class Tensor {}
+const run = async () => { WHEN_RUN };
+export const InferenceSession = { create: async () => { WHEN_CREATED; return { run, outputNames: ["v"] }; } };
+"""
+"""A runtime for WebGPU that fails."""
 PIXELS = """index => {
   const canvas = document.querySelectorAll("#pictures canvas")[index];
   return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
@@ -47,8 +58,10 @@ class Shown:
         page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("request", lambda request: self.requests.append(request.url))
-        page.goto(address)
         self.address = address
+
+    def open(self, query: str = "") -> None:
+        self.page.goto(self.address + query)
         self.wait()
 
     def wait(self, condition: str = "true") -> None:
@@ -71,6 +84,16 @@ class Shown:
         )
         self.wait()
 
+    def text(self, name: str) -> str:
+        return str(self.page.inner_text(f"#{name}"))
+
+    def drop(self, file: Path) -> None:
+        """Drop a file in the middle of the page, as a mouse does."""
+        mouse = self.page.context.new_cdp_session(self.page)
+        data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            mouse.send("Input.dispatchDragEvent", {"type": kind, "x": 195, "y": 400, "data": data})
+
     def click(self, name: str) -> None:
         self.page.evaluate("document.body.dataset.drawn = ''")
         self.page.click(f"#{name}")
@@ -81,13 +104,24 @@ class Shown:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
+def launch() -> Iterator[Callable[..., Any]]:
     playwright = pytest.importorskip("playwright.sync_api")
     chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as started:
-        opened = started.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield lambda *flags: started.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
+
+
+@pytest.fixture(scope="module")
+def browser(launch: Callable[..., Any]) -> Iterator[Any]:
+    with launch() as opened:
         yield opened
-        opened.close()
+
+
+@pytest.fixture(scope="module")
+def browser_with_card(launch: Callable[..., Any]) -> Iterator[Any]:
+    """Its graphics card is software, which draws what a card draws, slowly."""
+    with launch(*SOFTWARE_CARD) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module", params=FLOWS)
@@ -105,8 +139,25 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def shown(browser: Any, exported: tuple[Flow, str]) -> Iterator[Shown]:
+    with looking_at(browser, exported[1]) as shown:
+        shown.open()
+        yield shown
+
+
+@pytest.fixture
+def on_card(browser_with_card: Any, exported: tuple[Flow, str]) -> Iterator[Shown]:
+    with looking_at(browser_with_card, exported[1]) as shown:
+        shown.page.goto(shown.address)
+        if not shown.page.evaluate(HAS_CARD):
+            pytest.skip("this chromium has no WebGPU adapter, not even of software")
+        yield shown
+
+
+@contextmanager
+def looking_at(browser: Any, address: str) -> Iterator[Shown]:
+    """A phone's view of the page; at the end nothing has gone wrong there, and nothing was asked of other hosts."""
     page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
-    shown = Shown(page, exported[1])
+    shown = Shown(page, address)
     yield shown
     assert shown.problems == []
     outside = [url for url in shown.requests if not url.startswith((shown.address, "blob:", "data:"))]
@@ -130,6 +181,93 @@ def test_the_first_pictures_are_those_of_sample(exported: tuple[Flow, str], show
     if hasattr(flow, "average_velocity"):
         expected = drawn(flow, SEEDS[-1], 16)
         assert all(np.abs(shown.picture(i) - expected[i]).max() <= 2 for i in range(16))
+
+
+def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card: Shown) -> None:
+    flow, _ = exported
+    on_card.open("?backend=webgpu")
+    assert on_card.text("backend") == "Drawn by the graphics card (WebGPU)."
+    for seed in SEEDS[:2]:
+        on_card.set("seed", seed)
+        assert np.abs(on_card.picture() - drawn(flow, seed)[0]).max() <= 2
+    on_card.set("class", 1)
+    dog = drawn(flow, SEEDS[1], conditions={"labels": torch.tensor([1])})[0]
+    assert np.abs(on_card.picture() - dog).max() <= 2
+    assert on_card.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
+    on_card.page.click("#other")
+    on_card.wait()
+    assert on_card.text("backend") == "Drawn by the processor (WASM): as the address asks."
+    assert np.abs(on_card.picture() - drawn(flow, 0)[0]).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("when_created", "when_run", "reason"),
+    [
+        ("throw new Error('no shaders')", "", "WebGPU failed: no shaders"),
+        ("", "throw new Error('the card is lost')", "WebGPU failed: the card is lost"),
+        ("", "return { v: { data: new Float32Array(192) } }", "WebGPU failed: its output is not usable"),
+        ("", "return { v: { data: new Float32Array(192).fill(NaN) } }", "WebGPU failed: its output is not usable"),
+    ],
+)
+def test_where_webgpu_fails_the_processor_draws(
+    exported: tuple[Flow, str], on_card: Shown, when_created: str, when_run: str, reason: str
+) -> None:
+    broken = BROKEN.replace("WHEN_CREATED", when_created).replace("WHEN_RUN", when_run)
+    on_card.page.route(RUNTIME, lambda route: route.fulfill(body=broken, content_type="text/javascript"))
+    on_card.open("?backend=webgpu")
+    assert on_card.text("backend") == f"Drawn by the processor (WASM): {reason}."
+    assert np.abs(on_card.picture() - drawn(exported[0], 0)[0]).max() <= 2
+
+
+def test_without_a_graphics_card_the_processor_draws(shown: Shown, on_card: Shown) -> None:
+    assert shown.text("backend") == "Drawn by the processor (WASM): WebGPU finds no graphics card."
+    on_card.open()
+    assert on_card.text("backend") == "Drawn by the processor (WASM): WebGPU finds no graphics card, only software."
+
+
+def test_neither_the_page_nor_its_worker_can_ask_another_host(shown: Shown) -> None:
+    asked: list[str] = []
+
+    class Other(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        outside = f"http://127.0.0.1:{other.server_port}/"
+        [worker] = shown.page.workers
+        for place in (shown.page, worker):
+            for attempt in (f"fetch('{outside}', {{ mode: 'no-cors' }})", f"import('{outside}')"):
+                assert place.evaluate(f"{attempt}.then(() => 'answered', () => 'refused')") == "refused"
+        other.shutdown()
+    assert asked == []
+    assert any("Content Security Policy" in problem for problem in shown.problems)
+    shown.problems.clear()
+    shown.requests.clear()
+
+
+def test_a_dropped_picture_is_varied_and_another_file_is_refused(
+    exported: tuple[Flow, str], shown: Shown, tmp_path: Path
+) -> None:
+    flow, _ = exported
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    noise = shown.picture()
+    shown.drop(tmp_path / "notes.txt")
+    wait_for("a message", lambda: shown.page.get_attribute("#status", "class") == "failed")
+    sentence = "notes.txt is not a picture that this browser can read. Choose a PNG, JPEG or WebP file."
+    assert shown.text("status") == sentence
+    assert shown.page.locator("#level").is_hidden()
+    shown.drop(tmp_path / "given.png")
+    wait_for("the picture", shown.page.locator("#level").is_visible)
+    shown.set("level", 0.3)
+    assert "failed" not in (shown.page.get_attribute("#status", "class") or "")
+    start = torch.from_numpy(given).permute(2, 0, 1)[None]
+    assert np.abs(shown.picture() - drawn(flow, 0, start=start, noise_level=0.3)[0]).max() <= 2
+    shown.page.keyboard.press("Escape")
+    shown.wait("document.getElementById('given').hidden")
+    assert np.array_equal(shown.picture(), noise)
 
 
 def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Shown, tmp_path: Path) -> None:

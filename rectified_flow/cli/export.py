@@ -2,6 +2,7 @@
 
 import json
 import logging
+import lzma
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -34,6 +35,7 @@ FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch":
 DESCRIPTION = "model.json"
 PAGE = "index.html"
 PAGE_FILES = Path(__file__).resolve().parent.parent / "page"
+PACKED = ".xz"
 GREY = 1
 CHECKED_BATCHES = (1, 3)
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
@@ -76,12 +78,15 @@ def export(config: ExportConfig) -> None:
 
 
 def write_page(folder: Path) -> None:
-    """Copy the page, and the ONNX runtime that it loads, into ``folder``, beside the program and its description."""
+    """Copy the page into ``folder``, beside the program and its description, and unpack the ONNX runtime there."""
     for file in sorted(PAGE_FILES.rglob("*")):
         if file.is_file():
             target = folder / file.relative_to(PAGE_FILES)
             target.parent.mkdir(exist_ok=True)
-            replace_file(target, file.read_bytes())
+            if file.suffix == PACKED:
+                replace_file(target.with_suffix(""), lzma.decompress(file.read_bytes()))
+            else:
+                replace_file(target, file.read_bytes())
 
 
 def _network_call(flow: Flow, source: Path) -> NetworkCall:

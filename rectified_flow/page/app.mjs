@@ -4,23 +4,43 @@ import { fromPixels, pixels } from "./sampler.mjs";
 
 const GRID = 16;
 const STOPS = 9;
+const MOST_STEPS = { map: 8, rectified: 32 };
 const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
-const worker = new Worker(new URL("worker.mjs", import.meta.url), { type: "module" });
+const worker = new Worker(workerSource(), { type: "module" });
 
 let model = null;
 let shape = null; // [channels, height, width]
 let newest = 0;
+let latest = 0; // the job whose pictures are shown
 let start = null; // a picture in [-1, 1], or null
 const held = { a: null, b: null };
 let shown = null; // the last finished x
+let revealing = false; // whether the big pictures are painted on their way, too: of sliders only the ends are
 
 worker.onerror = (event) => fail(event.message || "The browser could not start the model.");
 worker.onmessage = ({ data }) => {
   if (data.error) fail(data.error);
+  else if (data.progress) say(data.progress);
+  else if (data.backend) nameBackend(data);
   else if (data.model) begin(data.model);
-  else if (data.id === newest) show(data);
+  else if (data.id === newest || (data.id > latest && data.interval === data.steps)) show(data);
 };
+
+/** A worker that starts from a blob has this page's Content-Security-Policy; one that starts from a file has none. */
+function workerSource() {
+  const file = new URL(`worker.mjs${location.search}`, import.meta.url).href;
+  return URL.createObjectURL(new Blob([`import ${JSON.stringify(file)};`], { type: "text/javascript" }));
+}
+
+function nameBackend({ backend, reason }) {
+  const card = backend === "webgpu";
+  document.body.dataset.backend = backend;
+  at("backend").textContent = card ? "Drawn by the graphics card (WebGPU)." : `Drawn by the processor (WASM): ${reason}.`;
+  at("other").textContent = card ? "Draw by the processor" : "Try the graphics card";
+  at("other").href = card ? "?backend=wasm" : "?";
+  at("other").hidden = !card && !location.search;
+}
 
 function begin(description) {
   model = description;
@@ -28,18 +48,20 @@ function begin(description) {
   const map = model.kind === "map";
   const side = `${shape[2]} × ${shape[1]} pixels`;
   const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
-  at("about").textContent = `${map ? "A flow map, which draws in few steps" : "A rectified flow"}, ${side}${classes}.`;
+  const way = `${map ? "flow map" : "rectified flow"}, from noise to picture in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
+  at("about").textContent = `A ${way}: ${side}${classes}.`;
   at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
   at("class-row").hidden = !model.classes.length;
   at("guidance-row").hidden = map || !model.classes.length;
   at("walk-row").hidden = !map;
   at("way").hidden = map;
+  at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
   at("pictures").className = map ? "grid" : "";
   at("pictures").replaceChildren(...Array.from({ length: map ? GRID : 1 }, (_, i) => canvas(`Picture ${i}`)));
   at("strip").replaceChildren(...Array.from({ length: STOPS }, () => canvas("On the way")));
-  for (const name of ["a", "b"]) fit(at(`hold-${name}`).querySelector("canvas"));
-  draw();
+  for (const each of document.querySelectorAll("form canvas")) fit(each);
+  draw(true);
 }
 
 function canvas(label) {
@@ -69,8 +91,10 @@ function place() {
   return { from, to: Math.min(LARGEST_SEED, from + 1), mix: walked % 1 };
 }
 
-function draw() {
-  for (const name of ["steps", "guidance", "level", "walk"]) at(`${name}-value`).textContent = at(name).value;
+function draw(reveal = false) {
+  revealing = reveal;
+  for (const name of ["steps", "guidance", "level"]) at(`${name}-value`).textContent = at(name).value;
+  at("walk-value").textContent = (seed() + Number(at("walk").value)).toFixed(2);
   if (!model) return;
   document.body.dataset.drawn = "";
   const map = model.kind === "map";
@@ -87,17 +111,26 @@ function draw() {
   });
 }
 
-function show({ interval, steps, x, milliseconds }) {
-  [...at("pictures").children].forEach((element, row) => paint(element, x, row));
-  at("progress").value = interval / steps;
+function show({ id, interval, steps, x, milliseconds }) {
+  const finished = interval === steps;
+  const pictures = [...at("pictures").children];
+  if (finished || revealing) pictures.forEach((element, row) => paint(element, x, row));
+  if (interval || revealing) at("progress").value = interval / steps;
   [...at("strip").children].forEach((element, stop) => {
     if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0);
   });
-  const finished = interval === steps;
-  document.body.dataset.drawn = finished ? newest : "";
+  const count = pictures.length > 1 ? `${pictures.length} pictures` : "Drawn";
+  if (!finished && interval) say(`Step ${interval} of ${steps}`);
+  if (!finished) return;
+  say(`${count} in ${(milliseconds / 1000).toFixed(2)} s`);
+  [shown, latest] = [x, id];
+  document.body.dataset.seconds = milliseconds / 1000;
+  document.body.dataset.drawn = id === newest ? id : "";
+}
+
+function say(text) {
   at("status").className = "";
-  at("status").textContent = finished ? `${(milliseconds / 1000).toFixed(2)} s` : `step ${interval} of ${steps}`;
-  if (finished) shown = x;
+  at("status").textContent = text;
 }
 
 function fail(message) {
@@ -105,14 +138,14 @@ function fail(message) {
   at("status").textContent = message;
 }
 
-function go(to) {
+function go(to, reveal = false) {
   at("seed").value = Math.min(LARGEST_SEED, Math.max(0, to));
   at("walk").value = 0;
   held.mixing = false;
-  draw();
+  draw(reveal);
 }
 
-const renew = () => go(crypto.getRandomValues(new Uint32Array(1))[0] % 1_000_000);
+const renew = () => go(crypto.getRandomValues(new Uint32Array(1))[0] % 1_000_000, true);
 
 function hold(name) {
   if (!shown) return;
@@ -130,25 +163,32 @@ async function startFrom(file) {
     const [width, height] = [side * shape[2], side * shape[1]];
     const surface = new OffscreenCanvas(shape[2], shape[1]).getContext("2d");
     surface.imageSmoothingQuality = "high";
+    surface.fillStyle = "white"; // behind what is transparent, as in sample.py
+    surface.fillRect(0, 0, shape[2], shape[1]);
     const [left, top] = [(picture.width - width) / 2, (picture.height - height) / 2];
     surface.drawImage(picture, left, top, width, height, 0, 0, shape[2], shape[1]);
-    start = fromPixels(surface.getImageData(0, 0, shape[2], shape[1]).data, shape[0]);
+    const given = surface.getImageData(0, 0, shape[2], shape[1]);
+    at("given").getContext("2d").putImageData(given, 0, 0);
+    start = fromPixels(given.data, shape[0]);
   } catch {
-    return fail("That file is no picture that this browser can read.");
+    return fail(`${file.name} is not a picture that this browser can read. Choose a PNG, JPEG or WebP file.`);
   }
-  at("level-row").hidden = at("forget").hidden = false;
-  draw();
+  showStart();
 }
 
 function forget() {
   start = null;
   at("file").value = "";
-  at("level-row").hidden = at("forget").hidden = true;
+  showStart();
+}
+
+function showStart() {
+  for (const name of ["given", "level-row", "forget"]) at(name).hidden = !start;
   draw();
 }
 
 at("controls").onsubmit = (event) => event.preventDefault();
-for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = draw;
+for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = () => draw();
 at("seed").oninput = () => go(seed());
 at("walk").oninput = () => { held.mixing = false; draw(); };
 at("mix").oninput = () => { held.mixing = true; draw(); };
@@ -179,5 +219,7 @@ addEventListener("dragleave", () => document.body.classList.remove("dropping"));
 addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dropping");
-  if (model && event.dataTransfer.files.length) startFrom(event.dataTransfer.files[0]);
+  if (!model) return;
+  if (event.dataTransfer.files.length) startFrom(event.dataTransfer.files[0]);
+  else fail("What was dropped is not a file. Choose a PNG, JPEG or WebP file.");
 });

@@ -1,0 +1,112 @@
+"""Open an exported page in a headless Chromium, print how fast it draws, and write a screenshot of it.
+
+``python scripts/try_page.py runs/demo/exported --screenshot page.png`` needs playwright (``pip install playwright``)
+and a Chromium in the path. Times are those of an empty cache, and of a folder that is on this machine.
+"""
+
+import argparse
+import shutil
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from playwright.sync_api import sync_playwright
+
+PATIENCE = 300.0
+"""Seconds for one drawing."""
+DRAWINGS = 10
+SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves files without a line for each."""
+
+    def log_message(self, *_arguments: Any) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address at which ``folder`` is served inside the block."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def wait(page: Any) -> float:
+    """Wait for the pictures, and return the seconds that they took, as the page prints them.
+
+    Raises:
+        SystemExit: if the page says that it failed.
+    """
+    until = time.monotonic() + PATIENCE
+    while not page.evaluate("document.body.dataset.drawn"):
+        if page.evaluate("document.getElementById('status').className") or time.monotonic() > until:
+            raise SystemExit(f"nothing was drawn: {page.inner_text('#status')}")
+        page.wait_for_timeout(5)
+    return float(page.evaluate("document.body.dataset.seconds"))
+
+
+def measure(browser: Any, address: str) -> None:
+    """Print the time from the address to the first picture, and the median rate of drawings with other seeds."""
+    page = browser.new_page()
+    began = time.monotonic()
+    page.goto(address)
+    wait(page)
+    first = time.monotonic() - began
+    seconds = []
+    for seed in range(1, DRAWINGS + 1):
+        page.fill("#seed", str(seed))
+        seconds.append(wait(page))
+    count, steps = page.locator("#pictures canvas").count(), page.input_value("#steps")
+    drawing = statistics.median(seconds)
+    print(f"first picture after {first:.2f} s, then {drawing:.3f} s for {count} at once in {steps} steps", end="")
+    print(f": {count / drawing:.2f} pictures a second")
+    print(page.inner_text("#backend"))
+    page.close()
+
+
+def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> None:
+    """A screenshot of the whole page."""
+    viewport = {"width": arguments.width, "height": 800}
+    page = browser.new_page(viewport=viewport, color_scheme=arguments.scheme, device_scale_factor=arguments.scale)
+    page.goto(address)
+    wait(page)
+    page.fill("#seed", str(arguments.seed))
+    wait(page)
+    page.evaluate("document.activeElement.blur()")
+    page.screenshot(path=arguments.screenshot, full_page=True)
+    page.close()
+
+
+def main() -> None:
+    """Read the command line, and do both."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder that export.py --format page wrote")
+    parser.add_argument("--backend", choices=("wasm", "webgpu"), help="draw with this one; the page chooses without it")
+    parser.add_argument("--software_card", action="store_true", help="give Chromium a graphics card made of software")
+    parser.add_argument("--screenshot", type=Path, help="file for a screenshot, PNG")
+    parser.add_argument("--width", type=int, default=1000, help="of the screenshot, 390 for a phone's")
+    parser.add_argument("--scheme", choices=("light", "dark"), default="light", help="colours of the screenshot")
+    parser.add_argument("--scale", type=float, default=1, help="pixels of the screenshot for a pixel of the page")
+    parser.add_argument("--seed", type=int, default=1, help="of the pictures in the screenshot")
+    arguments = parser.parse_args()
+    flags = ["--no-sandbox", *SOFTWARE_CARD * arguments.software_card]
+    with serving(arguments.folder) as address, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
+        query = f"?backend={arguments.backend}" if arguments.backend else ""
+        measure(browser, address + query)
+        if arguments.screenshot is not None:
+            photograph(browser, address + query, arguments)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
