@@ -1,9 +1,11 @@
 """Fixtures that several tests share."""
 
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +34,18 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def flowers(cache_dir: Path) -> ImageDataset:
     return tiny_dataset(cache_dir)
+
+
+@pytest.fixture(scope="session")
+def launch() -> Iterator[Callable[..., Any]]:
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = [shutil.which(name) for name in ("chromium", "google-chrome")]
+    chromium = next(filter(None, found), None) or pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        yield lambda *flags: started.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
+
+
+@pytest.fixture(scope="session")
+def browser(launch: Callable[..., Any]) -> Iterator[Any]:
+    with launch() as opened:
+        yield opened

@@ -1,6 +1,5 @@
 """An exported page in a browser: its pictures are those of sample.py, its controls work, and nothing is fetched."""
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -101,20 +100,6 @@ class Shown:
 
     def picture(self, number: int = 0) -> np.ndarray:
         return np.array(self.page.evaluate(PIXELS, number)).reshape(8, 8, 4)[..., :3]
-
-
-@pytest.fixture(scope="module")
-def launch() -> Iterator[Callable[..., Any]]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    chromium = shutil.which("chromium") or pytest.skip("chromium is not installed")
-    with playwright.sync_playwright() as started:
-        yield lambda *flags: started.chromium.launch(executable_path=chromium, args=["--no-sandbox", *flags])
-
-
-@pytest.fixture(scope="module")
-def browser(launch: Callable[..., Any]) -> Iterator[Any]:
-    with launch() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

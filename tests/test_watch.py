@@ -46,16 +46,19 @@ def metrics(step: int, **more: float) -> dict[str, Any]:
     return {"step": step, "images_seen": 8 * step, "loss": 1 / step, "images_per_second": 4.0, "bad_steps": 0, **more}
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
+def begin_run(folder: Path) -> Path:
     """A run of 100 steps of 8 images, at step 30."""
-    folder = tmp_path / "runs" / "cats"
     write_status(folder)
     add(folder, "metrics", metrics(10), metrics(20), metrics(30, bad_steps=2))
     add(folder, "heldout", {"step": 20, "heldout_loss": 0.5, "seen_loss": 0.4, "gap": 0.1, "losses": [0.5]})
     (folder / "samples").mkdir()
     write_picture(folder / "samples" / "step_00000020.png", np.zeros((4, 4, 3), np.uint8))
     return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return begin_run(tmp_path / "runs" / "cats")
 
 
 @contextmanager

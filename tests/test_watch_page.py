@@ -10,8 +10,7 @@ import pytest
 
 from rectified_flow.pictures import write_picture
 from tests.patience import PATIENCE
-from tests.test_page import browser  # noqa: F401
-from tests.test_watch import add, metrics, run, served, write_status  # noqa: F401
+from tests.test_watch import add, begin_run, metrics, served, write_status
 
 pytestmark = pytest.mark.page
 
@@ -43,7 +42,12 @@ class Watched:
 
 
 @pytest.fixture
-def watched(browser: Any, run: Path) -> Iterator[Watched]:  # noqa: F811
+def run(tmp_path: Path) -> Path:
+    return begin_run(tmp_path / "runs" / "cats")
+
+
+@pytest.fixture
+def watched(browser: Any, run: Path) -> Iterator[Watched]:
     page = browser.new_page()
     with served(run.parent) as server:
         shown = Watched(page, f"http://127.0.0.1:{server.server_address[1]}/")
@@ -53,7 +57,7 @@ def watched(browser: Any, run: Path) -> Iterator[Watched]:  # noqa: F811
     assert all(url.startswith((shown.address, "data:")) for url in shown.requests)
 
 
-def test_a_run_and_what_is_added_to_it(watched: Watched, run: Path) -> None:  # noqa: F811
+def test_a_run_and_what_is_added_to_it(watched: Watched, run: Path) -> None:
     card = watched.page.locator(".run")
     assert card.locator("h2").inner_text() == "cats"
     assert card.locator(".summary").inner_text() == "running, step 30 of 100, 2 min left"
@@ -72,7 +76,7 @@ def test_a_run_and_what_is_added_to_it(watched: Watched, run: Path) -> None:  # 
     assert card.locator("img").get_attribute("src") == "samples/0/step_00000020.png"
 
 
-def test_runs_side_by_side(watched: Watched, run: Path) -> None:  # noqa: F811
+def test_runs_side_by_side(watched: Watched, run: Path) -> None:
     assert watched.curves() == 1
     other = run.parent / "dogs"
     write_status(other, "failed", message="no memory")
@@ -105,7 +109,7 @@ def test_on_a_phone_nothing_sticks_out(watched: Watched) -> None:
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360
 
 
-def test_a_server_that_ends_is_told(browser: Any, run: Path) -> None:  # noqa: F811
+def test_a_server_that_ends_is_told(browser: Any, run: Path) -> None:
     page = browser.new_page()
     with served(run) as server:
         shown = Watched(page, f"http://127.0.0.1:{server.server_address[1]}/")
