@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,7 @@ def test_a_run_that_trains(run: Path) -> None:
         ({"pid": 2**22 + 1, "host": "elsewhere"}, "running"),
         ({"state": "failed", "message": "no memory"}, "failed"),
         ({"state": "finished"}, "finished"),
+        ({"time": "yesterday"}, "running"),
     ],
 )
 def test_the_state_of_a_run(run: Path, changes: dict[str, Any], state: str) -> None:
@@ -147,8 +148,9 @@ def test_damaged_lines_are_left_out(run: Path, line: str) -> None:
     assert [step for step, _ in WatchedRun(run).report()["curves"]["metrics"]["loss"]] == [10, 20, 30]
 
 
-def test_numbers_that_are_none_are_left_out(run: Path) -> None:
-    add(run, "metrics", metrics(40, loss=nan))
+@pytest.mark.parametrize("loss", [nan, inf, 10**400])
+def test_numbers_that_are_none_are_left_out(run: Path, loss: float) -> None:
+    add(run, "metrics", metrics(40, loss=loss))
     assert WatchedRun(run).report()["curves"]["metrics"]["loss"][-1][0] == 30
 
 

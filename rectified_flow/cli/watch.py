@@ -49,13 +49,14 @@ class Server(ThreadingHTTPServer):
 
     def report(self) -> bytes:
         """All runs, as JSON."""
-        with self._lock:  # of two readers of a file, one would miss what the other reads
+        with self._lock:  # the runs read on from where they were
             found = [{"id": number, **run.report()} for number, run in self.runs.find().items()]
         return json.dumps(found).encode()
 
     def sample(self, run: str, name: str) -> bytes | None:
         """A grid of a run's samples."""
-        watched = self.runs.find().get(int(run)) if run.isdecimal() else None
+        with self._lock:
+            watched = self.runs.find().get(int(run)) if run.isdecimal() else None
         return None if watched is None else watched.sample(name)
 
 

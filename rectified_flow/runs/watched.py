@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,9 @@ SETTINGS = {"image_size", "num_real", "num_samples", "seed", "steps", "images_se
 """Numbers in the files of lines that are no curves."""
 QUIET = 600
 """Seconds without a sign after which a run on another machine is told as silent."""
+
+LARGEST = 1e300
+"""Above every number that a curve has; numbers that are none are not below it."""
 
 Point = tuple[int, float]
 
@@ -73,7 +75,7 @@ class Curves:
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             return
         for name, value in row.items():
-            if type(value) in (int, float) and isfinite(value) and name not in {"step", *SETTINGS}:
+            if type(value) in (int, float) and abs(value) < LARGEST and name not in {"step", *SETTINGS}:
                 self.numbers.setdefault(name, []).append((row["step"], value))
 
     def thinned(self) -> dict[str, list[Point]]:
@@ -151,7 +153,9 @@ class WatchedRun:
         """Seconds since a run that says it is running has written anything, if these are too many."""
         if status is None or status.state != "running":
             return None
-        signs = [datetime.strptime(status.time, "%Y-%m-%dT%H:%M:%S%z").timestamp()]
+        signs = [0.0]
+        with suppress(ValueError):
+            signs.append(datetime.strptime(status.time, "%Y-%m-%dT%H:%M:%S%z").timestamp())
         for curves in self._curves.values():
             with suppress(OSError):
                 signs.append(curves.path.stat().st_mtime)
