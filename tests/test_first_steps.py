@@ -30,6 +30,7 @@ def test_it_is_kept_without_outputs(notebook: NotebookNode) -> None:
     assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
 
 
+@pytest.mark.slow
 def test_it_runs(notebook: NotebookNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     notebook.cells = [cell for cell in notebook.cells if not has_tag(cell, "install")]
