@@ -20,7 +20,8 @@ from rectified_flow.cli.flags import WatchedConfig
 from rectified_flow.cli.watch import Server, serve
 from rectified_flow.errors import UsageError
 from rectified_flow.pictures import write_picture
-from rectified_flow.runs.watched import POINTS, Curves, WatchedRun, thinned
+from rectified_flow.runs.curves import POINTS, Curve, Curves
+from rectified_flow.runs.watched import WatchedRun
 from tests.programs import assert_refused
 
 ID = "0123456789ab"
@@ -138,14 +139,20 @@ def test_a_file_that_is_replaced_by_a_shorter_one(run: Path) -> None:
     assert watched.report()["curves"]["metrics"] == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    ["", "null", "[1]", '{"step": ', '{"loss": 1}', '{"step": "1", "loss": 1}', "\udcff", '{"step": 5, "loss": true}'],
-)
+DAMAGED = {
+    **{"empty": "", "null": "null", "list": "[1]", "half": '{"step": ', "no step": '{"loss": 1}'},
+    **{"text": '{"step": "1", "loss": 1}', "bytes": "\udcff", "yes": '{"step": 5, "loss": true}'},
+    **{"deep": "[" * 100_000, "huge": f'{{"step": {10**30}, "loss": 1}}'},
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED.keys())
 def test_damaged_lines_are_left_out(run: Path, line: str) -> None:
     content = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n" + content)
-    assert [step for step, _ in WatchedRun(run).report()["curves"]["metrics"]["loss"]] == [10, 20, 30]
+    report = WatchedRun(run).report()
+    assert [step for step, _ in report["curves"]["metrics"]["loss"]] == [10, 20, 30]
+    assert report["seconds_left"] == 70 * 8 / 4
 
 
 @pytest.mark.parametrize("loss", [nan, inf, 10**400])
@@ -162,10 +169,18 @@ def test_nothing_of_a_run_need_be_there(tmp_path: Path) -> None:
     assert WatchedRun(tmp_path / "half").report()["state"] == "waiting"
 
 
+def curve(points: list[tuple[int, float]]) -> Curve:
+    made = Curve()
+    for step, value in points:
+        made.add(step, value)
+    return made
+
+
 def test_long_curves_are_thinned_to_means() -> None:
     points = [(step, float(step % 2)) for step in range(10 * POINTS)]
-    assert thinned(points[:POINTS]) == points[:POINTS]
-    assert thinned(points) == [(step, 0.5) for step in range(9, 10 * POINTS, 10)]
+    assert curve(points[:POINTS]).thinned() == points[:POINTS]
+    assert curve(points).thinned() == [(step, 0.5) for step in range(9, 10 * POINTS, 10)]
+    assert curve(points[:7]).thinned(3) == [(1, 0.5), (3, 0.5), (6, pytest.approx(1 / 3))]
 
 
 def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
