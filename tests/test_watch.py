@@ -4,6 +4,11 @@ import json
 import os
 import platform
 import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,15 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rectified_flow.cli.flags import WatchedConfig
-from rectified_flow.cli.watch import Server, serve
+from rectified_flow.cli.flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.watch import Server, serve, watch
 from rectified_flow.errors import UsageError
 from rectified_flow.pictures import write_picture
 from rectified_flow.runs.curves import POINTS, Curve, Curves
-from rectified_flow.runs.watched import WatchedRun
-from tests.programs import assert_refused
+from rectified_flow.runs.watched import WatchedRun, WatchedRuns
 
 ID = "0123456789ab"
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def write_status(folder: Path, state: str = "running", **changes: Any) -> None:
@@ -87,7 +92,7 @@ def get(server: Server, path: str, host: str | None = None) -> tuple[int, bytes,
 
 def test_a_run_that_trains(run: Path) -> None:
     report = WatchedRun(run).report()
-    assert (report["name"], report["state"], report["step"], report["total_steps"]) == ("cats", "running", 30, 100)
+    assert (report["state"], report["step"], report["total_steps"]) == ("running", 30, 100)
     assert report["seconds_left"] == 70 * 8 / 4
     assert (report["bad_steps"], report["silent"], report["samples"]) == (2, None, ["step_00000020.png"])
     assert report["curves"]["metrics"]["loss"] == [(10, 0.1), (20, 0.05), (30, 1 / 30)]
@@ -192,6 +197,30 @@ def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(taken) == 3
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = (begin_run(tmp_path / "a" / "cats"), begin_run(tmp_path / "b" / "cats"))
+    assert [each["name"] for each in WatchedRuns(folders).report()] == ["a/cats", "b/cats"]
+
+
+def test_a_run_is_shown_once_and_by_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    runs = WatchedRuns((Path(), run, run.parent, Path("../cats")))
+    assert [each["name"] for each in runs.report()] == ["cats"]
+
+
+def test_a_run_that_may_not_be_read_hides_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = begin_run(run.parent / "ants")
+    stat = os.stat
+
+    def refuse(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
+        if Path(path).parent == secret:
+            raise PermissionError
+        return stat(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [each["name"] for each in WatchedRuns((run.parent,)).report()] == ["cats"]
+
+
 # What the server answers
 
 
@@ -201,6 +230,7 @@ def test_the_page_and_its_parts(run: Path) -> None:
             status, content, headers = get(server, path)
             assert (status, len(content) > 0) == (200, True), path
             assert headers["Content-Security-Policy"].startswith("default-src 'self';")
+            assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
         assert get(server, "/samples/0/step_00000020.png")[:2] == (
             200,
             (run / "samples/step_00000020.png").read_bytes(),
@@ -223,6 +253,7 @@ def test_runs_that_appear_keep_their_numbers(run: Path, tmp_path: Path) -> None:
     [
         *("/samples/0/../status.json", "/samples/0/..%2fstatus.json", "/samples/0/%2e%2e/status.json"),
         *("/samples/0//etc/passwd", "/samples/0/status.json", "/samples/0/step_1.png/../../status.json"),
+        *(f"/samples/{'9' * 5000}/step_00000020.png", "/samples/0/step_00000040.png", "/samples/00/step_00000020.png"),
         *("/samples/9/step_00000020.png", "/samples/-1/step_00000020.png", "/samples/x/step_00000020.png"),
         *("/../pyproject.toml", "/watch.py", "//etc/passwd", "/status.json", "/samples/0/step_00000030.png"),
     ],
@@ -231,6 +262,7 @@ def test_nothing_else_has_an_address(run: Path, path: str) -> None:
     secret = run.parent / "secret.png"
     secret.write_bytes(b"secret")
     (run / "samples" / "step_00000030.png").symlink_to(secret)
+    os.mkfifo(run / "samples" / "step_00000040.png")
     with served(run) as server:
         assert get(server, path)[0] == 404
 
@@ -254,9 +286,54 @@ def test_the_next_port_is_taken(run: Path) -> None:
         assert one.server_address[1] != other.server_address[1]
 
 
+def test_a_browser_that_hangs_up_is_no_error(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with served(run) as server:
+        for number in range(10):
+            with socket.create_connection(("127.0.0.1", server.server_address[1])) as connection:
+                connection.sendall(b"GET /style.css HTTP/1.0\r\nHost: localhost\r\n\r\n")
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, on close
+            assert get(server, "/runs.json")[0] == 200, number
+    assert capfd.readouterr().err == ""
+
+
+def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rectified_flow.cli.watch.PORTS", 1)
+    with served(run) as server:
+        port = server.server_address[1]
+        with pytest.raises(UsageError, match=f"--port {port} and the 0 after it are taken: pass another"):
+            serve(WatchedConfig((run,), port=port))
+
+
 def test_bad_input(tmp_path: Path) -> None:
-    missing = tmp_path / "nowhere"
-    assert_refused("watch.py", 1, str(missing), f"{missing} is no folder: pass the --output_dir of a run")
-    assert_refused("watch.py", 1, "--port 70000", "--port is 70000; it must be from 0 to 65535")
+    with pytest.raises(UsageError, match="nowhere is no folder: pass the --output_dir of a run, or a folder of runs"):
+        serve(WatchedConfig((tmp_path / "nowhere",)))
+    with pytest.raises(UsageError, match="--port is 70000; it must be from 0 to 65535"):
+        WatchedConfig(port=70000)
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 --port 18765 cannot be served"):
         serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=18765))
+
+
+# The program
+
+
+def test_ctrl_c_ends_the_program(tmp_path: Path) -> None:
+    command = [sys.executable, "watch.py", str(tmp_path), "--port", "18765"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        printed = [program.stdout.readline() for _ in range(3)]
+        program.send_signal(signal.SIGINT)
+        _, errors = program.communicate(timeout=60)
+    assert printed[0].split() == ["runs", "0", "in", str(tmp_path)]
+    assert printed[1].startswith("page        http://127.0.0.1:187")
+    assert printed[2] == f"warning: {tmp_path} holds no run yet: pass the --output_dir of a run, or a folder of runs\n"
+    assert (program.returncode, "Traceback" in errors) == (0, False)
+
+
+def test_the_page_is_opened_only_when_asked_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(Server, "serve_forever", lambda _self: None)
+    watch(WatchConfig(WatchedConfig((run,), port=18765)))
+    assert opened == []
+    watch(WatchConfig(WatchedConfig((run,), port=18765, open=True)))
+    assert [address.rpartition(":")[0] for address in opened] == ["http://127.0.0.1"]

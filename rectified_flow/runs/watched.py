@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from rectified_flow.runs.folder import STATUS_FILE, Status
 SAMPLES = "samples"
 SAMPLE_FILE = re.compile(r"step_\d+\.png")
 QUIET = 600
-"""Seconds without a sign after which a run on another machine is told as silent."""
+"""Seconds without a sign after which a run on another machine is reported as silent."""
 
 
 class WatchedRun:
@@ -41,7 +41,6 @@ class WatchedRun:
         bad_steps, loss = metrics.last("bad_steps"), metrics.last("loss")
         step = max(status.step if status else 0, loss[0] if loss else 0)
         return {
-            "name": self.folder.name,
             "state": _state(status),
             "message": status.message if status else "",
             "step": step,
@@ -63,7 +62,8 @@ class WatchedRun:
         """The PNG file of a grid; None if there is none of that name, or it is a link that leads out of the folder."""
         path = self.folder / SAMPLES / name
         with suppress(OSError):
-            if SAMPLE_FILE.fullmatch(name) and path.resolve().is_relative_to(self.folder.resolve()):
+            inside = path.resolve().is_relative_to(self.folder.resolve())
+            if SAMPLE_FILE.fullmatch(name) and inside and path.is_file():
                 return path.read_bytes()
         return None
 
@@ -113,8 +113,17 @@ def _is_alive(pid: int) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in ``folder``."""
-    return (folder / STATUS_FILE).is_file()
+    """Whether a run has begun in ``folder``; False where its rights forbid to look."""
+    return os.path.isfile(folder / STATUS_FILE)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself if it is that of a run, else those of the runs in it, by name."""
+    if is_run(folder):
+        return [folder]
+    with suppress(OSError):
+        return sorted(filter(is_run, folder.iterdir()))
+    return []
 
 
 class WatchedRuns:
@@ -125,19 +134,31 @@ class WatchedRuns:
     """
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
-        self.folders = folders
+        self.folders = [folder.resolve() for folder in folders]
         self._runs: dict[Path, WatchedRun] = {}
 
     def find(self) -> Mapping[int, WatchedRun]:
-        """Those that are there by now."""
-        for folder in self._found():
-            self._runs.setdefault(folder, WatchedRun(folder))
+        """Those that have begun; each once, however often and by whatever path it was named."""
+        for found in map(runs_in, self.folders):
+            for folder in found:
+                self._runs.setdefault(folder, WatchedRun(folder))
         return dict(enumerate(self._runs.values()))
 
-    def _found(self) -> Iterator[Path]:
-        for folder in self.folders:
-            if is_run(folder):
-                yield folder
-            else:
-                with suppress(OSError):
-                    yield from (each for each in sorted(folder.iterdir()) if each.is_dir() and is_run(each))
+    def report(self) -> list[dict[str, Any]]:
+        """:meth:`WatchedRun.report` of each, with its number as ``id``, and a ``name`` that no other has."""
+        found = self.find()
+        names = short_names([run.folder for run in found.values()])
+        return [{"id": number, "name": names[number], **run.report()} for number, run in found.items()]
+
+    def empty(self) -> list[Path]:
+        """The folders in which no run has begun."""
+        return [folder for folder in self.folders if not runs_in(folder)]
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """The last parts of different paths, as many as it takes to tell all apart."""
+    for count in range(1, max((len(folder.parts) for folder in folders), default=0) + 1):
+        names = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(names)) == len(folders):
+            return names
+    return [str(folder) for folder in folders]
