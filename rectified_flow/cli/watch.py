@@ -22,6 +22,7 @@ ASSETS = {
     "index.html": PACKAGE / "watch_page" / "index.html",
     "watch.mjs": PACKAGE / "watch_page" / "watch.mjs",
     "chart.mjs": PACKAGE / "watch_page" / "chart.mjs",
+    "scale.mjs": PACKAGE / "watch_page" / "scale.mjs",
     "watch.css": PACKAGE / "watch_page" / "watch.css",
     "style.css": PACKAGE / "page" / "style.css",
 }

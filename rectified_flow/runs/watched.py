@@ -134,11 +134,11 @@ class WatchedRuns:
     """
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
-        self.folders = [folder.resolve() for folder in folders]
+        self.folders = [Path(os.path.abspath(folder)) for folder in folders]  # a link keeps its name
         self._runs: dict[Path, WatchedRun] = {}
 
     def find(self) -> Mapping[int, WatchedRun]:
-        """Those that have begun; each once, however often and by whatever path it was named."""
+        """Those that have begun; each once, however often it was named."""
         for found in map(runs_in, self.folders):
             for folder in found:
                 self._runs.setdefault(folder, WatchedRun(folder))
