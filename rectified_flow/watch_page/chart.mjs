@@ -64,7 +64,7 @@ export class Chart {
       element("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, shown(isLog ? 10 ** value : value)),
     ]);
     const steps = ticks(0, this.last, Math.min(6, this.width / 60)).map((step) =>
-      element("text", { x: this.x(step), y: HEIGHT - 6, "text-anchor": step / this.last > 0.95 ? "end" : "middle" }, shown(step)));
+      element("text", { x: this.x(step), y: HEIGHT - 6, "text-anchor": this.x(step) > this.width - 24 ? "end" : "middle" }, shown(step)));
     const curves = this.curves.flatMap((curve) => {
       const at = curve.points.map(([step, value]) => [this.x(step).toFixed(1), y(scaled(value)).toFixed(1)]);
       const [cx, cy] = at.at(-1);
