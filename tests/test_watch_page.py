@@ -10,7 +10,8 @@ import pytest
 
 from rectified_flow.pictures import write_picture
 from tests.patience import PATIENCE
-from tests.test_watch import add, begin_run, metrics, served, write_status
+from tests.test_watch import served
+from tests.watched_runs import add, begin_run, metrics, write_status
 
 pytestmark = pytest.mark.page
 
@@ -104,9 +105,41 @@ def test_reading_off_smoothing_and_scale(watched: Watched) -> None:
     assert len({before, linear, chart.locator("path").get_attribute("d")}) == 3
 
 
+def test_a_curve_that_is_read_off_goes_on(watched: Watched, run: Path) -> None:
+    chart = watched.page.locator("#chart-0")
+    chart.locator("svg").hover(position={"x": 60, "y": 60})
+    before = chart.locator("path").get_attribute("d")
+    add(run, "metrics", metrics(40))
+    watched.wait(f"document.querySelector('#chart-0 path').getAttribute('d') !== {before!r}")
+    assert chart.locator("figcaption").inner_text() == "Training loss, step 10"
+
+
+def test_reading_off_by_keys(watched: Watched) -> None:
+    chart, svg = watched.page.locator("#chart-0"), watched.page.locator("#chart-0 svg")
+    for key, legend in {"Home": "loss 0.1", "ArrowRight": "loss 0.05", "End": "loss 0.03333"}.items():
+        svg.press(key)
+        assert chart.locator(".legend").inner_text().strip() == legend
+    svg.press("ArrowLeft")
+    assert svg.get_attribute("aria-valuetext") == "step 20: loss 0.05"
+    svg.press("Escape")
+    assert chart.locator("figcaption").inner_text() == "Training loss"
+
+
+def test_a_run_that_ended_earlier_is_read_where_it_ended(watched: Watched, run: Path) -> None:
+    write_status(run.parent / "dogs", "finished")
+    add(run.parent / "dogs", "metrics", metrics(10), metrics(20))
+    watched.wait("document.querySelectorAll('#chart-0 path.curve').length === 2")
+    watched.page.locator("#chart-0 svg").press("End")
+    legend = watched.page.locator("#chart-0 .legend li").all_inner_texts()
+    assert legend == ["cats: loss 0.03333", "dogs: loss 0.05 at 20"]
+
+
 def test_on_a_phone_nothing_sticks_out(watched: Watched) -> None:
+    text = "document.querySelector('#chart-0 text').getBoundingClientRect().height"
+    size = watched.page.evaluate(text)
     watched.page.set_viewport_size({"width": 360, "height": 700})
     assert watched.page.evaluate("document.documentElement.scrollWidth") <= 360
+    watched.wait(f"Math.abs({text} - {size}) < 1")
 
 
 def test_a_server_that_ends_is_told(browser: Any, run: Path) -> None:

@@ -322,6 +322,8 @@ class WatchedConfig:
     """Address to serve the page at; 0.0.0.0 shows it to everyone who can reach this machine."""
     port: int = 8765
     """Port of the page; where it is taken, one of the next."""
+    open: bool = False
+    """Open the page in a browser."""
 
     def __post_init__(self) -> None:
         check_paths(self)

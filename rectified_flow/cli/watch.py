@@ -3,6 +3,8 @@
 import errno
 import json
 import mimetypes
+import sys
+import webbrowser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
@@ -12,7 +14,6 @@ from urllib.parse import urlsplit
 
 from rectified_flow.cli.flags import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError, require
-from rectified_flow.interruption import stop_requested
 from rectified_flow.report import lines
 from rectified_flow.runs.watched import WatchedRuns
 
@@ -21,14 +22,20 @@ ASSETS = {
     "index.html": PACKAGE / "watch_page" / "index.html",
     "watch.mjs": PACKAGE / "watch_page" / "watch.mjs",
     "chart.mjs": PACKAGE / "watch_page" / "chart.mjs",
+    "scale.mjs": PACKAGE / "watch_page" / "scale.mjs",
     "watch.css": PACKAGE / "watch_page" / "watch.css",
     "style.css": PACKAGE / "page" / "style.css",
 }
 POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": POLICY,
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+REMEDY = "pass the --output_dir of a run, or a folder of runs"
 PORTS = 20
 """Numbers that are tried from ``--port`` on."""
-POLL = 0.5
-"""Seconds after which a signal is heeded."""
 
 
 class Server(ThreadingHTTPServer):
@@ -40,23 +47,26 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    timeout = POLL
 
     def __init__(self, address: tuple[str, int], runs: WatchedRuns) -> None:
         super().__init__(address, Handler)
         self.runs, self._lock = runs, Lock()
         self.is_local = ip_address(str(self.server_address[0])).is_loopback
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback, unless the browser hung up, as it does when a page is closed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
     def report(self) -> bytes:
         """All runs, as JSON."""
         with self._lock:  # the runs read on from where they were
-            found = [{"id": number, **run.report()} for number, run in self.runs.find().items()]
-        return json.dumps(found).encode()
+            return json.dumps(self.runs.report()).encode()
 
     def sample(self, run: str, name: str) -> bytes | None:
         """A grid of a run's samples."""
         with self._lock:
-            watched = self.runs.find().get(int(run)) if run.isdecimal() else None
+            watched = {str(number): each for number, each in self.runs.find().items()}.get(run)
         return None if watched is None else watched.sample(name)
 
 
@@ -94,11 +104,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         self.send_response(200)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content)), "Cache-Control": "no-store"}
-        for name, value in headers.items():
+        headers = {"Content-Type": kind, "Content-Length": str(len(content))}
+        for name, value in (headers | HEADERS).items():
             self.send_header(name, value)
-        self.send_header("Content-Security-Policy", POLICY)
-        self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(content)
 
@@ -117,7 +125,7 @@ def serve(flags: WatchedConfig) -> Server:
         UsageError: if a folder does not exist, or no port is free.
     """
     for folder in flags.runs:
-        require(folder.is_dir(), f"{folder} is no folder: pass the --output_dir of a run, or a folder of runs")
+        require(folder.is_dir(), f"{folder} is no folder: {REMEDY}")
     for port in range(flags.port, min(flags.port + PORTS, 65536)):
         try:
             return Server((flags.host, port), WatchedRuns(flags.runs))
@@ -130,7 +138,7 @@ def serve(flags: WatchedConfig) -> Server:
 
 
 def watch(config: WatchConfig) -> None:
-    """Serve the page until Ctrl-C.
+    """Serve the page until Ctrl-C. A folder without a run is no error: a run may begin in it later.
 
     Raises:
         UsageError: as :func:`serve`.
@@ -140,5 +148,10 @@ def watch(config: WatchConfig) -> None:
         address = f"http://{config.watched.host}:{server.server_address[1]}"
         texts = {"runs": f"{len(server.runs.find())} in {folders}", "page": f"{address}, until Ctrl-C"}
         print(lines(texts), flush=True)
-        while not stop_requested():
-            server.handle_request()
+        for folder in server.runs.empty():
+            print(
+                f"warning: {folder} holds no run yet: pass the --output_dir of a run, or a folder of runs", flush=True
+            )
+        if config.watched.open:
+            webbrowser.open(address)
+        server.serve_forever()

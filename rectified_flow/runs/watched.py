@@ -1,101 +1,24 @@
 """A run as its folder shows it from outside: read only, while another process writes in it."""
 
-import json
 import os
 import platform
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rectified_flow.documents import read_document
 from rectified_flow.errors import UsageError
+from rectified_flow.runs.curves import Curves
 from rectified_flow.runs.folder import STATUS_FILE, Status
 
-POINTS = 400
-"""Of a curve that is sent, however long the run is."""
 SAMPLES = "samples"
 SAMPLE_FILE = re.compile(r"step_\d+\.png")
-SETTINGS = {"image_size", "num_real", "num_samples", "seed", "steps", "images_seen"}
-"""Numbers in the files of lines that are no curves."""
 QUIET = 600
-"""Seconds without a sign after which a run on another machine is told as silent."""
-
-LARGEST = 1e300
-"""Above every number that a curve has; numbers that are none are not below it."""
-
-Point = tuple[int, float]
-
-
-class Curves:
-    """The numbers in a file of JSON lines, by name; of each call, only the lines that are new are read.
-
-    Args:
-        path: the file, which need not be there yet, and may be replaced by a shorter one.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._file, self._offset = 0, 0
-        self.numbers: dict[str, list[Point]] = {}
-        self._thinned: dict[str, list[Point]] | None = None
-
-    def read_on(self) -> None:
-        """Read what is new. Damaged lines, and the last one while it is half written, are left out."""
-        try:
-            with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_ino != self._file or found.st_size < self._offset:
-                    self._forget()
-                    self._file = found.st_ino
-                file.seek(self._offset)
-                content = file.read()
-        except OSError:
-            self._forget()
-            return
-        whole = content.rfind(b"\n") + 1
-        if whole:
-            self._offset += whole
-            self._thinned = None
-        for line in content[:whole].splitlines():
-            self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        row: Any = None
-        with suppress(ValueError):
-            row = json.loads(line)
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            return
-        for name, value in row.items():
-            if type(value) in (int, float) and abs(value) < LARGEST and name not in {"step", *SETTINGS}:
-                self.numbers.setdefault(name, []).append((row["step"], value))
-
-    def thinned(self) -> dict[str, list[Point]]:
-        """Curves by name, of at most :data:`POINTS`."""
-        if self._thinned is None:
-            self._thinned = {name: thinned(points) for name, points in self.numbers.items()}
-        return self._thinned
-
-    def last(self, name: str) -> Point | None:
-        """The last point of a curve, if it has any."""
-        points = self.numbers.get(name)
-        return points[-1] if points else None
-
-
-def thinned(points: list[Point], count: int = POINTS) -> list[Point]:
-    """At most ``count`` points: the mean value of as many neighbours, at the step of the last of them."""
-    if len(points) <= count:
-        return points
-    parts = np.array_split(np.array(points), count)
-    return [(int(part[-1, 0]), float(part[:, 1].mean())) for part in parts]
+"""Seconds without a sign after which a run on another machine is reported as silent."""
 
 
 class WatchedRun:
@@ -109,7 +32,7 @@ class WatchedRun:
         """What a page shows of the run, as JSON can hold it.
 
         ``step`` and ``total_steps`` are optimizer steps, ``seconds_left`` and ``silent`` seconds; ``curves`` has lists
-        of ``[step, value]`` by file and name, of at most :data:`POINTS`.
+        of ``[step, value]`` by file and name, of at most :data:`rectified_flow.runs.curves.POINTS`.
         """
         for curves in self._curves.values():
             curves.read_on()
@@ -118,7 +41,6 @@ class WatchedRun:
         bad_steps, loss = metrics.last("bad_steps"), metrics.last("loss")
         step = max(status.step if status else 0, loss[0] if loss else 0)
         return {
-            "name": self.folder.name,
             "state": _state(status),
             "message": status.message if status else "",
             "step": step,
@@ -140,7 +62,8 @@ class WatchedRun:
         """The PNG file of a grid; None if there is none of that name, or it is a link that leads out of the folder."""
         path = self.folder / SAMPLES / name
         with suppress(OSError):
-            if SAMPLE_FILE.fullmatch(name) and path.resolve().is_relative_to(self.folder.resolve()):
+            inside = path.resolve().is_relative_to(self.folder.resolve())
+            if SAMPLE_FILE.fullmatch(name) and inside and path.is_file():
                 return path.read_bytes()
         return None
 
@@ -163,18 +86,11 @@ class WatchedRun:
         return silence if silence > QUIET else None
 
     def _seconds_left(self, status: Status | None, step: int) -> float | None:
-        rate = self._curves["metrics"].last("images_per_second")
-        batch = self._images_per_step()
-        if status is None or _state(status) != "running" or not rate or rate[1] <= 0 or batch is None:
+        rate, seen = (self._curves["metrics"].last(name) for name in ("images_per_second", "images_seen"))
+        if status is None or _state(status) != "running" or not rate or not seen or rate[1] <= 0 or seen[0] <= 0:
             return None
+        batch = seen[1] / seen[0]  # images per step
         return max(0, status.total_steps - step) * batch / rate[1]
-
-    def _images_per_step(self) -> float | None:
-        with suppress(OSError, ValueError, IndexError, KeyError, TypeError, ZeroDivisionError):
-            with (self.folder / "metrics.jsonl").open("rb") as file:
-                first = json.loads(file.readline())
-            return float(first["images_seen"] / first["step"])
-        return None
 
 
 def _state(status: Status | None) -> str:
@@ -197,8 +113,17 @@ def _is_alive(pid: int) -> bool:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has begun in ``folder``."""
-    return (folder / STATUS_FILE).is_file()
+    """Whether a run has begun in ``folder``; False where its rights forbid to look."""
+    return os.path.isfile(folder / STATUS_FILE)
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The folder itself if it is that of a run, else those of the runs in it, by name."""
+    if is_run(folder):
+        return [folder]
+    with suppress(OSError):
+        return sorted(filter(is_run, folder.iterdir()))
+    return []
 
 
 class WatchedRuns:
@@ -209,19 +134,31 @@ class WatchedRuns:
     """
 
     def __init__(self, folders: tuple[Path, ...]) -> None:
-        self.folders = folders
+        self.folders = [Path(os.path.abspath(folder)) for folder in folders]  # a link keeps its name
         self._runs: dict[Path, WatchedRun] = {}
 
     def find(self) -> Mapping[int, WatchedRun]:
-        """Those that are there by now."""
-        for folder in self._found():
-            self._runs.setdefault(folder, WatchedRun(folder))
+        """Those that have begun; each once, however often it was named."""
+        for found in map(runs_in, self.folders):
+            for folder in found:
+                self._runs.setdefault(folder, WatchedRun(folder))
         return dict(enumerate(self._runs.values()))
 
-    def _found(self) -> Iterator[Path]:
-        for folder in self.folders:
-            if is_run(folder):
-                yield folder
-            else:
-                with suppress(OSError):
-                    yield from (each for each in sorted(folder.iterdir()) if each.is_dir() and is_run(each))
+    def report(self) -> list[dict[str, Any]]:
+        """:meth:`WatchedRun.report` of each, with its number as ``id``, and a ``name`` that no other has."""
+        found = self.find()
+        names = short_names([run.folder for run in found.values()])
+        return [{"id": number, "name": names[number], **run.report()} for number, run in found.items()]
+
+    def empty(self) -> list[Path]:
+        """The folders in which no run has begun."""
+        return [folder for folder in self.folders if not runs_in(folder)]
+
+
+def short_names(folders: list[Path]) -> list[str]:
+    """The last parts of different paths, as many as it takes to tell all apart."""
+    for count in range(1, max((len(folder.parts) for folder in folders), default=0) + 1):
+        names = ["/".join(folder.parts[-count:]) for folder in folders]
+        if len(set(names)) == len(folders):
+            return names
+    return [str(folder) for folder in folders]

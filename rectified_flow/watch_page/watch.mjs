@@ -1,6 +1,6 @@
 // Runs while they train: asks the server every few seconds, and shows what it answers.
 
-import { drawChart } from "./chart.mjs";
+import { Chart } from "./chart.mjs";
 
 const EVERY = 3000; // milliseconds
 const COLOURS = 6;
@@ -20,6 +20,7 @@ const CHARTS = [
 let runs = [];
 const hidden = new Set(); // numbers of the runs that are not drawn
 const cards = new Map();
+const charts = [];
 
 export function duration(seconds) {
   const minutes = Math.round(seconds / 60);
@@ -62,6 +63,7 @@ function updateCard(card, run) {
   card.run = run.id;
   card.querySelector(".samples").hidden = run.samples.length === 0;
   slider.max = run.samples.length - 1;
+  slider.hidden = run.samples.length < 2;
   if (isAtEnd) slider.value = run.samples.length - 1; // who looks at the newest goes on with it
   showSample(card);
 }
@@ -91,19 +93,20 @@ function seriesOf({ file, wanted }) {
   );
 }
 
+function makeChart({ title }, number) {
+  const chart = new Chart(title);
+  chart.figure.id = `chart-${number}`;
+  find("charts").append(chart.figure);
+  return chart;
+}
+
 function drawCharts() {
   const smoothing = Number(find("smoothing").value);
-  CHARTS.forEach((chart, number) => {
-    const series = seriesOf(chart);
-    let figure = document.getElementById(`chart-${number}`);
-    if (!figure) {
-      figure = document.createElement("figure");
-      figure.id = `chart-${number}`;
-      figure.className = "chart";
-      find("charts").append(figure);
-    }
-    figure.hidden = series.length === 0;
-    if (series.length > 0) drawChart(figure, { title: chart.title, series, log: chart.log && find("log").checked, smoothing });
+  CHARTS.forEach((kind, number) => {
+    const series = seriesOf(kind);
+    charts[number] ??= makeChart(kind, number);
+    charts[number].figure.hidden = series.length === 0;
+    if (series.length > 0) charts[number].draw({ series, log: kind.log && find("log").checked, smoothing });
   });
 }
 
@@ -116,7 +119,7 @@ async function update() {
       if (!cards.has(run.id)) cards.set(run.id, makeCard(run));
       updateCard(cards.get(run.id), run);
     }
-    if (!find("charts").matches(":hover")) drawCharts(); // a read-out stays while one reads it
+    drawCharts();
     find("status").textContent = runs.length ? "" : "No run has begun in these folders yet.";
     find("status").classList.remove("failed");
   } catch {
@@ -129,4 +132,5 @@ async function update() {
 
 find("log").addEventListener("change", drawCharts);
 find("smoothing").addEventListener("input", drawCharts);
+addEventListener("resize", drawCharts);
 update();

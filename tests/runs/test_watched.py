@@ -1,0 +1,151 @@
+"""What watch.py reads from the folders of runs while they are written to."""
+
+import json
+import os
+import time
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow.runs.curves import POINTS, Curve, Curves
+from rectified_flow.runs.watched import WatchedRun, WatchedRuns
+from tests.watched_runs import add, begin_run, metrics, now, write_status
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return begin_run(tmp_path / "runs" / "cats")
+
+
+def test_a_run_that_trains(run: Path) -> None:
+    report = WatchedRun(run).report()
+    assert (report["state"], report["step"], report["total_steps"]) == ("running", 30, 100)
+    assert report["seconds_left"] == 70 * 8 / 4
+    assert (report["bad_steps"], report["silent"], report["samples"]) == (2, None, ["step_00000020.png"])
+    assert report["curves"]["metrics"]["loss"] == [(10, 0.1), (20, 0.05), (30, 1 / 30)]
+    assert report["curves"]["heldout"] == {"heldout_loss": [(20, 0.5)], "seen_loss": [(20, 0.4)], "gap": [(20, 0.1)]}
+    json.dumps(report, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({"pid": 2**22 + 1}, "died"),
+        ({"pid": 2**22 + 1, "host": "elsewhere"}, "running"),
+        ({"state": "failed", "message": "no memory"}, "failed"),
+        ({"state": "finished"}, "finished"),
+        ({"time": "yesterday"}, "running"),
+    ],
+)
+def test_the_state_of_a_run(run: Path, changes: dict[str, Any], state: str) -> None:
+    write_status(run, **changes)
+    report = WatchedRun(run).report()
+    assert report["state"] == state
+    assert report["message"] == changes.get("message", "")
+    assert (report["seconds_left"] is None) == (state != "running")
+
+
+def test_a_run_that_is_silent(run: Path) -> None:
+    write_status(run, time=now(ago=4000))
+    for file in run.glob("*.jsonl"):
+        os.utime(file, (time.time() - 3000,) * 2)
+    assert WatchedRun(run).report()["silent"] == pytest.approx(3000, abs=60)
+
+
+def test_it_reads_on_where_it_was(run: Path) -> None:
+    watched = WatchedRun(run)
+    watched.report()
+    add(run, "metrics", {"step": 40, "loss": 0.25}, {"step": 50, "loss": 0.2}, end="")
+    assert watched.report()["curves"]["metrics"]["loss"][-1] == (40, 0.25), "the last line is half written"
+    add(run, "metrics", end="\n")
+    assert watched.report()["curves"]["metrics"]["loss"][-1] == (50, 0.2)
+
+
+def test_a_file_that_is_replaced_by_a_shorter_one(run: Path) -> None:
+    watched = WatchedRun(run)
+    watched.report()
+    (run / "new").write_text(json.dumps(metrics(10)) + "\n")
+    (run / "new").replace(run / "metrics.jsonl")
+    assert watched.report()["curves"]["metrics"]["loss"] == [(10, 0.1)]
+    (run / "metrics.jsonl").unlink()
+    assert watched.report()["curves"]["metrics"] == {}
+
+
+DAMAGED = {
+    **{"empty": "", "null": "null", "list": "[1]", "half": '{"step": ', "no step": '{"loss": 1}'},
+    **{"text": '{"step": "1", "loss": 1}', "bytes": "\udcff", "yes": '{"step": 5, "loss": true}'},
+    **{"deep": "[" * 100_000, "huge": f'{{"step": {10**30}, "loss": 1}}'},
+}
+
+
+@pytest.mark.parametrize("line", DAMAGED.values(), ids=DAMAGED.keys())
+def test_damaged_lines_are_left_out(run: Path, line: str) -> None:
+    content = (run / "metrics.jsonl").read_bytes()
+    (run / "metrics.jsonl").write_bytes(line.encode(errors="surrogateescape") + b"\n" + content)
+    report = WatchedRun(run).report()
+    assert [step for step, _ in report["curves"]["metrics"]["loss"]] == [10, 20, 30]
+    assert report["seconds_left"] == 70 * 8 / 4
+
+
+@pytest.mark.parametrize("loss", [nan, inf, 10**400])
+def test_numbers_that_are_none_are_left_out(run: Path, loss: float) -> None:
+    add(run, "metrics", metrics(40, loss=loss))
+    assert WatchedRun(run).report()["curves"]["metrics"]["loss"][-1][0] == 30
+
+
+def test_nothing_of_a_run_need_be_there(tmp_path: Path) -> None:
+    report = WatchedRun(tmp_path / "nowhere").report()
+    assert (report["state"], report["step"], report["total_steps"]) == ("waiting", 0, None)
+    write_status(tmp_path / "half")
+    (tmp_path / "half" / "status.json").write_text('{"state": "runn')
+    assert WatchedRun(tmp_path / "half").report()["state"] == "waiting"
+
+
+def curve(points: list[tuple[int, float]]) -> Curve:
+    made = Curve()
+    for step, value in points:
+        made.add(step, value)
+    return made
+
+
+def test_long_curves_are_thinned_to_means() -> None:
+    points = [(step, float(step % 2)) for step in range(10 * POINTS)]
+    assert curve(points[:POINTS]).thinned() == points[:POINTS]
+    assert curve(points).thinned() == [(step, 0.5) for step in range(9, 10 * POINTS, 10)]
+    assert curve(points[:7]).thinned(3) == [(1, 0.5), (3, 0.5), (6, pytest.approx(1 / 3))]
+
+
+def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = Curves(run / "metrics.jsonl")
+    taken: list[bytes] = []
+    monkeypatch.setattr(curves, "_take", taken.append)
+    for _ in range(3):
+        curves.read_on()
+    assert len(taken) == 3
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = (begin_run(tmp_path / "a" / "cats"), begin_run(tmp_path / "b" / "cats"))
+    assert [each["name"] for each in WatchedRuns(folders).report()] == ["a/cats", "b/cats"]
+
+
+def test_a_run_is_shown_once_and_by_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    (run.parent / "best").symlink_to(run)
+    runs = WatchedRuns((Path(), run, run.parent, Path("../cats")))
+    assert [each["name"] for each in runs.report()] == ["cats", "best"]
+
+
+def test_a_run_that_may_not_be_read_hides_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = begin_run(run.parent / "ants")
+    stat = os.stat
+
+    def refuse(path: Any, *arguments: Any, **more: Any) -> os.stat_result:
+        if Path(path).parent == secret:
+            raise PermissionError
+        return stat(path, *arguments, **more)
+
+    monkeypatch.setattr(os, "stat", refuse)
+    assert [each["name"] for each in WatchedRuns((run.parent,)).report()] == ["cats"]
