@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.command_line import parse, recorded
-from rectified_flow.cli.flags import EvaluateConfig, ExportConfig, SampleConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.trained_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import names, plain
 from rectified_flow.runs.config import TrainingConfig

@@ -23,14 +23,8 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import (
-    EvaluateConfig,
-    ExportConfig,
-    SampleConfig,
-    TrainMeanFlow,
-    TrainRectifiedFlow,
-    WatchConfig,
-)
+from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.trained_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.data import catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError

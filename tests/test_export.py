@@ -14,7 +14,7 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.export import FILES, Format, export, write_page
-from rectified_flow.cli.flags import ExportConfig
+from rectified_flow.cli.trained_flags import ExportConfig
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.exported import NetworkCall
 from rectified_flow.flows.flow import Flow

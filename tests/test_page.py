@@ -17,7 +17,7 @@ from PIL import Image
 
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.export import export
-from rectified_flow.cli.flags import ExportConfig
+from rectified_flow.cli.trained_flags import ExportConfig
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
 from tests.flows.test_saved import FLOWS, write

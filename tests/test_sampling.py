@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import SampleConfig
 from rectified_flow.cli.sample import LOCK_FILE, sample
+from rectified_flow.cli.trained_flags import SampleConfig
 from rectified_flow.errors import RunError
 from rectified_flow.files import lock_of
 from rectified_flow.flows.flow import Flow

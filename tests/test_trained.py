@@ -8,8 +8,8 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli import trained
-from rectified_flow.cli.flags import ModelConfig
 from rectified_flow.cli.trained import Trained, load_trained
+from rectified_flow.cli.trained_flags import ModelConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import saved
 from rectified_flow.flows.flow import Flow

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rectified_flow.cli.flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.trained_flags import WatchConfig, WatchedConfig
 from rectified_flow.cli.watch import Server, serve, watch
 from rectified_flow.errors import UsageError
 from tests.watched_runs import begin_run, write_status

@@ -10,7 +10,6 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.trained import (
     Trained,
@@ -21,6 +20,7 @@ from rectified_flow.cli.trained import (
     run_folder_of,
     solver_options,
 )
+from rectified_flow.cli.trained_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import ImageDataset

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
-from rectified_flow.cli.flags import ExportConfig
 from rectified_flow.cli.trained import Trained, class_names, read_trained, run_folder_of, solver_name
+from rectified_flow.cli.trained_flags import ExportConfig
 from rectified_flow.errors import RunError, UsageError, require
 from rectified_flow.files import prepare_folder, replace_file
 from rectified_flow.flows.exported import NetworkCall

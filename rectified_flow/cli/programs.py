@@ -31,7 +31,7 @@ def sample() -> None:
     """``sample.py`` and ``rectified-flow-sample``."""
     run(
         "rectified_flow.cli.sample:sample",
-        "rectified_flow.cli.flags:SampleConfig",
+        "rectified_flow.cli.trained_flags:SampleConfig",
         "Draw pictures from a trained flow: numbered PNGs and a grid of them.\n\nThe model is built from the "
         "description in its checkpoint. Start it with torchrun or accelerate launch to draw on several devices.",
     )
@@ -41,7 +41,7 @@ def evaluate() -> None:
     """``evaluate.py`` and ``rectified-flow-evaluate``."""
     run(
         "rectified_flow.cli.evaluate:evaluate",
-        "rectified_flow.cli.flags:EvaluateConfig",
+        "rectified_flow.cli.trained_flags:EvaluateConfig",
         "Measure how near a trained flow's pictures are to the pictures it was trained on.\n\nDistances are printed "
         "and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share the work "
         "between several devices.",
@@ -52,7 +52,7 @@ def export() -> None:
     """``export.py`` and ``rectified-flow-export``."""
     run(
         "rectified_flow.cli.export:export",
-        "rectified_flow.cli.flags:ExportConfig",
+        "rectified_flow.cli.trained_flags:ExportConfig",
         "Write one network call of a trained flow as a program that other software runs, beside a model.json that "
         "says what goes in and comes out.\n\nThe program is compared with the flow before it is written. It needs the "
         "packages of the extra export: pip install '.[export]'.",
@@ -63,7 +63,7 @@ def watch() -> None:
     """``watch.py`` and ``rectified-flow-watch``."""
     run(
         "rectified_flow.cli.watch:watch",
-        "rectified_flow.cli.flags:WatchConfig",
+        "rectified_flow.cli.trained_flags:WatchConfig",
         "Show runs in a browser while they train: losses, samples, distances, and how long they will take.\n\nThe "
         "page is served to this machine alone, unless --host says otherwise. It reads the folders of the runs, and "
         "writes nothing.",

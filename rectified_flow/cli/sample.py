@@ -17,7 +17,6 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.card import card_of
-from rectified_flow.cli.flags import SampleConfig
 from rectified_flow.cli.processes import join
 from rectified_flow.cli.trained import (
     autocast,
@@ -28,6 +27,7 @@ from rectified_flow.cli.trained import (
     solver_name,
     solver_options,
 )
+from rectified_flow.cli.trained_flags import SampleConfig
 from rectified_flow.data.fitting import fit
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.image_folder import find_images

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from rectified_flow.cli.flags import ModelConfig, SolverConfig
+from rectified_flow.cli.trained_flags import ModelConfig, SolverConfig
 from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.errors import UsageError, require
 from rectified_flow.flows.flow import Flow

@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from rectified_flow.cli.flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.trained_flags import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError, require
 from rectified_flow.report import lines
 from rectified_flow.runs.watched import WatchedRuns
@@ -149,9 +149,7 @@ def watch(config: WatchConfig) -> None:
         texts = {"runs": f"{len(server.runs.find())} in {folders}", "page": f"{address}, until Ctrl-C"}
         print(lines(texts), flush=True)
         for folder in server.runs.empty():
-            print(
-                f"warning: {folder} holds no run yet: pass the --output_dir of a run, or a folder of runs", flush=True
-            )
+            print(f"warning: {folder} holds no run yet: {REMEDY}", flush=True)
         if config.watched.open:
             webbrowser.open(address)
         server.serve_forever()

@@ -13,8 +13,8 @@ from PIL import Image
 
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.evaluate import _training_pictures, evaluate
-from rectified_flow.cli.flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.trained import read_trained
+from rectified_flow.cli.trained_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import load_features

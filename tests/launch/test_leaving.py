@@ -11,7 +11,8 @@ import pytest
 
 from rectified_flow.cli import launch
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import SampleConfig, TrainRectifiedFlow
+from rectified_flow.cli.flags import TrainRectifiedFlow
+from rectified_flow.cli.trained_flags import SampleConfig
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.interruption import Interrupted
 from tests.patience import PATIENCE
