@@ -12,7 +12,7 @@ help:  ## list the targets
 
 install: $(READY)  ## create .venv and install requirements.txt
 
-demo: $(READY)  ## train a small rectified flow on drawn flowers: some 6 minutes on 2 CPU cores
+demo: $(READY)  ## train a small rectified flow on drawn flowers: 5 to 14 minutes on 2 CPU cores
 	$(BIN)/python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 2 --dropout 0 \
 		--batch_size 16 --train_num_steps 900 --learning_rate 1e-3 --lr_warmup_steps 50 --ema_decay 0.99 \
 		--sample_every 300 --sample_steps 8 --save_every 300 --log_every 10 --output_dir runs/demo
