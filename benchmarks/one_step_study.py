@@ -14,31 +14,30 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import tyro
 from accelerate.utils import set_seed
 from torch import Tensor, nn
-from torch.func import jvp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from one_step_factors import FACTORS, KNOWN_AS, Factor
+from one_step_flows import AlongVelocity, Reflow, StudyFlow
 
 from rectified_flow import randomness
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.flows.flow import Flow, expand
+from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.flows.rectified import LEAST_DIVISOR, RectifiedFlow
-from rectified_flow.flows.timesteps import LogitNormal, Uniform, UShaped
-from rectified_flow.networks.conditions import Values
+from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.plots import draw_lines
@@ -55,253 +54,6 @@ CONTROL = "control"
 DISTANCE = "efficientnet_lite0_{}_distance"
 
 
-class StudyFlow(MeanFlow):
-    """A mean flow with what the study tries beside the package's own settings.
-
-    Args:
-        share: earlier times are uniform shares of t.
-        clean: the network predicts the clean picture, and ``u = (x - network) / t`` (arXiv:2601.22158).
-        along: which equation the average velocity is learned from: the derivative by the later time (``eulerian``,
-            mean flow's own), or by the earlier one (``lagrangian``; Boffi et al. 2025, arXiv:2505.18825).
-        teacher: a trained network whose velocity takes the place of the data's.
-        growing: intervals grow to their length over the first four fifths of the training.
-        paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
-        whole: share of the intervals that are whole paths.
-    """
-
-    def __init__(
-        self,
-        network: nn.Module,
-        *,
-        share: bool = False,
-        clean: bool = False,
-        along: Literal["eulerian", "lagrangian"] = "eulerian",
-        teacher: nn.Module | None = None,
-        growing: bool = False,
-        paths: Tensor | None = None,
-        whole: float = 0.0,
-        **settings: Any,
-    ) -> None:
-        super().__init__(network, **settings)
-        self.share, self.clean, self.along = share, clean, along
-        self.teacher = None if teacher is None else (teacher,)  # in a tuple, its weights are nobody's to train
-        self.growing, self.paths, self.whole = growing, paths, whole
-
-    def forward(self, **batch: Any) -> Tensor:
-        x_0, noise, conditions = self.draw_batch(batch)
-        t = self.time_distribution.sample(len(x_0), x_0.device)
-        if self.paths is not None:
-            return self._follow(x_0, noise, t, self.paths)
-        earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
-        if self.share:
-            earlier = t * Uniform().sample(len(x_0), x_0.device, "earlier time")
-        if self.growing:
-            earlier = t - (t - earlier) * min(1.0, self.progress / 0.8)
-        count = round(self.mean_fraction * len(x_0))
-        r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = self.variant.step(self.progress)
-        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
-        self.logged = {"unweighted_loss": mean_square}
-        return loss
-
-    def _follow(self, x_0: Tensor, noise: Tensor, t: Tensor, paths: Tensor) -> Tensor:
-        """The loss on the average velocities of paths, and in the other rows on the velocity."""
-        count, steps = round(self.mean_fraction * len(x_0)), paths.shape[1] - 1
-        which = randomness.randint("path", len(paths), (len(x_0),), x_0.device)[:count]
-        end = 1 + randomness.randint("end", steps, (len(x_0),), x_0.device)[:count]
-        start = (randomness.rand("start", (len(x_0),), x_0.device)[:count] * end).long()
-        whole = torch.arange(count) < round(self.whole * count)
-        start, end = torch.where(whole, 0, start), torch.where(whole, steps, end)
-        x_t, x_r = paths[which, steps - end].float(), paths[which, steps - start].float()
-        time, earlier = end / steps, start / steps
-        x = torch.cat((x_t, torch.lerp(x_0, noise, expand(t, x_0))[count:]))
-        target = torch.cat(((x_t - x_r) / expand(time - earlier, x_t), (noise - x_0)[count:]))
-        u = self.average_velocity(x, torch.cat((time, t[count:])), torch.cat((earlier, t[count:])))
-        square = (u - target).square().flatten(1).sum(dim=1)
-        self.logged = {"unweighted_loss": square.detach().mean() / u[0].numel()}
-        return ((square.detach() + self.weight_epsilon) ** -self.weight_power * square).mean()
-
-    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
-        output = super().average_velocity(x, t, r, **conditions)
-        return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
-
-    def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        if self.teacher is None:
-            return self.average_velocity(x, t, t, **conditions)
-        output = self.teacher[0](x, t).float()
-        return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
-
-    def _guide(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
-        return v if self.teacher is None else self.velocity(x, t)
-
-    def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
-        return v if self.teacher is not None else super()._blend(v, x, t, conditions)
-
-    def _correction(
-        self,
-        u: Tensor,
-        x: Tensor,
-        v: Tensor,
-        t: Tensor,
-        r: Tensor,
-        conditions: Values,
-        step: Tensor | None,
-        kept: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        if self.along == "eulerian":
-            return super()._correction(u, x, v, t, r, conditions, step, kept)
-        gap = expand(t - r, x)
-        _, slope, *_ = jvp(lambda r: self.average_velocity(x, t, r), (r,), (torch.ones_like(r),))
-        return -gap * slope, self.velocity(x - gap * u, r)
-
-
-class Reflow(RectifiedFlow):
-    """A rectified flow between the ends of paths, see :class:`StudyFlow`."""
-
-    def __init__(self, network: nn.Module, *, paths: Tensor, **settings: Any) -> None:
-        super().__init__(network, **settings)
-        self.paths = paths
-
-    def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
-        x_0, _, conditions = super().draw_batch(batch)
-        which = randomness.randint("path", len(self.paths), (len(x_0),), x_0.device)
-        return self.paths[which, -1].float(), self.paths[which, 0].float(), conditions
-
-
-class AlongVelocity(RectifiedFlow):
-    """The rectified flow of a mean flow's ``u(x, t, t)``."""
-
-    def __init__(self, flow: MeanFlow) -> None:
-        super().__init__(flow.network, space=flow.space)
-        self.flow = (flow,)
-
-    def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        return self.flow[0].average_velocity(x, t, t, **conditions)
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One deviation from the default.
-
-    Args:
-        expected: what it was expected to do, written down before it ran.
-        flow: settings of :class:`StudyFlow`; None trains a rectified flow.
-        run: settings of the run.
-        after: the factor whose trained weights it starts from; None starts from nothing.
-        taught: whether the flow of these weights is its teacher, too.
-        wakes: whether the interval's embedding starts at random instead of zero.
-        rectified: settings of the rectified flow.
-        length: of the training, as a multiple of the flag.
-        paths: how many the flow of these weights draws to train on, as a share of the training images.
-    """
-
-    expected: str
-    flow: Mapping[str, Any] | None = field(default_factory=dict)
-    run: Mapping[str, Any] = field(default_factory=dict)
-    after: str | None = "rectified"
-    taught: bool = False
-    wakes: bool = False
-    rectified: Mapping[str, Any] = field(default_factory=dict)
-    length: float = 1
-    paths: float = 0
-
-
-ALIKE = {"weight_power": 0.0}
-UNCLIPPED = {"max_grad_norm": 3.0 * IMAGE_SIZE**2}
-"""With rows weighted alike, the loss is a sum over elements: the limit of a mean, as rectified flow has it."""
-LAGRANGIAN = {"along": "lagrangian"}
-SHARES = {"share": True}
-LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}
-LOWERED = ", half the rate, falling to 0"
-DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1 / 8, "length": 1.08}
-"""Drawing and training cost as much as the training of a mean flow on as many images as the flag says."""
-FACTORS = {
-    "rectified": Factor("the reference", None, after=None, length=4),
-    "rectified, clean": Factor(
-        "a little behind rectified", None, after=None, rectified={"prediction": "clean"}, length=4
-    ),
-    "default": Factor("better in one call, worse at 16"),
-    "velocity rows only": Factor("better than rectified at 16 calls; if not, it is the restart", {"mean_fraction": 0}),
-    "a quarter of the rate": Factor(
-        "better at 16 calls, if the rate, and not the objective, spoils the velocity", run={"learning_rate": 5e-4}
-    ),
-    "the rate falls to 0": Factor(
-        "better in every column: what is left is noise of the updates", run={"lr_decay": "cosine"}
-    ),
-    "a quarter of the rate, taught": Factor("better than without a teacher", run={"learning_rate": 5e-4}, taught=True),
-    LOWERED.removeprefix(", "): Factor("the best of both", run=LOWER),
-    "paths": Factor("better in one call: nothing but regression, and no noise in the target", **DRAWN),
-    "whole paths": Factor("the best in one call: what this network can do there", {"whole": 1.0}, **DRAWN),
-    "half whole paths": Factor("in one call as whole paths, at 2 to 16 as paths", {"whole": 0.5}, **DRAWN),
-    "half whole paths, all of the rows": Factor(
-        "no worse: paths have velocities, too", {"whole": 0.5, "mean_fraction": 1.0}, **DRAWN
-    ),
-    "half whole paths, all of the rows, a quarter as many": Factor(
-        "the best: cheaper to draw, and trained for longer",
-        {"whole": 0.5, "mean_fraction": 1.0},
-        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
-    ),
-    "half whole paths, twice the rate": Factor(
-        "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
-    ),
-    "whole paths, all of the rows, a quarter as many": Factor(
-        "better in one call, worse at 2 and 4",
-        {"whole": 1.0, "mean_fraction": 1.0},
-        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
-    ),
-    "half whole paths, a quarter as many": Factor(
-        "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 1 / 32, "length": 1.58})
-    ),
-    "reflow": Factor(
-        "the best in one call so far",
-        None,
-        rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
-        **DRAWN,
-    ),
-    "reflow, a quarter as many": Factor(
-        "better: cheaper to draw, and trained for longer",
-        None,
-        rectified={"distance": "pseudo_huber", "time_distribution": UShaped()},
-        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
-    ),
-    "shares, power 0": Factor("better at 16 calls; the best on a toy", SHARES | ALIKE, UNCLIPPED),
-    "lagrangian": Factor("better in one call: no derivative by x", LAGRANGIAN),
-    "lagrangian, shares, power 0": Factor(
-        "better than shares, power 0, in one call", LAGRANGIAN | SHARES | ALIKE, UNCLIPPED
-    ),
-    "lagrangian, shares, power 0, taught": Factor(
-        "the best in one call", LAGRANGIAN | SHARES | ALIKE, UNCLIPPED, taught=True
-    ),
-    "clean": Factor("better in one call: nothing is left of the noise", {"clean": True}, after="rectified, clean"),
-    "clean, taught": Factor("better than clean", {"clean": True}, after="rectified, clean", taught=True),
-} | {
-    name + LOWERED: replace(factor, run={**LOWER, **factor.run})
-    for name, factor in {
-        "mean_flow": Factor("as the default, or a little worse", {"objective": "mean_flow"}),
-        "so_flow": Factor("as the default", {"objective": "so_flow"}),
-        "alpha_flow": Factor("better at 16 calls: a curriculum", {"objective": "alpha_flow"}),
-        "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
-        "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
-        "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),
-        "three quarters of the rows": Factor("worse at 16 calls", {"mean_fraction": 0.75}),
-        "rectified's times": Factor("little difference", {"time_distribution": LogitNormal()}),
-        "late times": Factor(
-            "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}
-        ),
-        "no clipping": Factor("worse: norms of 2 to 6 are common", run={"max_grad_norm": 0.0}),
-        "taught": Factor("better: no noise of the data in the target", taught=True),
-        "bf16": Factor("no difference", run={"mixed_precision": "bf16"}),
-        "awake embedding": Factor("no difference", wakes=True),
-        "long memory": Factor("little difference", run={"adam_betas": (0.9, 0.999)}),
-        "from nothing": Factor("behind: the velocity is learned late", after=None, length=5),
-    }.items()
-}
-
-
-KNOWN_AS = {"half whole paths, all of the rows, a quarter as many": "from a teacher"}
-"""Short names of factors in plots."""
-
-
 @dataclass(frozen=True)
 class Flags:
     factors: tuple[str, ...] = tuple(FACTORS)
@@ -312,6 +64,8 @@ class Flags:
     """Training seeds."""
     images: int = 8192
     """Training images."""
+    image_size: int = IMAGE_SIZE
+    """Side of the pictures [px]."""
     dim: int = 24
     """Channels of the Unet at full resolution."""
     num_samples: int = 256
@@ -349,14 +103,16 @@ class Case:
             "seed": self.seed,
             "data": Path(flags.data).name,
             "images": flags.images,
+            "image_size": flags.image_size,
             "dim": flags.dim,
             "num_samples": flags.num_samples,
         }
 
     @property
     def folder(self) -> Path:
-        words = f"{Path(self.flags.data).name} {self.flags.dim} {self.flags.images} {self.name} {self.seed}"
-        return self.flags.output_dir / "".join(c if c.isalnum() else "-" for c in words)
+        flags = self.flags
+        words = f"{Path(flags.data).name} {flags.image_size} {flags.dim} {flags.images} {self.name} {self.seed}"
+        return flags.output_dir / "".join(c if c.isalnum() else "-" for c in words)
 
     @property
     def before(self) -> "Case | None":
@@ -385,8 +141,10 @@ class Case:
 
     def build(self) -> Flow:
         """The flow to train, with the weights that it starts from."""
-        side = IMAGE_SIZE
-        network = Unet(self.flags.dim, (1, 2, 3), image_size=side, attention_sides=(8,), blocks_per_level=1, dropout=0)
+        side = self.flags.image_size
+        network = Unet(
+            self.flags.dim, (1, 2, 3), image_size=side, attention_sides=(side // 4,), blocks_per_level=1, dropout=0
+        )
         space = Pixels((3, side, side), horizontal_flip=True)
         if self.factor.wakes:
             nn.init.normal_(network.time_embedding.interval.weight, std=0.05)
@@ -435,7 +193,7 @@ def train(case: Case) -> tuple[Flow, float | None]:
 
 def pictures(flags: Flags) -> ImageDataset:
     path = Path(flags.data) if Path(flags.data).exists() else None
-    return open_dataset(flags.data, path, image_size=IMAGE_SIZE)
+    return open_dataset(flags.data, path, image_size=flags.image_size)
 
 
 def measure(case: Case) -> None:

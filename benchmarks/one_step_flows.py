@@ -1,0 +1,166 @@
+"""The flows of ``one_step_study.py``: mean flow and reflow, with what the study tries beside the package's settings."""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import jvp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow import randomness
+from rectified_flow.flows.flow import expand
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import LEAST_DIVISOR, RectifiedFlow
+from rectified_flow.flows.timesteps import Uniform
+from rectified_flow.networks.conditions import Values
+
+
+class StudyFlow(MeanFlow):
+    """A mean flow with what the study tries beside the package's own settings.
+
+    Args:
+        share: earlier times are uniform shares of t.
+        clean: the network predicts the clean picture, and ``u = (x - network) / t`` (arXiv:2601.22158).
+        along: which equation the average velocity is learned from: the derivative by the later time (``eulerian``,
+            mean flow's own), or by the earlier one (``lagrangian``; Boffi et al. 2025, arXiv:2505.18825).
+        teacher: a trained network whose velocity takes the place of the data's.
+        growing: intervals grow to their length over the first four fifths of the training.
+        paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
+        whole: share of the intervals that are whole paths.
+        edges: weight of the strength of edges in the pictures that whole paths lead to, see :func:`edge_strength`.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        share: bool = False,
+        clean: bool = False,
+        along: Literal["eulerian", "lagrangian"] = "eulerian",
+        teacher: nn.Module | None = None,
+        growing: bool = False,
+        paths: Tensor | None = None,
+        whole: float = 0.0,
+        edges: float = 0.0,
+        **settings: Any,
+    ) -> None:
+        super().__init__(network, **settings)
+        self.edges = edges
+        self.share, self.clean, self.along = share, clean, along
+        self.teacher = None if teacher is None else (teacher,)  # in a tuple, its weights are nobody's to train
+        self.growing, self.paths, self.whole = growing, paths, whole
+
+    def forward(self, **batch: Any) -> Tensor:
+        x_0, noise, conditions = self.draw_batch(batch)
+        t = self.time_distribution.sample(len(x_0), x_0.device)
+        if self.paths is not None:
+            return self._follow(x_0, noise, t, self.paths)
+        earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
+        if self.share:
+            earlier = t * Uniform().sample(len(x_0), x_0.device, "earlier time")
+        if self.growing:
+            earlier = t - (t - earlier) * min(1.0, self.progress / 0.8)
+        count = round(self.mean_fraction * len(x_0))
+        r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
+        step = self.variant.step(self.progress)
+        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
+        self.logged = {"unweighted_loss": mean_square}
+        return loss
+
+    def _follow(self, x_0: Tensor, noise: Tensor, t: Tensor, paths: Tensor) -> Tensor:
+        """The loss on the average velocities of paths, and in the other rows on the velocity."""
+        count, steps = round(self.mean_fraction * len(x_0)), paths.shape[1] - 1
+        which = randomness.randint("path", len(paths), (len(x_0),), x_0.device)[:count]
+        end = 1 + randomness.randint("end", steps, (len(x_0),), x_0.device)[:count]
+        start = (randomness.rand("start", (len(x_0),), x_0.device)[:count] * end).long()
+        whole = torch.arange(count) < round(self.whole * count)
+        start, end = torch.where(whole, 0, start), torch.where(whole, steps, end)
+        x_t, x_r = paths[which, steps - end].float(), paths[which, steps - start].float()
+        time, earlier = end / steps, start / steps
+        x = torch.cat((x_t, torch.lerp(x_0, noise, expand(t, x_0))[count:]))
+        target = torch.cat(((x_t - x_r) / expand(time - earlier, x_t), (noise - x_0)[count:]))
+        u = self.average_velocity(x, torch.cat((time, t[count:])), torch.cat((earlier, t[count:])))
+        square = (u - target).square().flatten(1).sum(dim=1)
+        self.logged = {"unweighted_loss": square.detach().mean() / u[0].numel()}
+        if self.edges:
+            ends = (x - expand(torch.cat((time, t[count:])), x) * each for each in (u, target))
+            found, wanted = (edge_strength(end[:count][whole]) for end in ends)
+            further = self.edges * (found - wanted).square().sum(dim=1)
+            square = square + torch.zeros_like(square).index_add(0, whole.nonzero()[:, 0], further)
+        return ((square.detach() + self.weight_epsilon) ** -self.weight_power * square).mean()
+
+    def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
+        output = super().average_velocity(x, t, r, **conditions)
+        return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
+
+    def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        if self.teacher is None:
+            return self.average_velocity(x, t, t, **conditions)
+        output = self.teacher[0](x, t).float()
+        return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
+
+    def _guide(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
+        return v if self.teacher is None else self.velocity(x, t)
+
+    def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
+        return v if self.teacher is not None else super()._blend(v, x, t, conditions)
+
+    def _correction(
+        self,
+        u: Tensor,
+        x: Tensor,
+        v: Tensor,
+        t: Tensor,
+        r: Tensor,
+        conditions: Values,
+        step: Tensor | None,
+        kept: list[Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        if self.along == "eulerian":
+            return super()._correction(u, x, v, t, r, conditions, step, kept)
+        gap = expand(t - r, x)
+        _, slope, *_ = jvp(lambda r: self.average_velocity(x, t, r), (r,), (torch.ones_like(r),))
+        return -gap * slope, self.velocity(x - gap * u, r)
+
+
+def edge_strength(pictures: Tensor, levels: int = 3, window: int = 4) -> Tensor:
+    """Local means of the absolute differences of neighbours, in four directions and on halved pictures, ``[b, n]``.
+
+    An average of several pictures has weaker edges than each of them.
+    """
+    found = []
+    for _ in range(levels):
+        right, down = pictures[..., :-1, 1:], pictures[..., 1:, :-1]
+        here, across = pictures[..., :-1, :-1], pictures[..., 1:, 1:]
+        for change in (right - here, down - here, across - here, right - down):
+            found.append(F.avg_pool2d((change.square() + 1e-4).sqrt(), window, window // 2).flatten(1))
+        pictures = F.avg_pool2d(pictures, 2)
+    return torch.cat(found, dim=1)
+
+
+class Reflow(RectifiedFlow):
+    """A rectified flow between the ends of paths, see :class:`StudyFlow`."""
+
+    def __init__(self, network: nn.Module, *, paths: Tensor, **settings: Any) -> None:
+        super().__init__(network, **settings)
+        self.paths = paths
+
+    def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
+        x_0, _, conditions = super().draw_batch(batch)
+        which = randomness.randint("path", len(self.paths), (len(x_0),), x_0.device)
+        return self.paths[which, -1].float(), self.paths[which, 0].float(), conditions
+
+
+class AlongVelocity(RectifiedFlow):
+    """The rectified flow of a mean flow's ``u(x, t, t)``."""
+
+    def __init__(self, flow: MeanFlow) -> None:
+        super().__init__(flow.network, space=flow.space)
+        self.flow = (flow,)
+
+    def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        return self.flow[0].average_velocity(x, t, t, **conditions)
