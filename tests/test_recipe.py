@@ -24,11 +24,17 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    assert few["train_num_steps"] == 3000
+    assert (few["train_num_steps"], some["train_num_steps"]) == (3000, 3125), "at least, and 1,000 passes"
+    assert (more["train_num_steps"], many["train_num_steps"]) == (31_250, None), "never longer than the default"
     for count in range(1, 20_000, 7):
-        flags = recipe_for(count)
+        flags = recipe_for(count, 64)
         assert flags.keys() <= set(names(kind))
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
+
+
+def test_the_passes_do_not_depend_on_the_batch() -> None:
+    assert chosen(800, "--batch_size 16")["train_num_steps"] == 4 * 12_500
+    assert chosen(800, "--global_batch_size 256")["train_num_steps"] == 12_500 // 4
 
 
 def test_flags_override_it() -> None:
@@ -48,11 +54,12 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture
     """Also one of a version that had no recipes, and one whose folder has more pictures now."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert "recipe      --augment 0.15 --holdout 0.05, for 800" in capsys.readouterr().out
+    assert "recipe      --augment 0.15 --holdout 0.05 --train_num_steps 12500, for 800" in capsys.readouterr().out
     document = {"run": {}, "flags": began}
     checkpoint.save(tmp_path / "checkpoints", 1, {}, {checkpoint.CONFIG_FILE: document})
     assert chosen(900, run) == began
-    assert chosen(20_000, run)["holdout"] == 0.05
+    assert chosen(20_000, run) == began
+    assert chosen(900, f"{run} --train_num_steps 20000")["train_num_steps"] == 20_000
     earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout")}
     checkpoint.save(tmp_path / "checkpoints", 2, {}, {checkpoint.CONFIG_FILE: document | {"flags": earlier}})
     flags = chosen(800, run)

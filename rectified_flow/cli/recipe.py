@@ -15,6 +15,7 @@ from rectified_flow.errors import DamageError
 from rectified_flow.flags import checked, command_line
 from rectified_flow.report import line
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.runs.document import program_flags, read_config
 
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
@@ -24,14 +25,21 @@ FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 """Pictures of a folder, and of those how many should be held out at least: fewer measure nothing."""
 FEW = 10_000
 """Pictures, above which augmentation is not worth its price."""
+PASSES, LEAST_STEPS = 1000, 3000
+"""Passes over the pictures before copies are common, and steps without which a network has learned nothing."""
+CHOSEN = ("augment", "holdout", "train_num_steps")
+"""The flags that a recipe may choose."""
 
 
-def recipe_for(count: int) -> dict[str, Any]:
-    """Flags that suit ``count`` pictures; docs/small_data.md has what was measured of them."""
-    if count < FEWEST_TO_HOLD_OUT:
-        return {"augment": 0.15, "train_num_steps": 3000}
-    share = max(0.05 if count <= FEW else 0.01, ceil(100 * HELD_OUT / count) / 100)
-    return {"augment": 0.15, "holdout": share} if count <= FEW else {"holdout": share}
+def recipe_for(count: int, batch: int) -> dict[str, Any]:
+    """Flags that suit ``count`` pictures in batches of ``batch``; docs/small_data.md has what was measured of them."""
+    flags: dict[str, Any] = {"augment": 0.15} if count <= FEW else {}
+    if count >= FEWEST_TO_HOLD_OUT:
+        flags["holdout"] = max(0.05 if count <= FEW else 0.01, ceil(100 * HELD_OUT / count) / 100)
+    steps = max(LEAST_STEPS, PASSES * count // batch)
+    if steps < DEFAULT_TRAIN_NUM_STEPS:
+        flags["train_num_steps"] = steps
+    return flags
 
 
 def with_recipe(config: Config, count: int) -> Config:
@@ -44,11 +52,12 @@ def with_recipe(config: Config, count: int) -> Config:
         return config
     taken = {*config.program.given, *(("train_num_steps",) if "num_epochs" in config.program.given else ())}
     taken |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
-    flags = {name: value for name, value in recipe_for(count).items() if name not in taken}
     state = PartialState()
     before = on_main(state, lambda: _flags_of_run(config))
     if before is not None:
-        return _replaced(config, {name: value for name, value in before.items() if name in flags})
+        return _replaced(config, {name: before[name] for name in CHOSEN if name in before and name not in taken})
+    batch = config.run.split_batch(state.num_processes).total
+    flags = {name: value for name, value in recipe_for(count, batch).items() if name not in taken}
     if flags:
         chosen = " ".join(command_line(flags))
         state.print(line("recipe", f"{chosen}, for {count:,} pictures; flags override it (docs/small_data.md)"))
