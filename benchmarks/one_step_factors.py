@@ -116,7 +116,6 @@ FACTORS = {
     for name, factor in {
         "mean_flow": Factor("as the default, or a little worse", {"objective": "mean_flow"}),
         "so_flow": Factor("as the default", {"objective": "so_flow"}),
-        "alpha_flow": Factor("better at 16 calls: a curriculum", {"objective": "alpha_flow"}),
         "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
         "power 0": Factor("worse in one call, better at 16", ALIKE, UNCLIPPED),
         "short average": Factor("no difference: the rate falls to 0", run={"ema_decay": 0.98}),

@@ -11,7 +11,7 @@ from rectified_flow.runs.config import require_room_for_steps
 Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]
-ObjectiveName = Literal["mean_flow", "improved_mean_flow", "alpha_flow", "so_flow"]
+ObjectiveName = Literal["mean_flow", "improved_mean_flow", "so_flow"]
 Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
 TimeGrid = Literal["uniform", "shifted", "edm"]
 
@@ -117,7 +117,7 @@ class MeanFlowConfig:
     """A mean flow's objective."""
 
     objective: ObjectiveName = "improved_mean_flow"
-    """Which of the papers' objectives to learn by; alpha_flow and so_flow need float32."""
+    """Which of the papers' objectives to learn by; so_flow needs float32."""
     mean_fraction: float = 0.5
     """Share of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
     weight_power: float = 0.75

@@ -12,7 +12,6 @@ forward-mode product) or a finite step, which needs no forward mode.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import exp
 from typing import Any
 
 import torch
@@ -34,17 +33,12 @@ class Variant:
 
     Args:
         blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
-        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1]; 0 is the exact derivative.
+        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1], where 0 stands for the exact
+            derivative; None always takes the exact one.
     """
 
     blend: float = 0.0
-    step: Callable[[float], float] = lambda _progress: 0.0
-
-
-def sigmoid_step(progress: float, sharpness: float = 25.0, smallest: float = 0.005) -> float:
-    """From 1, trajectory flow matching, to 0, mean flow (Zhang et al. 2025, arXiv:2510.20771, section 4)."""
-    step = 1 - 1 / (1 + exp(-sharpness * (progress - 0.5)))
-    return 1.0 if step > 1 - smallest else 0.0 if step < smallest else step
+    step: Callable[[float], float] | None = None
 
 
 def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
@@ -55,7 +49,6 @@ def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
 VARIANTS: dict[ObjectiveName, Variant] = {
     "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
-    "alpha_flow": Variant(step=sigmoid_step),  # Zhang et al. 2025, arXiv:2510.20771
     "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
 }
 
@@ -108,8 +101,7 @@ class MeanFlow(FlowMap):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
         self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
-        # A finite step that shrinks gets lost in rounding.
-        self.supports_bf16 = objective not in ("alpha_flow", "so_flow")
+        self.supports_bf16 = self.variant.step is None  # a finite step that shrinks gets lost in rounding
         self.mean_fraction = mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
         self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
@@ -127,7 +119,7 @@ class MeanFlow(FlowMap):
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         count = round(self.mean_fraction * len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = self.variant.step(self.progress)
+        step = 0.0 if self.variant.step is None else self.variant.step(self.progress)
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_full((), step))
         self.logged = {"unweighted_loss": mean_square}
         return loss

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.flows import mean as mean_module
 from rectified_flow.flows.config import ObjectiveName
-from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step, sigmoid_step
+from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks import tangents
 from rectified_flow.networks.conditions import Labels
@@ -78,9 +78,9 @@ def test_the_loss_at_the_optimum_is_the_floor_and_its_gradient_zero(objective: A
 def test_a_finite_step_tends_to_the_derivative() -> None:
     """Its bias is of the order of the step: the gradient at the optimum shrinks with it."""
     steps = (0.4, 0.2, 0.1)
-    gradients = [evaluate("alpha_flow", step)[1] for step in steps]
+    gradients = [evaluate("so_flow", step)[1] for step in steps]
     assert gradients[0] > 1.6 * gradients[1] > 2.5 * gradients[2]
-    mean_square, _ = evaluate("alpha_flow", 0.01)
+    mean_square, _ = evaluate("so_flow", 0.01)
     assert mean_square == pytest.approx(floor(0.0), rel=0.03)
 
 
@@ -258,8 +258,5 @@ def test_the_schedules() -> None:
     assert exponential_step(0.0) == 1
     assert exponential_step(0.5) == pytest.approx(3.1e-4**0.5)
     assert exponential_step(1.0) == pytest.approx(3.1e-4)
-    assert sigmoid_step(0.0) == 1
-    assert sigmoid_step(0.5) == pytest.approx(0.5)
-    assert sigmoid_step(1.0) == 0
     with pytest.raises(ValueError, match="mean_fraction is 2"):
         MeanFlow(unet(), mean_fraction=2)

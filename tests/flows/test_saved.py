@@ -14,7 +14,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow, Variant
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.saved import load_flow, network_of
+from rectified_flow.flows.saved import build_flow, load_flow, network_of
 from rectified_flow.flows.timesteps import LogitNormal, Uniform
 from rectified_flow.networks.conditions import Labels, Vector
 from rectified_flow.networks.unet import Unet
@@ -303,6 +303,16 @@ def test_a_description_of_version_0_1_without_classes() -> None:
     flow = RectifiedFlow.from_description(old)
     assert flow.conditions == {}
     assert flow.distance == "pseudo_huber"
+
+
+def test_a_mean_flow_of_a_removed_objective_can_still_be_sampled(tmp_path: Path) -> None:
+    flow = FLOWS["mean"]()
+    path = write(flow, tmp_path)
+    description = json.loads((path / FLOW_FILE).read_text()) | {"objective": "alpha_flow"}
+    for described in (description, read_old("mean") | {"objective": "alpha_flow"}):
+        loaded = build_flow(described, path)
+        assert isinstance(loaded, MeanFlow)
+        assert loaded.objective == "improved_mean_flow"
 
 
 @pytest.mark.parametrize("name", ["rectified", "mean"])

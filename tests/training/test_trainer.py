@@ -135,7 +135,7 @@ def test_precision_left_unset_is_the_launchers_then_the_devices(
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, made=made_for_it: made)
         for tiny in (Tiny(), Tiny("mean")):
             assert choose_precision(unset, gpu, supports_bf16=tiny.build(flowers).supports_bf16) == expected
-        finite_steps = Tiny("mean", objective="alpha_flow").build(flowers)
+        finite_steps = Tiny("mean", objective="so_flow").build(flowers)
         assert choose_precision(unset, gpu, supports_bf16=finite_steps.supports_bf16) == "no"
         assert choose_precision(unset, cpu) == "no"
     for launchers in ("no", "bf16"):
