@@ -73,12 +73,7 @@ class TrainRectifiedFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        if self.data.autoencoder is None:
-            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
-        check_folders(self.data, self.run)
-        check_room(self.data, self.run)
-        if self.data.dataset_path is None:  # else a recipe may hold some out
-            check_held_out(self.data, self.evaluation)
+        check_parts(self.data, self.network, self.run, self.evaluation)
         self.rectified_flow.check_times(self.times)
         if self.reflow.reflow_from is not None:
             check_taught("reflow_from", self.data, self.network)
@@ -108,12 +103,7 @@ class TrainMeanFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        if self.data.autoencoder is None:
-            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
-        check_folders(self.data, self.run)
-        check_room(self.data, self.run)
-        if self.data.dataset_path is None:  # else a recipe may hold some out
-            check_held_out(self.data, self.evaluation)
+        check_parts(self.data, self.network, self.run, self.evaluation)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         if self.teacher.teacher is not None:
             self.mean_flow.check_teacher()
@@ -126,6 +116,16 @@ class TrainMeanFlow:
             self.network.use_cfg or self.teacher.teacher is not None or guidance == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
+
+
+def check_parts(data: DataConfig, network: UnetConfig, run: TrainingConfig, evaluation: EvaluationConfig) -> None:
+    """Raise a UsageError if flags of these parts do not fit together."""
+    if data.autoencoder is None:
+        network.check_side(data.image_size, ratio=parse_ratio(data.aspect_ratio))
+    check_folders(data, run)
+    check_room(data, run)
+    if data.dataset_path is None:  # else a recipe may hold some out
+        check_held_out(data, evaluation)
 
 
 def check_folders(data: DataConfig, run: TrainingConfig) -> None:

@@ -33,8 +33,8 @@ class Variant:
 
     Args:
         blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
-        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1], where 0 stands for the exact
-            derivative; None always takes the exact one.
+        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1]; where it is 0, the
+            derivative is exact. None: it is always exact.
     """
 
     blend: float = 0.0
