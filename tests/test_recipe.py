@@ -32,6 +32,12 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
+def test_fewer_passes_without_augmentation() -> None:
+    assert chosen(800, "--augment 0")["train_num_steps"] == chosen(800, "--autoencoder haar")["train_num_steps"] == 5000
+    assert chosen(800, "--augment 0.4")["train_num_steps"] == chosen(800)["train_num_steps"] == 12_500
+    assert (chosen(12_800)["train_num_steps"], chosen(16_000)["train_num_steps"]) == (80_000, None)
+
+
 def test_the_passes_do_not_depend_on_the_batch() -> None:
     assert chosen(800, "--batch_size 16")["train_num_steps"] == 4 * 12_500
     assert chosen(800, "--global_batch_size 256")["train_num_steps"] == 12_500 // 4

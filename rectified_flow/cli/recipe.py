@@ -25,18 +25,27 @@ FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 """Pictures of a folder, and of those how many should be held out at least: fewer measure nothing."""
 FEW = 10_000
 """Pictures, above which augmentation is not worth its price."""
-PASSES, LEAST_STEPS = 1000, 3000
-"""Passes over the pictures before copies are common, and steps without which a network has learned nothing."""
+PASSES, AUGMENTED_PASSES = 400, 1000
+"""Passes over the pictures before samples become copies, without and with augmentation."""
+LEAST_STEPS = 3000
+"""Steps without which a network has learned little."""
 CHOSEN = ("augment", "holdout", "train_num_steps")
 """The flags that a recipe may choose."""
 
 
-def recipe_for(count: int, batch: int) -> dict[str, Any]:
-    """Flags that suit ``count`` pictures in batches of ``batch``; docs/small_data.md has what was measured of them."""
-    flags: dict[str, Any] = {"augment": 0.15} if count <= FEW else {}
+def recipe_for(count: int, batch: int, augment: float | None = None) -> dict[str, Any]:
+    """Flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
+
+    Args:
+        count: pictures in the folder.
+        batch: global batch size.
+        augment: the flag of this name if it is given, and not to be chosen.
+    """
+    flags: dict[str, Any] = {"augment": 0.15} if augment is None and count <= FEW else {}
     if count >= FEWEST_TO_HOLD_OUT:
         flags["holdout"] = max(0.05 if count <= FEW else 0.01, ceil(100 * HELD_OUT / count) / 100)
-    steps = max(LEAST_STEPS, PASSES * count // batch)
+    passes = AUGMENTED_PASSES if flags.get("augment", augment) else PASSES
+    steps = max(LEAST_STEPS, passes * count // batch)
     if steps < DEFAULT_TRAIN_NUM_STEPS:
         flags["train_num_steps"] = steps
     return flags
@@ -56,8 +65,9 @@ def with_recipe(config: Config, count: int) -> Config:
     before = on_main(state, lambda: _flags_of_run(config))
     if before is not None:
         return _replaced(config, {name: before[name] for name in CHOSEN if name in before and name not in taken})
-    batch = config.run.split_batch(state.num_processes).total
-    flags = {name: value for name, value in recipe_for(count, batch).items() if name not in taken}
+    batch, augment = config.run.split_batch(state.num_processes).total, config.data.augment
+    recipe = recipe_for(count, batch, augment if "augment" in taken else None)
+    flags = {name: value for name, value in recipe.items() if name not in taken}
     if flags:
         chosen = " ".join(command_line(flags))
         state.print(line("recipe", f"{chosen}, for {count:,} pictures; flags override it (docs/small_data.md)"))
