@@ -66,7 +66,7 @@ class StudyFlow(MeanFlow):
             earlier = t - (t - earlier) * min(1.0, self.progress / 0.8)
         count = round(self.mean_fraction * len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = self.variant.step(self.progress)
+        step = self.variant.step_at(self.progress)
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
         self.logged = {"unweighted_loss": mean_square}
         return loss

@@ -40,6 +40,10 @@ class Variant:
     blend: float = 0.0
     step: Callable[[float], float] | None = None
 
+    def step_at(self, progress: float) -> float:
+        """The finite step at a progress of training, 0 for the exact derivative."""
+        return 0.0 if self.step is None else self.step(progress)
+
 
 def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
     """From 1 to a small step that stays finite, as "SoFlow: Solution Flow Models" (2025) has it on CIFAR-10."""
@@ -119,7 +123,7 @@ class MeanFlow(FlowMap):
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         count = round(self.mean_fraction * len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = 0.0 if self.variant.step is None else self.variant.step(self.progress)
+        step = self.variant.step_at(self.progress)
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_full((), step))
         self.logged = {"unweighted_loss": mean_square}
         return loss
