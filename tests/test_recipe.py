@@ -24,8 +24,9 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    assert (few["train_num_steps"], some["train_num_steps"]) == (3000, 3125), "at least, and 1,000 passes"
-    assert (more["train_num_steps"], many["train_num_steps"]) == (31_250, None), "never longer than the default"
+    assert (few["train_num_steps"], some["train_num_steps"]) == (3000, 3000), "a network needs so many"
+    assert more["train_num_steps"] == 1000 * 1900 // 64, "passes over those that are trained on"
+    assert many["train_num_steps"] is None, "never longer than the default"
     for count in range(1, 20_000, 7):
         flags = recipe_for(count, 64)
         assert flags.keys() <= set(names(kind))
@@ -33,14 +34,16 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
 
 
 def test_fewer_passes_without_augmentation() -> None:
-    assert chosen(800, "--augment 0")["train_num_steps"] == chosen(800, "--autoencoder haar")["train_num_steps"] == 5000
-    assert chosen(800, "--augment 0.4")["train_num_steps"] == chosen(800)["train_num_steps"] == 12_500
-    assert (chosen(12_800)["train_num_steps"], chosen(16_000)["train_num_steps"]) == (80_000, None)
+    whole = "--holdout 0"
+    for flags in ("--augment 0", "--autoencoder haar"):
+        assert chosen(800, f"{flags} {whole}")["train_num_steps"] == 400 * 800 // 64
+    assert chosen(800, f"--augment 0.4 {whole}")["train_num_steps"] == chosen(800, whole)["train_num_steps"] == 12_500
+    assert (chosen(12_800, whole)["train_num_steps"], chosen(16_000, whole)["train_num_steps"]) == (80_000, None)
 
 
 def test_the_passes_do_not_depend_on_the_batch() -> None:
-    assert chosen(800, "--batch_size 16")["train_num_steps"] == 4 * 12_500
-    assert chosen(800, "--global_batch_size 256")["train_num_steps"] == 12_500 // 4
+    assert chosen(800, "--holdout 0 --batch_size 16")["train_num_steps"] == 4 * 12_500
+    assert chosen(800, "--holdout 0 --global_batch_size 256")["train_num_steps"] == 12_500 // 4
 
 
 def test_flags_override_it() -> None:
@@ -60,7 +63,7 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture
     """Also one of a version that had no recipes, and one whose folder has more pictures now."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert "recipe      --augment 0.15 --holdout 0.05 --train_num_steps 12500, for 800" in capsys.readouterr().out
+    assert "recipe      --augment 0.15 --holdout 0.05 --train_num_steps 11875, for 800" in capsys.readouterr().out
     document = {"run": {}, "flags": began}
     checkpoint.save(tmp_path / "checkpoints", 1, {}, {checkpoint.CONFIG_FILE: document})
     assert chosen(900, run) == began

@@ -33,22 +33,23 @@ CHOSEN = ("augment", "holdout", "train_num_steps")
 """The flags that a recipe may choose."""
 
 
-def recipe_for(count: int, batch: int, augment: float | None = None) -> dict[str, Any]:
+def recipe_for(count: int, batch: int, **given: float) -> dict[str, Any]:
     """Flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
 
     Args:
         count: pictures in the folder.
         batch: global batch size.
-        augment: the flag of this name if it is given, and not to be chosen.
+        given: ``augment`` and ``holdout`` where they are not to be chosen.
     """
-    flags: dict[str, Any] = {"augment": 0.15} if augment is None and count <= FEW else {}
+    flags: dict[str, Any] = {"augment": 0.15} if count <= FEW else {}
     if count >= FEWEST_TO_HOLD_OUT:
         flags["holdout"] = max(0.05 if count <= FEW else 0.01, ceil(100 * HELD_OUT / count) / 100)
-    passes = AUGMENTED_PASSES if flags.get("augment", augment) else PASSES
-    steps = max(LEAST_STEPS, passes * count // batch)
+    flags |= given
+    passes = AUGMENTED_PASSES if flags.get("augment") else PASSES
+    steps = max(LEAST_STEPS, int(passes * count * (1 - flags.get("holdout", 0))) // batch)
     if steps < DEFAULT_TRAIN_NUM_STEPS:
         flags["train_num_steps"] = steps
-    return flags
+    return {name: value for name, value in flags.items() if name not in given}
 
 
 def with_recipe(config: Config, count: int) -> Config:
@@ -65,8 +66,8 @@ def with_recipe(config: Config, count: int) -> Config:
     before = on_main(state, lambda: _flags_of_run(config))
     if before is not None:
         return _replaced(config, {name: before[name] for name in CHOSEN if name in before and name not in taken})
-    batch, augment = config.run.split_batch(state.num_processes).total, config.data.augment
-    recipe = recipe_for(count, batch, augment if "augment" in taken else None)
+    given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in taken}
+    recipe = recipe_for(count, config.run.split_batch(state.num_processes).total, **given)
     flags = {name: value for name, value in recipe.items() if name not in taken}
     if flags:
         chosen = " ".join(command_line(flags))
