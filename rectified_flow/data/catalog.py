@@ -15,11 +15,11 @@ from rectified_flow.files import usable_path
 
 def open_dataset(
     dataset: str,
-    dataset_path: Path | None = None,
+    dataset_path: str | Path | None = None,
     *,
     image_size: int,
     split: str = "train",
-    cache_dir: Path | None = None,
+    cache_dir: str | Path | None = None,
     skip_broken_images: bool = False,
     aspect_ratio: str = "1:1",
     crop: Crop = "center",
@@ -42,6 +42,7 @@ def open_dataset(
     Raises:
         UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
     """
+    dataset_path, cache_dir = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
     source = _find_source(dataset, dataset_path, max(framing.stored_size), split, skip_broken_images)
     recipe = {

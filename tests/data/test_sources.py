@@ -58,7 +58,7 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     dataset = open_dataset("", tmp_path, image_size=4)
     assert dataset.class_names == ["daisy", "rose"]
     assert dataset.labels.tolist() == [0, 1, 1]
-    again = open_dataset(**{**dataset.recipe, "dataset_path": Path(dataset.recipe["dataset_path"])})
+    again = open_dataset(**dataset.recipe)
     assert again.path == dataset.path, "the recipe opens other pictures"
 
 
