@@ -1,12 +1,13 @@
 """Recipes: what suits the number of pictures is chosen where no flag says otherwise, and stays on resuming."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.recipe import recipe_for, with_recipe
+from rectified_flow.cli.recipe import CHOSEN, recipe_for, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.flags import names
 from rectified_flow.runs import checkpoint
@@ -24,53 +25,73 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    assert (few["train_num_steps"], some["train_num_steps"]) == (3000, 3000), "a network needs so many"
-    assert more["train_num_steps"] == 1000 * 1900 // 64, "passes over those that are trained on"
-    assert many["train_num_steps"] is None, "never longer than the default"
-    for count in range(1, 20_000, 7):
-        flags = recipe_for(count, 64)
+    assert (more["num_epochs"], many["num_epochs"]) == (1000, None), "never longer than the default"
+    for count in range(1, 30_000, 7):
+        flags = recipe_for(count)
         assert flags.keys() <= set(names(kind))
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
+def test_the_length_never_shrinks_with_the_number_of_pictures() -> None:
+    lengths = []
+    for count in range(1, 30_000, 7):
+        flags = recipe_for(count)
+        trained = count * (1 - flags.get("holdout", 0))
+        lengths.append(flags["num_epochs"] * trained if "num_epochs" in flags else 6_400_000)
+    assert lengths[0] == 192_000, "a network needs so many"
+    assert all(now > 0.99 * before for before, now in pairwise(lengths)), "up to the share that is held out"
+    assert max(lengths) == 6_400_000
+
+
 def test_fewer_passes_without_augmentation() -> None:
-    whole = "--holdout 0"
     for flags in ("--augment 0", "--autoencoder haar"):
-        assert chosen(800, f"{flags} {whole}")["train_num_steps"] == 400 * 800 // 64
-    assert chosen(800, f"--augment 0.4 {whole}")["train_num_steps"] == chosen(800, whole)["train_num_steps"] == 12_500
-    assert (chosen(12_800, whole)["train_num_steps"], chosen(16_000, whole)["train_num_steps"]) == (80_000, None)
-
-
-def test_the_passes_do_not_depend_on_the_batch() -> None:
-    assert chosen(800, "--holdout 0 --batch_size 16")["train_num_steps"] == 4 * 12_500
-    assert chosen(800, "--holdout 0 --global_batch_size 256")["train_num_steps"] == 12_500 // 4
+        assert chosen(800, flags)["num_epochs"] == 400
+    assert chosen(800, "--augment 0.4")["num_epochs"] == 1000
+    assert chosen(100, "--augment 0")["num_epochs"] == 1920, "as many images as fewer pictures need"
 
 
 def test_flags_override_it() -> None:
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
-    assert chosen(100, "--num_epochs 3")["train_num_steps"] is None
+    for given in ("--num_epochs 3", "--train_num_steps 50"):
+        flags = chosen(800, given)
+        assert (flags["num_epochs"], flags["train_num_steps"]) in ((3, None), (None, 50))
     assert chosen(800, "--autoencoder haar")["augment"] == 0
 
 
 def test_it_is_for_ones_own_pictures_alone(tmp_path: Path) -> None:
-    assert chosen(100, folder="")["augment"] == DataConfig().augment
-    assert chosen(100, f"--reflow_from {tmp_path}")["augment"] == DataConfig().augment
+    for flags in (chosen(100, folder=""), chosen(100, f"--reflow_from {tmp_path}")):
+        assert (flags["augment"], flags["num_epochs"]) == (DataConfig().augment, None)
 
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also one of a version that had no recipes, and one whose folder has more pictures now."""
+    """Also one of a version that had no recipes, and one with values that this version does not take."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert "recipe      --augment 0.15 --holdout 0.05 --train_num_steps 11875, for 800" in capsys.readouterr().out
-    document = {"run": {}, "flags": began}
-    checkpoint.save(tmp_path / "checkpoints", 1, {}, {checkpoint.CONFIG_FILE: document})
-    assert chosen(900, run) == began
+    assert "recipe      --augment 0.15 --holdout 0.05 --num_epochs 1000, for 800" in capsys.readouterr().out
+    save(tmp_path, 1, began)
     assert chosen(20_000, run) == began
-    assert chosen(900, f"{run} --train_num_steps 20000")["train_num_steps"] == 20_000
-    earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout")}
-    checkpoint.save(tmp_path / "checkpoints", 2, {}, {checkpoint.CONFIG_FILE: document | {"flags": earlier}})
+    longer = chosen(800, f"{run} --train_num_steps 20000")
+    assert longer == began | {"train_num_steps": 20_000, "num_epochs": None}
+    save(tmp_path, 2, longer | {"lr_decay": "removed"})
+    assert chosen(800, run) == longer, "it is extended once"
+    earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout", "num_epochs")}
+    save(tmp_path, 3, earlier)
     flags = chosen(800, run)
-    assert (flags["augment"], flags["holdout"]) == (0, 0)
+    assert (flags["augment"], flags["holdout"], flags["num_epochs"]) == (0, 0, None)
     assert "recipe" not in capsys.readouterr().out
+
+
+def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:
+    began = chosen(800, "--augment 0 --train_num_steps 70")
+    save(tmp_path, 60, began)
+    flags = chosen(900, f"--resume {tmp_path} --output_dir {tmp_path / 'other'}")
+    assert {name: flags[name] for name in CHOSEN} == {name: began[name] for name in CHOSEN}
+    missing = chosen(900, f"--resume {tmp_path / 'none'} --output_dir {tmp_path / 'other'}")
+    assert missing["augment"] == 0.15, "the run itself says that there is none"
+
+
+def save(run: Path, step: int, flags: dict[str, object]) -> None:
+    """A checkpoint of a run with these flags."""
+    checkpoint.save(run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: {"run": {}, "flags": flags}})

@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.recipe import may_choose
 from rectified_flow.cli.teacher import request_of
 from rectified_flow.data.store import LATENTS_FILE, row_size
 from rectified_flow.flags import plain
@@ -49,6 +50,13 @@ def print_plan(config: Config, flow: Flow) -> None:
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
+    if may_choose(config):
+        accelerator.print(
+            line(
+                "recipe",
+                "flags for few pictures, and a shorter run, are chosen as the folder is opened (docs/small_data.md)",
+            )
+        )
     if isinstance(flow.space, Latents):
         accelerator.print(_describe_latents(config, flow.space))
     accelerator.print(_describe_memory(config, accelerator, flow))

@@ -12,13 +12,14 @@ forward-mode product) or a finite step, which needs no forward mode.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from rectified_flow.flows.config import ObjectiveName
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.config import ObjectiveName, RemovedObjective
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
@@ -50,7 +51,7 @@ def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
     return smallest**progress
 
 
-VARIANTS: dict[ObjectiveName, Variant] = {
+VARIANTS: dict[str, Variant] = {
     "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
@@ -64,7 +65,8 @@ class MeanFlow(FlowMap):
     Args:
         network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it unless the objective
             takes finite steps only.
-        objective: a name from the papers, or a :class:`Variant` of your own.
+        objective: a name from the papers, or a :class:`Variant` of your own. A flow of a removed one, which checkpoints
+            of earlier versions may name, can be sampled, and not trained.
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
         weight_power: see :class:`FlowMap`.
         weight_epsilon: likewise.
@@ -80,14 +82,15 @@ class MeanFlow(FlowMap):
         progress: of training, in [0, 1]; set by the trainer, read by objectives with a schedule.
 
     Raises:
-        ValueError: if the fraction is not in [0, 1], or guidance has no conditions to work with.
+        ValueError: if there is no such objective, the fraction is not in [0, 1], or guidance has no conditions to work
+            with.
     """
 
     def __init__(
         self,
         network: nn.Module,
         *,
-        objective: ObjectiveName | Variant = "improved_mean_flow",
+        objective: ObjectiveName | RemovedObjective | Variant = "improved_mean_flow",
         mean_fraction: float = 0.5,
         weight_power: float = 0.75,
         weight_epsilon: float = 1e-3,
@@ -98,14 +101,16 @@ class MeanFlow(FlowMap):
         **settings: Any,
     ) -> None:
         super().__init__(network, weight_power=weight_power, weight_epsilon=weight_epsilon, **settings)
+        if not isinstance(objective, Variant) and objective not in (*VARIANTS, *get_args(RemovedObjective)):
+            raise ValueError(f"objective is {objective!r}; it must be one of {', '.join(VARIANTS)}, or a Variant")
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
-        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
-        self.supports_bf16 = self.variant.step is None  # a finite step that shrinks gets lost in rounding
+        self.variant = objective if isinstance(objective, Variant) else VARIANTS.get(objective, Variant())
+        self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
         self.mean_fraction = mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
         self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
@@ -118,6 +123,8 @@ class MeanFlow(FlowMap):
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
         strided rows of the global batch, the same rows on any number of them if that count is a whole number.
         """
+        if self.objective in get_args(RemovedObjective):
+            raise UsageError(f"the objective {self.objective} has been removed: start a new run with --init_from")
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")

@@ -16,9 +16,6 @@ if TYPE_CHECKING:  # the command line reads these files before torch is imported
     from torch import nn
     from torch.utils.data import Dataset
 
-REMOVED_OBJECTIVES = ("alpha_flow", "shortcut")
-"""Of mean flow, which versions 0.1 and 0.2 had."""
-
 
 @dataclass(frozen=True)
 class RunDocument:
@@ -121,15 +118,11 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def upgraded(description: Mapping[str, Any], source: object) -> Mapping[str, Any]:
-    """A flow's description in today's form: version 0.1 had no kinds of spaces and conditions.
-
-    An objective that has been removed is left out, since sampling does not depend on it.
+    """A flow's description in today's form; version 0.1 had no kinds of spaces and conditions.
 
     Raises:
         DamageError: if it has not the keys of either; ``source`` is what the error names.
     """
-    if description.get("objective") in REMOVED_OBJECTIVES:
-        description = {name: value for name, value in description.items() if name != "objective"}
     if "flow" not in description:
         return description
     try:

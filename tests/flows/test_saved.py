@@ -3,7 +3,7 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
+from rectified_flow.flows.config import RemovedObjective
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow, Variant
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -305,14 +306,17 @@ def test_a_description_of_version_0_1_without_classes() -> None:
     assert flow.distance == "pseudo_huber"
 
 
-def test_a_mean_flow_of_a_removed_objective_can_still_be_sampled(tmp_path: Path) -> None:
-    flow = FLOWS["mean"]()
-    path = write(flow, tmp_path)
-    description = json.loads((path / FLOW_FILE).read_text()) | {"objective": "alpha_flow"}
-    for described in (description, read_old("mean") | {"objective": "alpha_flow"}):
-        loaded = build_flow(described, path)
-        assert isinstance(loaded, MeanFlow)
-        assert loaded.objective == "improved_mean_flow"
+@pytest.mark.parametrize("objective", get_args(RemovedObjective))
+def test_a_mean_flow_of_a_removed_objective_can_be_sampled_and_not_trained(objective: str, tmp_path: Path) -> None:
+    path = write(FLOWS["mean"](), tmp_path)
+    described = json.loads((path / FLOW_FILE).read_text())
+    for description in (described, read_old("mean")):
+        flow = build_flow(description | {"objective": objective}, path)
+        assert isinstance(flow, MeanFlow)
+        assert flow.sample(1, labels=torch.tensor([0])).shape == (1, 3, 8, 8)
+        assert flow.describe()["objective"] == objective
+        with pytest.raises(UsageError, match=f"objective {objective} has been removed: start a new run"):
+            flow(images=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("name", ["rectified", "mean"])
