@@ -72,12 +72,14 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "recipe      --augment 0.15 --holdout 0.05 --num_epochs 1000, for 800" in capsys.readouterr().out
     save(tmp_path, 1, began)
     assert chosen(20_000, run) == began
+    assert "--augment 0.15 --holdout 0.05 --num_epochs 1000, as the run began" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
     assert longer == began | {"train_num_steps": 20_000, "num_epochs": None}
     save(tmp_path, 2, longer | {"lr_decay": "removed"})
     assert chosen(800, run) == longer, "it is extended once"
     earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout", "num_epochs")}
     save(tmp_path, 3, earlier)
+    capsys.readouterr()
     flags = chosen(800, run)
     assert (flags["augment"], flags["holdout"], flags["num_epochs"]) == (0, 0, None)
     assert "recipe" not in capsys.readouterr().out

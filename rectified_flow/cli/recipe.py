@@ -74,13 +74,19 @@ def with_recipe(config: Config, count: int) -> Config:
     state = PartialState()
     before = on_main(state, lambda: _settings_of_run(config))
     if before is not None:
-        return _replaced(config, {name: value for name, value in before.items() if name not in fixed})
+        kept = {name: value for name, value in before.items() if name not in fixed}
+        _print(state, {name: value for name, value in kept.items() if value}, "as the run began")
+        return _replaced(config, kept)
     recipe = recipe_for(count, **{name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed})
     flags = {name: value for name, value in recipe.items() if name not in fixed}
-    if flags:
-        chosen = " ".join(command_line(flags))
-        state.print(line("recipe", f"{chosen}, for {count:,} pictures; flags override it (docs/small_data.md)"))
+    _print(state, flags, f"for {count:,} pictures; flags override it (docs/small_data.md)")
     return _replaced(config, flags)
+
+
+def _print(state: PartialState, flags: Mapping[str, Any], reason: str) -> None:
+    if flags:
+        words = command_line({name: int(value) if value == int(value) else value for name, value in flags.items()})
+        state.print(line("recipe", f"{' '.join(words)}, {reason}"))
 
 
 def _settings_of_run(config: Config) -> dict[str, Any] | None:

@@ -40,8 +40,10 @@ def open_dataset(
         alpha: keep transparency, as a fourth channel.
 
     Raises:
-        UsageError: if the ratio does not suit the size, or the images cannot be found, read or stored.
+        UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
     """
+    if "" in (dataset_path, cache_dir):  # which would mean the current folder
+        raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
     dataset_path, cache_dir = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
     source = _find_source(dataset, dataset_path, max(framing.stored_size), split, skip_broken_images)
