@@ -45,7 +45,7 @@ from rectified_flow.distributed.joining import join_processes
 from rectified_flow.flows.config import MeanFlowConfig
 from rectified_flow.flows.drawing import draw
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.mean import MeanFlow, exponential_step
 from rectified_flow.networks.config import UnetConfig
 from rectified_flow.networks.placing import to_device
 from rectified_flow.randomness import BatchRows, deterministic
@@ -63,7 +63,7 @@ LossAndGradient = tuple[float, Tensor]
 
 BOUNDS: Mapping[Precision, float] = {"float32": 1e-3, "tf32": 2e-2, "bf16": 0.1}
 """Largest relative difference of a loss or gradient from that in float32 on a CPU."""
-SMALLEST_STEP = 3.1e-4
+SMALLEST_STEP = exponential_step(1.0)
 """The smallest finite step of ``so_flow``, which magnifies rounding the most."""
 FINITE_STEP_BOUND = 1e-2
 """For ``so_flow``: its rounding is that of float32 divided by the step."""

@@ -40,7 +40,7 @@ class Factor:
 
 ALIKE = {"weight_power": 0.0}
 UNCLIPPED = {"max_grad_norm": 3.0 * 32**2}
-"""With rows weighted alike, the loss is a sum over the elements of a picture: the limit that its mean would have."""
+"""With rows weighted alike, the loss is a sum over the elements of a picture, here of 32 px: the limit of its mean."""
 LAGRANGIAN = {"along": "lagrangian"}
 SHARES = {"share": True}
 LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}

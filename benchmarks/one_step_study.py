@@ -197,12 +197,12 @@ def pictures(flags: Flags) -> ImageDataset:
 
 
 def measure(case: Case) -> None:
-    """Train and evaluate one case, unless that was done before, and append its result."""
-    if find(case) is not None:
-        return
+    """Train one case, which others may start from, and append its result unless there is one."""
     torch.set_num_threads(1)
     state = join_processes()
     flow, seconds = train(case)
+    if find(case) is not None:
+        return
     flags = case.flags
     evaluator = Evaluator(
         pictures(flags), "efficientnet_lite0", state, num_samples=flags.num_samples, seed=case.seed, batch_size=32
@@ -241,10 +241,10 @@ def main(flags: Flags) -> None:
         flags.output_dir.mkdir(parents=True, exist_ok=True)
         pictures(flags)
         spawn = multiprocessing.get_context("spawn")
-        for needed in (True, False):  # those that others start from come first
-            firsts = {case.factor.after for case in cases}
+        missing = [case for case in cases if find(case) is None]
+        firsts = list(dict.fromkeys(case.before for case in missing if case.before is not None))
+        for some in (firsts, [case for case in missing if case not in firsts]):
             with ProcessPoolExecutor(flags.workers, mp_context=spawn, max_tasks_per_child=1) as pool:
-                some = [case for case in cases if (case.name in firsts) == needed]
                 for done in [pool.submit(measure, case) for case in some]:
                     done.result()
     print_table(flags)
@@ -272,7 +272,8 @@ def print_table(flags: Flags) -> None:
 def draw_curve(flags: Flags, path: Path) -> None:
     """Distances over lengths of training on doubly logarithmic axes, and the powers that fit them."""
     rows = [json.loads(line) for line in flags.results.read_text().splitlines()]
-    rows = [row for row in rows if row["data"] == Path(flags.data).name and row["seed"] in flags.seeds]
+    wanted = {"data": Path(flags.data).name, "image_size": flags.image_size, "dim": flags.dim}
+    rows = [row for row in rows if wanted.items() <= row.items() and row["seed"] in flags.seeds]
     lines = {}
     for name in flags.factors:
         of_factor = sorted((row for row in rows if row["factor"] == name), key=lambda row: row["images"])
