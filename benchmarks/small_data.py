@@ -223,21 +223,25 @@ def print_table(results: list[dict[str, Any]]) -> None:
 
 
 def plot(path: Path, results: list[dict[str, Any]]) -> None:
-    """Losses on held-out (full names) and on training pictures, and distances to held-out pictures, over steps."""
+    """Over passes: losses on held-out and (seen) on training pictures, distances to held-out pictures, copies."""
     losses: dict[str, Line] = {}
     distances: dict[str, Line] = {}
-    for row in results:
-        name = f"{row['count']}, {row['setting']}"
-        measured = row["losses"]
-        for suffix, key in {"": "heldout_loss", " (seen)": "seen_loss"}.items():
-            losses[name + suffix] = [each["step"] for each in measured], [each[key] for each in measured]
-        compared = row["distances"]
-        distances[name] = [each["step"] for each in compared], [each[f"heldout_{KERNEL}"] for each in compared]
+    copies: dict[str, Line] = {}
+    for result in results:
+        name, measured, compared = f"{result['count']}, {result['setting']}", result["losses"], result["distances"]
+
+        def line(rows: list[dict[str, Any]], key: str, count: int = result["count"]) -> Line:
+            return [row["step"] * BATCH / count for row in rows], [row[key] for row in rows]
+
+        losses |= {name: line(measured, "heldout_loss"), f"{name} (seen)": line(measured, "seen_loss")}
+        distances[name] = line(compared, f"heldout_{KERNEL}")
+        copies[name] = line(compared, "copies")
     draw_panels(
         path,
         [
-            Panel(losses, "loss on held-out pictures and on those trained on", "step", "squared error of the velocity"),
-            Panel(distances, "kernel distance to held-out pictures", "step", KERNEL, log_y=True),
+            Panel(losses, "loss on held-out and on training pictures", "passes", "squared error of the velocity"),
+            Panel(distances, "kernel distance to held-out pictures", "passes", KERNEL, log_y=True),
+            Panel(copies, "copies", "passes", "share of samples"),
         ],
     )
 
