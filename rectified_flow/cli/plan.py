@@ -54,7 +54,7 @@ def print_plan(config: Config, flow: Flow) -> None:
         accelerator.print(
             line(
                 "recipe",
-                "flags for few pictures, and a shorter run, are chosen as the folder is opened (docs/small_data.md)",
+                "--augment, --holdout and a shorter run may be chosen when the folder is opened (docs/small_data.md)",
             )
         )
     if isinstance(flow.space, Latents):
