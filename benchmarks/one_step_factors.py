@@ -119,7 +119,6 @@ FACTORS = {
         "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
         "power 0": Factor("worse in one call, better at 16", ALIKE, UNCLIPPED),
         "short average": Factor("no difference: the rate falls to 0", run={"ema_decay": 0.98}),
-        "long average": Factor("worse: it holds weights of the beginning", run={"ema_decay": 0.999}),
         "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
         "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),
         "three quarters of the rows": Factor("worse at 16 calls", {"mean_fraction": 0.75}),

@@ -146,10 +146,10 @@ class Case:
             self.flags.dim, (1, 2, 3), image_size=side, attention_sides=(side // 4,), blocks_per_level=1, dropout=0
         )
         space = Pixels((3, side, side), horizontal_flip=True)
-        if self.factor.wakes:
-            nn.init.normal_(network.time_embedding.interval.weight, std=0.05)
         if self.before is not None:
             checkpoint.load_averaged(network, checkpoint.resolve(self.before.config().checkpoints))
+        if self.factor.wakes:  # after the weights, which are those of a network that knew no intervals
+            nn.init.normal_(network.time_embedding.interval.weight, std=0.05)
         paths = self.draw_paths(RectifiedFlow(network, space=space)) if self.factor.paths else None
         if self.factor.flow is None:
             settings = {"space": space, **self.factor.rectified}
