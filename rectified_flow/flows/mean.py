@@ -56,6 +56,7 @@ VARIANTS: dict[str, Variant] = {
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
 }
+REMOVED: tuple[str, ...] = get_args(RemovedObjective)
 
 
 @register
@@ -101,7 +102,7 @@ class MeanFlow(FlowMap):
         **settings: Any,
     ) -> None:
         super().__init__(network, weight_power=weight_power, weight_epsilon=weight_epsilon, **settings)
-        if not isinstance(objective, Variant) and objective not in (*VARIANTS, *get_args(RemovedObjective)):
+        if not isinstance(objective, Variant) and objective not in (*VARIANTS, *REMOVED):
             raise ValueError(f"objective is {objective!r}; it must be one of {', '.join(VARIANTS)}, or a Variant")
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
@@ -123,7 +124,7 @@ class MeanFlow(FlowMap):
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
         strided rows of the global batch, the same rows on any number of them if that count is a whole number.
         """
-        if self.objective in get_args(RemovedObjective):
+        if self.objective in REMOVED:
             raise UsageError(f"the objective {self.objective} has been removed: start a new run with --init_from")
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
