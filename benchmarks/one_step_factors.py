@@ -118,6 +118,17 @@ FACTORS = {
         "so_flow": Factor("as the default", {"objective": "so_flow"}),
         "growing": Factor("better at 16 calls: short intervals first (arXiv:2511.19065)", {"growing": True}),
         "power 0": Factor("worse in one call, better at 16", ALIKE, UNCLIPPED),
+        "power 0.5": Factor(
+            "little difference: every row's gradient has the same norm (tangent normalization, arXiv:2410.11081)",
+            {"weight_power": 0.5},
+            {"max_grad_norm": 3.0**0.5 * 32},
+        ),
+        "warm-up": Factor(
+            "better at 2 to 16 calls, worse in one: less of the training has its derivative", {"warms": True}
+        ),
+        "two heads": Factor(
+            "better at 16 calls, as intervals have a layer of their own, and cheaper", {"two_heads": True}
+        ),
         "short average": Factor("no difference: the rate falls to 0", run={"ema_decay": 0.98}),
         "shares": Factor("better at 2 to 16 calls: intervals of all lengths are seen", SHARES),
         "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),

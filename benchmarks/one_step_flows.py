@@ -17,6 +17,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import LEAST_DIVISOR, RectifiedFlow
 from rectified_flow.flows.timesteps import Uniform
 from rectified_flow.networks.conditions import Values
+from rectified_flow.networks.forward_mode import Conv2d
 
 
 class StudyFlow(MeanFlow):
@@ -29,6 +30,9 @@ class StudyFlow(MeanFlow):
             mean flow's own), or by the earlier one (``lagrangian``; Boffi et al. 2025, arXiv:2505.18825).
         teacher: a trained network whose velocity takes the place of the data's.
         growing: intervals grow to their length over the first four fifths of the training.
+        warms: the derivative's weight grows from 0 to 1 over the first half of the training (arXiv:2410.11081).
+        two_heads: the last layer predicts the velocity beside the average velocity, both are learned in all rows, and
+            the derivative is along this velocity (arXiv:2512.02012).
         paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
         whole: share of the intervals that are whole paths.
         edges: weight of the strength of edges in the pictures that whole paths lead to, see :func:`edge_strength`.
@@ -43,13 +47,19 @@ class StudyFlow(MeanFlow):
         along: Literal["eulerian", "lagrangian"] = "eulerian",
         teacher: nn.Module | None = None,
         growing: bool = False,
+        warms: bool = False,
+        two_heads: bool = False,
         paths: Tensor | None = None,
         whole: float = 0.0,
         edges: float = 0.0,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
-        self.edges = edges
+        self.warms, self.two_heads, self.edges = warms, two_heads, edges
+        if two_heads:
+            network.conv_out = doubled(network.conv_out)
+        self.velocities: list[Tensor] = []
+        """With two heads, the velocities that the passes of this step predicted."""
         self.share, self.clean, self.along = share, clean, along
         self.teacher = None if teacher is None else (teacher,)  # in a tuple, its weights are nobody's to train
         self.growing, self.paths, self.whole = growing, paths, whole
@@ -70,6 +80,16 @@ class StudyFlow(MeanFlow):
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_tensor(step))
         self.logged = {"unweighted_loss": mean_square}
         return loss
+
+    def loss(
+        self, x_0: Tensor, noise: Tensor, t: Tensor, r: Tensor, *conditions_and_settings: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.velocities = []
+        loss, mean_square = super().loss(x_0, noise, t, r, *conditions_and_settings)
+        if self.two_heads:
+            loss = loss + self.weighted(self.velocities[0] - (noise - x_0))[0]
+        self.velocities = []
+        return loss, mean_square
 
     def _follow(self, x_0: Tensor, noise: Tensor, t: Tensor, paths: Tensor) -> Tensor:
         """The loss on the average velocities of paths, and in the other rows on the velocity."""
@@ -95,6 +115,10 @@ class StudyFlow(MeanFlow):
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         output = super().average_velocity(x, t, r, **conditions)
+        if self.two_heads:
+            output, velocity = output.chunk(2, dim=1)
+            if self.training:
+                self.velocities.append(velocity)
         return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
 
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
@@ -107,6 +131,8 @@ class StudyFlow(MeanFlow):
         return v if self.teacher is None else self.velocity(x, t)
 
     def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
+        if self.two_heads:
+            return self.velocities[0][: len(x)].detach()
         return v if self.teacher is not None else super()._blend(v, x, t, conditions)
 
     def _correction(
@@ -121,10 +147,19 @@ class StudyFlow(MeanFlow):
         kept: list[Tensor],
     ) -> tuple[Tensor, Tensor]:
         if self.along == "eulerian":
-            return super()._correction(u, x, v, t, r, conditions, step, kept)
+            change, target = super()._correction(u, x, v, t, r, conditions, step, kept)
+            return change * (min(1.0, self.progress / 0.5) if self.warms else 1.0), target
         gap = expand(t - r, x)
         _, slope, *_ = jvp(lambda r: self.average_velocity(x, t, r), (r,), (torch.ones_like(r),))
         return -gap * slope, self.velocity(x - gap * u, r)
+
+
+def doubled(layer: Tensor | nn.Module) -> Conv2d:
+    """A 3x3 convolution with twice the output channels of another, whose weights both halves have."""
+    assert isinstance(layer, Conv2d)
+    both = Conv2d(layer.in_channels, 2 * layer.out_channels, 3, padding=1)
+    both.load_state_dict({name: torch.cat((values, values)) for name, values in layer.state_dict().items()})
+    return both
 
 
 def edge_strength(pictures: Tensor, levels: int = 3, window: int = 4) -> Tensor:

@@ -1,5 +1,6 @@
 """The benchmarks: whose turn it is, where the table goes, and that each one still runs."""
 
+import copy
 import importlib
 import subprocess
 import sys
@@ -7,16 +8,18 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchvision.io import write_png
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from turns import Times, Turns, ratio, take_turns
 
+from rectified_flow.networks.unet import Unet
 from rectified_flow.training.state import TrainingState
 from tests.patience import PATIENCE
 
@@ -173,6 +176,35 @@ def test_launches_are_counted_without_a_gpu() -> None:
     assert launches == kernels + calls
     assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
     assert 1 < gigabytes < 4
+
+
+def test_a_second_head_and_a_warm_up_start_as_the_default() -> None:
+    """A network that knows no intervals yet predicts the velocity with either head, so that only its loss is added."""
+    from one_step_flows import StudyFlow
+
+    torch.manual_seed(0)
+    network = Unet(4, (1, 2), image_size=8, attention_sides=())
+    nn.init.normal_(network.conv_out.weight, std=0.1)
+    x_0, noise, t = torch.rand(6, 3, 8, 8), torch.randn(6, 3, 8, 8), torch.linspace(0.1, 1, 6)
+
+    def loss(**settings: Any) -> tuple[float, Tensor]:
+        copied = copy.deepcopy(network)
+        flow = StudyFlow(copied, **settings).train()
+        flow.progress = 0.5
+        value = flow.loss(x_0, noise, t, t / 2, {}, 3)[0]
+        value.backward()
+        gradient = copied.conv_in.weight.grad
+        assert gradient is not None
+        return float(value.detach()), gradient
+
+    plain, plain_gradient = loss()
+    assert loss(warms=True)[0] == plain, "the derivative has its whole weight from half of the training on"
+    of_velocity = StudyFlow(network).weighted(
+        network(torch.lerp(x_0, noise, t[:, None, None, None]), t) - (noise - x_0)
+    )
+    both, gradient = loss(two_heads=True)
+    assert both == pytest.approx(plain + float(of_velocity[0].detach()), rel=1e-5)
+    assert not torch.allclose(gradient, plain_gradient), "both heads are learned"
 
 
 def test_a_study_is_resumed_and_its_table_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
