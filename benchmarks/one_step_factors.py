@@ -138,7 +138,6 @@ FACTORS = {
             "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}
         ),
         "no clipping": Factor("worse: norms of 2 to 6 are common", run={"max_grad_norm": 0.0}),
-        "taught": Factor("better: no noise of the data in the target", taught=True),
         "bf16": Factor("no difference", run={"mixed_precision": "bf16"}),
         "awake embedding": Factor("no difference", wakes=True),
         "long memory": Factor("little difference", run={"adam_betas": (0.9, 0.999)}),

@@ -12,12 +12,14 @@ where it was. Needs `pip install -e ".[evaluation]"`.
 import copy
 import json
 import multiprocessing
+import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from threading import Thread
 from typing import Any
 
 import torch
@@ -225,6 +227,18 @@ def measure(case: Case) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def end_with_launcher() -> None:
+    """Have this worker end when the study is killed; its training continues from its newest checkpoint."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
 def find(case: Case) -> dict[str, Any] | None:
     """The result of a case, if there is one."""
     file = case.flags.results
@@ -244,7 +258,9 @@ def main(flags: Flags) -> None:
         missing = [case for case in cases if find(case) is None]
         firsts = list(dict.fromkeys(case.before for case in missing if case.before is not None))
         for some in (firsts, [case for case in missing if case not in firsts]):
-            with ProcessPoolExecutor(flags.workers, mp_context=spawn, max_tasks_per_child=1) as pool:
+            with ProcessPoolExecutor(
+                flags.workers, mp_context=spawn, max_tasks_per_child=1, initializer=end_with_launcher
+            ) as pool:
                 for done in [pool.submit(measure, case) for case in some]:
                     done.result()
     print_table(flags)

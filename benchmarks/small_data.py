@@ -22,6 +22,8 @@ from accelerate.utils import set_seed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from score_augmentation import TOLD, ScoreAugmented
+
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import permuted
@@ -56,6 +58,7 @@ class Setting:
         network: arguments of the Unet.
         run: flags of the run.
         related: start from a training on the other set.
+        score_augmentation: probability of each change to noisy pictures and targets alike.
     """
 
     expected: str
@@ -63,6 +66,7 @@ class Setting:
     network: Mapping[str, Any] = field(default_factory=dict)
     run: Mapping[str, Any] = field(default_factory=dict)
     related: bool = False
+    score_augmentation: float = 0.0
 
 
 AUGMENTED = {"augmentation": 0.15}
@@ -73,6 +77,9 @@ SETTINGS = {
     "augment 0.15": Setting("hardly memorises, and is nearer to held-out pictures", AUGMENTED),
     "augment 0.4": Setting("slower, no nearer", {"augmentation": 0.4}),
     "augment 0.15, dropout": Setting("no better than augmentation alone", AUGMENTED, {"dropout": 0.1}),
+    "score augmentation 0.3": Setting(
+        "as augment 0.15, and nearer: the network sees as many transformed pictures", score_augmentation=0.3
+    ),
     "half the channels": Setting("memorises later, and is farther", network={"dim": 12}),
     "rate falls to 0": Setting("nearer at the end, as gradients are noisy", run={"lr_decay": "cosine"}),
     "related": Setting("much nearer from the start, and memorises as early", related=True),
@@ -184,11 +191,14 @@ class Case:
         side = self.flags.image_size
         space = Pixels((3, side, side), **{"horizontal_flip": True, **setting.pixels})
         settings = {**NETWORK, **setting.network}
-        network = Unet(image_size=side, conditions=space.conditions, **settings)
+        conditions = TOLD if setting.score_augmentation else space.conditions
+        network = Unet(image_size=side, conditions=conditions, **settings)
         if setting.related:
             if self.flags.related is None:
                 raise SystemExit(f"the setting {self.name!r} needs --related")
             checkpoint.load_matching(network, checkpoint.resolve(self.flags.related))
+        if setting.score_augmentation:
+            return ScoreAugmented(network, setting.score_augmentation, space=space)
         return RectifiedFlow(network, space=space)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.io import write_png
 
@@ -19,7 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 from turns import Times, Turns, ratio, take_turns
 
+from rectified_flow import randomness
+from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.state import TrainingState
 from tests.patience import PATIENCE
 
@@ -176,6 +180,28 @@ def test_launches_are_counted_without_a_gpu() -> None:
     assert launches == kernels + calls
     assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
     assert 1 < gigabytes < 4
+
+
+def test_score_augmentation_turns_moves_and_scales_noise_and_picture_alike() -> None:
+    from score_augmentation import TOLD, ScoreAugmented, transformed
+
+    x = torch.arange(16.0).reshape(1, 1, 4, 4)
+    one, zero = torch.ones(1), torch.zeros(1)
+    assert torch.equal(transformed(x, one, zero, torch.zeros(1, 2)), x)
+    assert torch.equal(transformed(x, zero, one, torch.zeros(1, 2)), x.rot90(1, (2, 3)))
+    assert torch.equal(transformed(x, one, zero, torch.tensor([[1.0, 0.0]])), F.pad(x, (0, 1))[..., 1:])
+
+    flow = ScoreAugmented(Unet(4, (1,), conditions=TOLD, image_size=8, attention_sides=()), 0.5, space=Pixels())
+    pictures = torch.rand(64, 3, 8, 8) * 2 - 1
+    with randomness.deterministic(randomness.Samples(0, range(64))):
+        x_0, noise, conditions = flow.draw_batch({"images": pictures})
+        plain, _, _ = RectifiedFlow(flow.network, space=Pixels()).draw_batch({"images": pictures})
+    told = conditions["augmentation"]
+    alone = (told == 0).all(dim=1)
+    assert 0.05 < alone.float().mean() < 0.3, "an eighth of the rows, and some quarter turns by nothing"
+    assert torch.equal(x_0[alone], plain[alone])
+    assert (x_0[~alone] != plain[~alone]).flatten(1).any(dim=1).all()
+    assert torch.equal(x_0 == 0, noise == 0), "what a shift leaves behind is empty in both"
 
 
 def test_a_second_head_and_a_warm_up_start_as_the_default() -> None:
