@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 
+from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow, Variant
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -37,7 +38,9 @@ OUR_SCHEMES = (
     DEFAULT,
     "improved mean flow, a quarter of the rows",
     "finite step, half of the rows",
+    "from a teacher's paths",
 )
+PATH_STEPS = 16
 PEER_SCHEMES = (RECTIFIED, "mean flow, a step with derivatives", "mean flow, a step without derivatives")
 
 
@@ -66,6 +69,7 @@ def build_ours(scheme: str, flags: Flags) -> nn.Module:
         DEFAULT: lambda: MeanFlow(network),
         OUR_SCHEMES[3]: lambda: MeanFlow(network, mean_fraction=0.25),
         OUR_SCHEMES[4]: lambda: MeanFlow(network, objective=Variant(step=lambda _progress: 0.5)),
+        OUR_SCHEMES[5]: lambda: DistilledFlow(network),
     }
     return build[scheme]()
 
@@ -90,11 +94,15 @@ def train(who: str, scheme: str, flags: Flags, turns: Turns) -> None:
     flow = to_device((build_ours if who == OURS else build_peer)(scheme, flags), device, "no").train()
     if flags.compile and who == OURS:
         flow.compile()
-    images = torch.rand(flags.batch_size, 3, flags.image_size, flags.image_size, device=device) * 2 - 1
+    shape = 3, flags.image_size, flags.image_size
+    images = torch.rand(flags.batch_size, *shape, device=device) * 2 - 1
+    batch = {"images": images}
+    if isinstance(flow, DistilledFlow):
+        batch["path"] = torch.rand(flags.batch_size, PATH_STEPS, *shape, dtype=torch.float16, device=device)
 
     def step() -> None:
         flow.zero_grad()
-        loss: Tensor = flow(images=images) if who == OURS else flow(images)
+        loss: Tensor = flow(**batch) if who == OURS else flow(images)
         loss.backward()
 
     turns.facts["parameters"] = sum(p.numel() for p in flow.parameters())
