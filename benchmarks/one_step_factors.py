@@ -78,6 +78,12 @@ FACTORS = {
         {"whole": 0.5, "mean_fraction": 1.0, "edges": 5.0},
         **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
+    "half whole paths, all of the rows, a quarter as many, matched": Factor(
+        "sharper and nearer in one call: matching a distribution does not average pictures",
+        {"whole": 0.5, "mean_fraction": 1.0, "matching": 0.5},
+        taught=True,
+        **(DRAWN | {"paths": 1 / 32, "length": 0.8}),
+    ),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
     ),

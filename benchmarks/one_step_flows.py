@@ -1,5 +1,7 @@
 """The flows of ``one_step_study.py``: mean flow and reflow, with what the study tries beside the package's settings."""
 
+import copy
+import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +37,7 @@ class StudyFlow(MeanFlow):
             the derivative is along this velocity (arXiv:2512.02012).
         paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
         whole: share of the intervals that are whole paths.
+        matching: share of the batch that is matched with the teacher's distribution, see :meth:`_match`.
         edges: weight of the strength of edges in the pictures that whole paths lead to, see :func:`edge_strength`.
     """
 
@@ -52,14 +55,17 @@ class StudyFlow(MeanFlow):
         paths: Tensor | None = None,
         whole: float = 0.0,
         edges: float = 0.0,
+        matching: float = 0.0,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
         self.warms, self.two_heads, self.edges = warms, two_heads, edges
         if two_heads:
             network.conv_out = doubled(network.conv_out)
-        self.velocities: list[Tensor] = []
-        """With two heads, the velocities that the passes of this step predicted."""
+        self.matching = matching
+        self.critic = None if matching == 0 else copy.deepcopy(network).requires_grad_(True)
+        self.velocities: list[Tensor] | None = None
+        """With two heads, the velocities that the passes of a loss predicted."""
         self.share, self.clean, self.along = share, clean, along
         self.teacher = None if teacher is None else (teacher,)  # in a tuple, its weights are nobody's to train
         self.growing, self.paths, self.whole = growing, paths, whole
@@ -68,7 +74,8 @@ class StudyFlow(MeanFlow):
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         if self.paths is not None:
-            return self._follow(x_0, noise, t, self.paths)
+            loss = self._follow(x_0, noise, t, self.paths)
+            return loss if self.critic is None else loss + self._match(noise)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
         if self.share:
             earlier = t * Uniform().sample(len(x_0), x_0.device, "earlier time")
@@ -84,11 +91,11 @@ class StudyFlow(MeanFlow):
     def loss(
         self, x_0: Tensor, noise: Tensor, t: Tensor, r: Tensor, *conditions_and_settings: Any
     ) -> tuple[Tensor, Tensor]:
-        self.velocities = []
+        velocities = self.velocities = []
         loss, mean_square = super().loss(x_0, noise, t, r, *conditions_and_settings)
+        self.velocities = None
         if self.two_heads:
-            loss = loss + self.weighted(self.velocities[0] - (noise - x_0))[0]
-        self.velocities = []
+            loss = loss + self.weighted(velocities[0] - (noise - x_0))[0]
         return loss, mean_square
 
     def _follow(self, x_0: Tensor, noise: Tensor, t: Tensor, paths: Tensor) -> Tensor:
@@ -113,11 +120,33 @@ class StudyFlow(MeanFlow):
             square = square + torch.zeros_like(square).index_add(0, whole.nonzero()[:, 0], further)
         return ((square.detach() + self.weight_epsilon) ** -self.weight_power * square).mean()
 
+    def _match(self, noise: Tensor) -> Tensor:
+        """Distribution matching (Yin et al. 2023, arXiv:2311.18828): of what is drawn in one call, and of the teacher.
+
+        A critic learns the velocity of what is drawn. Where it differs from the teacher's, the drawn pictures move.
+        """
+        assert self.critic is not None
+        assert self.teacher is not None
+        count = math.ceil(self.matching * len(noise))
+        t = 0.02 + 0.96 * Uniform().sample(len(noise), noise.device, "time of matching")[:count]
+        added = randomness.randn("noise of matching", noise.shape, noise.device)[:count]
+        drawn = noise[:count] - self.average_velocity(noise[:count], torch.ones(count), torch.zeros(count))
+        x_t = torch.lerp(drawn.detach(), added, expand(t, drawn))
+        found = self.critic(x_t, t).float()
+        with torch.no_grad():
+            wanted = self.teacher[0](x_t, t).float()
+            clean = x_t - expand(t, x_t) * wanted
+            off = expand(t, x_t) * (wanted - found)
+            off = off / expand((drawn - clean).abs().flatten(1).mean(dim=1), off)
+        of_critic = (found - (added - drawn.detach())).square().mean()
+        self.logged |= {"off": off.abs().mean(), "critic": of_critic.detach()}
+        return (off * drawn).flatten(1).sum(dim=1).mean() / drawn[0].numel() ** 0.5 + of_critic
+
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         output = super().average_velocity(x, t, r, **conditions)
         if self.two_heads:
             output, velocity = output.chunk(2, dim=1)
-            if self.training:
+            if self.velocities is not None:
                 self.velocities.append(velocity)
         return (x - output) / expand(t, x).clamp(min=LEAST_DIVISOR) if self.clean else output
 
@@ -131,7 +160,7 @@ class StudyFlow(MeanFlow):
         return v if self.teacher is None else self.velocity(x, t)
 
     def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
-        if self.two_heads:
+        if self.velocities:
             return self.velocities[0][: len(x)].detach()
         return v if self.teacher is not None else super()._blend(v, x, t, conditions)
 
