@@ -47,6 +47,8 @@ LOWER = {"learning_rate": 1e-3, "lr_decay": "cosine"}
 LOWERED = ", half the rate, falling to 0"
 DRAWN: dict[str, Any] = {"run": LOWER, "paths": 1 / 8, "length": 1.08}
 """Drawing and training cost as much as the training of a mean flow on as many images as the flag says."""
+TEACHER = {"whole": 0.5, "mean_fraction": 1.0}
+"""What --teacher learns from."""
 FACTORS = {
     "rectified": Factor("the reference", None, after=None, length=4),
     "rectified, clean": Factor(
@@ -65,32 +67,31 @@ FACTORS = {
     "paths": Factor("better in one call: nothing but regression, and no noise in the target", **DRAWN),
     "whole paths": Factor("the best in one call: what this network can do there", {"whole": 1.0}, **DRAWN),
     "half whole paths": Factor("in one call as whole paths, at 2 to 16 as paths", {"whole": 0.5}, **DRAWN),
-    "half whole paths, all of the rows": Factor(
-        "no worse: paths have velocities, too", {"whole": 0.5, "mean_fraction": 1.0}, **DRAWN
-    ),
+    "half whole paths, all of the rows": Factor("no worse: paths have velocities, too", TEACHER, **DRAWN),
     "half whole paths, all of the rows, a quarter as many": Factor(
         "the best: cheaper to draw, and trained for longer",
-        {"whole": 0.5, "mean_fraction": 1.0},
+        TEACHER,
         **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
     "half whole paths, all of the rows, a quarter as many, edges": Factor(
         "sharper in one call, and nearer",
-        {"whole": 0.5, "mean_fraction": 1.0, "edges": 5.0},
+        TEACHER | {"edges": 5.0},
         **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
-    "half whole paths, all of the rows, a quarter as many, matched": Factor(
+    "matched": Factor(
         "sharper and nearer in one call: matching a distribution does not average pictures",
-        {"whole": 0.5, "mean_fraction": 1.0, "matching": 0.5},
+        TEACHER | {"matching": 0.5, "pull": 0.15},
+        taught=True,
+        **(DRAWN | {"paths": 1 / 32, "length": 0.8}),
+    ),
+    "matched, a fifth as strong": Factor(
+        "stable, and sharper: with a pull of 1, pictures fell apart",
+        TEACHER | {"matching": 0.5, "pull": 0.03},
         taught=True,
         **(DRAWN | {"paths": 1 / 32, "length": 0.8}),
     ),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
-    ),
-    "whole paths, all of the rows, a quarter as many": Factor(
-        "better in one call, worse at 2 and 4",
-        {"whole": 1.0, "mean_fraction": 1.0},
-        **(DRAWN | {"paths": 1 / 32, "length": 1.58}),
     ),
     "half whole paths, a quarter as many": Factor(
         "worse in one call: they are learned by heart", {"whole": 0.5}, **(DRAWN | {"paths": 1 / 32, "length": 1.58})
@@ -140,9 +141,6 @@ FACTORS = {
         "a quarter of the rows": Factor("better at 16 calls, worse in one", {"mean_fraction": 0.25}),
         "three quarters of the rows": Factor("worse at 16 calls", {"mean_fraction": 0.75}),
         "rectified's times": Factor("little difference", {"time_distribution": LogitNormal()}),
-        "late times": Factor(
-            "better in one call: t = 1 is seen more often", {"time_distribution": LogitNormal(0.8, 1.6)}
-        ),
         "no clipping": Factor("worse: norms of 2 to 6 are common", run={"max_grad_norm": 0.0}),
         "bf16": Factor("no difference", run={"mixed_precision": "bf16"}),
         "awake embedding": Factor("no difference", wakes=True),

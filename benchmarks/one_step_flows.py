@@ -38,6 +38,7 @@ class StudyFlow(MeanFlow):
         paths: a teacher's solutions from noise to data, ``[n, steps + 1, ...]``: intervals are between their points.
         whole: share of the intervals that are whole paths.
         matching: share of the batch that is matched with the teacher's distribution, see :meth:`_match`.
+        pull: weight of the matching.
         edges: weight of the strength of edges in the pictures that whole paths lead to, see :func:`edge_strength`.
     """
 
@@ -56,13 +57,14 @@ class StudyFlow(MeanFlow):
         whole: float = 0.0,
         edges: float = 0.0,
         matching: float = 0.0,
+        pull: float = 0.03,
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
         self.warms, self.two_heads, self.edges = warms, two_heads, edges
         if two_heads:
             network.conv_out = doubled(network.conv_out)
-        self.matching = matching
+        self.matching, self.pull = matching, pull
         self.critic = None if matching == 0 else copy.deepcopy(network).requires_grad_(True)
         self.velocities: list[Tensor] | None = None
         """With two heads, the velocities that the passes of a loss predicted."""
@@ -140,7 +142,7 @@ class StudyFlow(MeanFlow):
             off = off / expand((drawn - clean).abs().flatten(1).mean(dim=1), off)
         of_critic = (found - (added - drawn.detach())).square().mean()
         self.logged |= {"off": off.abs().mean(), "critic": of_critic.detach()}
-        return (off * drawn).flatten(1).sum(dim=1).mean() / drawn[0].numel() ** 0.5 + of_critic
+        return self.pull * (off * drawn).flatten(1).sum(dim=1).mean() / drawn[0].numel() ** 0.5 + of_critic
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         output = super().average_velocity(x, t, r, **conditions)
