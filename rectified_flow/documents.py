@@ -75,6 +75,8 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
         raise DamageError(f"{source} is damaged: the key {key!r} is missing")
     if problem["type"] == "value_error":  # of the dataclass
         raise DamageError(f"{source} is damaged: {problem['ctx']['error']}")
+    if problem["type"] == "literal_error":  # a choice that was removed, or is of a newer version
+        raise DamageError(f"{source} does not fit this version of the project: {key} is {_in_words(problem)}")
     raise DamageError(f"{source} is damaged: {key or 'it'} is {_in_words(problem)}")
 
 
