@@ -90,6 +90,9 @@ FACTORS = {
         taught=True,
         **(DRAWN | {"paths": 1 / 32, "length": 0.8}),
     ),
+    "unmatched": Factor(
+        "behind matched, which takes as many steps", TEACHER, **(DRAWN | {"paths": 1 / 32, "length": 0.8})
+    ),
     "half whole paths, twice the rate": Factor(
         "better in one call", {"whole": 0.5}, **(DRAWN | {"run": {"lr_decay": "cosine"}})
     ),
