@@ -233,6 +233,30 @@ def test_a_second_head_and_a_warm_up_start_as_the_default() -> None:
     assert not torch.allclose(gradient, plain_gradient), "both heads are learned"
 
 
+def test_matching_moves_what_is_drawn_to_the_teacher() -> None:
+    """Nothing moves where the critic has the teacher's velocity; where it has a larger one, pictures were too low."""
+    from one_step_flows import StudyFlow
+
+    torch.manual_seed(0)
+    network = Unet(4, (1, 2), image_size=8, attention_sides=())
+    nn.init.normal_(network.conv_out.weight, std=0.1)
+    flow = StudyFlow(network, teacher=copy.deepcopy(network), matching=0.5, pull=1.0, paths=torch.zeros(1, 3, 3, 8, 8))
+    critic, noise = flow.critic, torch.randn(4, 3, 8, 8)
+    assert isinstance(critic, Unet)
+    of_drawn, of_critic = network.conv_out.bias, critic.conv_out.bias
+    assert of_drawn is not None
+    assert of_critic is not None
+    for shift in (0.0, 0.1):
+        nn.init.constant_(of_critic, shift)
+        flow.logged = {}
+        flow.zero_grad()
+        flow._match(noise).backward()
+        assert of_drawn.grad is not None
+        assert of_critic.grad is not None
+        assert of_critic.grad.abs().max() > 0, "the critic always learns"
+        assert (of_drawn.grad > 0).all() if shift else (of_drawn.grad == 0).all(), "a lower u draws higher pictures"
+
+
 def test_a_study_is_resumed_and_its_table_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import one_step_study
     from one_step_study import Case, Flags, measure, print_table
