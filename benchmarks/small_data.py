@@ -1,6 +1,6 @@
 """What helps where pictures are few? Trainings on some hundreds of pictures, and what becomes of them.
 
-Each case trains a small rectified flow on ``n`` small pictures with one setting changed. At intervals it is compared
+Each case trains a small flow on ``n`` small pictures with one setting changed. At intervals it is compared
 with pictures that it was not trained on: the loss on them beside that on training pictures, the kernel distance to
 them, and the share of copies. Results are appended to small_data.jsonl as cases end, and ``--table`` prints them. A
 study that was stopped continues where it was. Needs `pip install -e ".[evaluation]"`.
@@ -30,6 +30,8 @@ from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.joining import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.plots import Line, Panel, draw_panels
@@ -59,6 +61,7 @@ class Setting:
         run: flags of the run.
         related: start from a training on the other set.
         score_augmentation: probability of each change to noisy pictures and targets alike.
+        mean_flow: train a mean flow.
     """
 
     expected: str
@@ -67,6 +70,7 @@ class Setting:
     run: Mapping[str, Any] = field(default_factory=dict)
     related: bool = False
     score_augmentation: float = 0.0
+    mean_flow: bool = False
 
 
 AUGMENTED = {"augmentation": 0.15}
@@ -84,6 +88,10 @@ SETTINGS = {
     "rate falls to 0": Setting("nearer at the end, as gradients are noisy", run={"lr_decay": "cosine"}),
     "related": Setting("much nearer from the start, and memorises as early", related=True),
     "related, augment 0.15": Setting("the best", AUGMENTED, related=True),
+    "mean flow": Setting(
+        "memorises as early in passes: half of its rows are those of a rectified flow", mean_flow=True
+    ),
+    "mean flow, augment 0.15": Setting("hardly memorises either", AUGMENTED, mean_flow=True),
 }
 
 
@@ -186,7 +194,7 @@ class Case:
         Trainer(flow, seen, config, callbacks=[heldout, EvaluationHook(evaluator, every)]).train()
         return {**self.key, "losses": _rows(self.folder, "heldout"), "distances": _rows(self.folder, "evaluations")}
 
-    def build(self, setting: Setting) -> RectifiedFlow:
+    def build(self, setting: Setting) -> Flow:
         """The flow to train, with the weights that it starts from."""
         side = self.flags.image_size
         space = Pixels((3, side, side), **{"horizontal_flip": True, **setting.pixels})
@@ -199,7 +207,7 @@ class Case:
             checkpoint.load_matching(network, checkpoint.resolve(self.flags.related))
         if setting.score_augmentation:
             return ScoreAugmented(network, setting.score_augmentation, space=space)
-        return RectifiedFlow(network, space=space)
+        return MeanFlow(network, space=space) if setting.mean_flow else RectifiedFlow(network, space=space)
 
 
 def _rows(folder: Path, name: str) -> list[dict[str, Any]]:

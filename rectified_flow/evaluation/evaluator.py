@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
@@ -101,14 +100,9 @@ class Evaluator:
     @cached_property
     def real(self) -> list[Tensor]:
         """Features of the training pictures, by feature network; extracted by all processes, kept by the main one."""
-        share = -(-len(self.dataset) // self.state.num_processes)
-        result = []
-        for each in self.features:
-            with self._bar(share, f"training pictures, {each.name}") as bar:
-                result.append(
-                    reference_features(self.dataset, each, self.state, progress=bar.update, batch_size=self.batch_size)
-                )
-        return result
+        return [
+            reference_features(self.dataset, each, self.state, batch_size=self.batch_size) for each in self.features
+        ]
 
     @cached_property
     def unseen(self) -> Tensor | None:
@@ -187,7 +181,9 @@ class Evaluator:
         parts: list[list[Tensor]] = [[] for _ in self.features]
         how = {"steps": flow.default_steps} | how
         batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how)
-        with self._bar(len(mine), f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}") as bar:
+        doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
+        main = self.state.is_main_process
+        with progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not main) as bar:
             for numbers, pictures in batches:
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     for part, each in zip(parts, self.features, strict=True):
@@ -202,6 +198,3 @@ class Evaluator:
         order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.seed, "labels"))
         values = self.dataset.condition_values(order[: self.num_samples].tolist())
         return {name: each for name, each in values.items() if name in flow.conditions}
-
-    def _bar(self, total: int, doing: str) -> "tqdm[Any]":
-        return progress_bar(total=total, desc=doing, unit="img", leave=None, disable=not self.state.is_main_process)

@@ -1,7 +1,6 @@
 """Features of the training images, computed once and saved in the store's folder."""
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from io import BytesIO
@@ -17,6 +16,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.evaluation.features import Features
 from rectified_flow.files import hash_file, remove, replace_file
+from rectified_flow.progress import progress_bar
 
 
 def reference_features(
@@ -24,7 +24,6 @@ def reference_features(
     features: Features,
     state: PartialState,
     *,
-    progress: Callable[[int], object] = lambda _count: None,
     batch_size: int = 64,
 ) -> Tensor:
     """Features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process.
@@ -36,11 +35,10 @@ def reference_features(
         dataset: the images.
         features: the features to extract.
         state: Accelerate's state of the processes.
-        progress: called with the number of images of each finished batch.
         batch_size: images per batch.
     """
     if dataset.rows is not None:
-        whole = reference_features(dataset.whole, features, state, progress=progress, batch_size=batch_size)
+        whole = reference_features(dataset.whole, features, state, batch_size=batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
     known = on_main(state, lambda: _find_saved(dataset, features.name))
     if known is not None:
@@ -48,11 +46,13 @@ def reference_features(
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
     mine = interleaved_share(total, rank, world_size)
     parts = []
-    for start in range(0, len(mine), batch_size):
-        images = dataset.read_pictures(mine[start : start + batch_size])
-        with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
-            parts.append(features.extract(images.to(state.device)).cpu())
-        progress(len(images))
+    doing = f"features of {dataset.info.source}, {features.name}"
+    with progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not state.is_main_process) as bar:
+        for start in range(0, len(mine), batch_size):
+            images = dataset.read_pictures(mine[start : start + batch_size])
+            with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
+                parts.append(features.extract(images.to(state.device)).cpu())
+            bar.update(len(images))
     everything = gather_interleaved(torch.cat(parts), total)
     if state.is_main_process:
         content = BytesIO()
