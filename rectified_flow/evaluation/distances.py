@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rectified_flow.evaluation.similarity import alike
+
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
 COPY = 0.5
-"""Nearness of a copy: half as far from a training picture as the nearest other training picture."""
-BLOCK = 1024
-"""Number of rows whose distances to all others are in memory at once."""
+"""Nearness of a copy: half as far from a training picture as the nearest training picture that differs from it."""
+AT_ONCE = 2**26
+"""Distances in memory at once, at most, if one row has no more."""
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:
@@ -23,13 +25,13 @@ def frechet_distance(real: Tensor, generated: Tensor) -> float:
     return float(_fill(metric, real, generated).compute())
 
 
-def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[float, float]:
+def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[float, float | None]:
     """The squared maximum mean discrepancy under a cubic kernel (Binkowski et al. 2018, arXiv:1801.01401, section 3).
 
     The estimate is unbiased: with few samples it is noisy, but not inflated. It can be negative.
 
     Returns:
-        Mean and standard deviation over random subsets of both sets.
+        Mean and standard deviation over random subsets of both sets; no deviation where a subset is a whole set.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -41,7 +43,7 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
         )
         torch.manual_seed(seed)
         mean, deviation = _fill(metric, real, generated).compute()
-    return float(mean), float(deviation)
+    return float(mean), None if size in (len(real), len(generated)) else float(deviation)
 
 
 def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
@@ -71,25 +73,29 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
     return {name: share.float().mean().item() for name, share in shares.items()}
 
 
-def gaps_between(real: Tensor) -> Tensor:
-    """The distance of each row of ``real`` to its nearest neighbour among the others, ``[n]``."""
-    return _reach(real)[1]
-
-
-def nearness(queries: Tensor, real: Tensor, gaps: Tensor) -> Tensor:
+def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
     """How far each of ``queries`` is from its nearest row of ``real``, ``[q]``; a copy is at 0.
 
-    In units of the gap of that row, of :func:`gaps_between`. So below 1, a query is nearer to a training picture than
-    training pictures are to each other.
+    The unit is the distance from that row to the nearest row that is no near-duplicate of it: else no sample would be a
+    copy of a picture that is there twice. So below 1, a query is nearer to a training picture than different training
+    pictures are to each other.
+
+    Args:
+        queries: features of pictures ``[q, d]``.
+        real: features of training pictures ``[n, d]``.
+        colours: their average colours ``[n, c]``, which say what is a near-duplicate.
     """
-    parts = [distances.min(dim=1) for _, distances in _distances(queries, real)]
-    distances, indices = torch.cat([each.values for each in parts]), torch.cat([each.indices for each in parts])
-    return distances / gaps[indices].clamp(min=torch.finfo(gaps.dtype).tiny)
+    parts = []
+    for _, distances in _distances(queries, real):
+        gap, row = distances.min(dim=1)
+        others = torch.cdist(real[row], real).masked_fill(alike(colours[row], colours), torch.inf)
+        parts.append(gap / others.min(dim=1).values.clamp(min=torch.finfo(gap.dtype).tiny))
+    return torch.cat(parts)
 
 
-def share_of_copies(queries: Tensor, real: Tensor, gaps: Tensor) -> float:
+def share_of_copies(queries: Tensor, real: Tensor, colours: Tensor) -> float:
     """The share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``, see :func:`nearness`."""
-    return (nearness(queries, real, gaps) < COPY).float().mean().item()
+    return (nearness(queries, real, colours) < COPY).float().mean().item()
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
@@ -119,8 +125,9 @@ def _fill(metric: Any, real: Tensor, generated: Tensor) -> Any:
 
 
 def _distances(queries: Tensor, others: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    for start in range(0, len(queries), BLOCK):
-        rows = slice(start, start + BLOCK)
+    block = max(1, AT_ONCE // len(others))
+    for start in range(0, len(queries), block):
+        rows = slice(start, start + block)
         yield rows, torch.cdist(queries[rows], others)
 
 

@@ -16,7 +16,6 @@ from rectified_flow.errors import require
 from rectified_flow.evaluation.config import FeatureNetwork
 from rectified_flow.evaluation.distances import (
     frechet_distance,
-    gaps_between,
     kernel_distance,
     manifold_scores,
     nearest,
@@ -131,34 +130,28 @@ class Evaluator:
         return [gather_interleaved(part, total) for part in share]
 
     def distances(self, generated: Generated) -> dict[str, float]:
-        """Fréchet and kernel distances by name, and with held-out pictures that to them and the share of copies.
+        """Fréchet and kernel distances by name, the share of copies, and the kernel distance to held-out pictures.
 
         Main process only, as what follows.
         """
         numbers: dict[str, float] = {}
         for each, theirs, ours in zip(self.features, self.real, generated, strict=True):
             numbers[each.frechet_name] = frechet_distance(theirs, ours)
-            numbers[each.kernel_name], numbers[f"{each.kernel_name}_std"] = kernel_distance(theirs, ours, self.seed)
+            numbers[each.kernel_name], deviation = kernel_distance(theirs, ours, self.seed)
+            if deviation is not None:
+                numbers[f"{each.kernel_name}_std"] = deviation
         if self.unseen is not None:
             first = self.features[0].kernel_name
             numbers[f"heldout_{first}"], _ = kernel_distance(self.unseen, generated[0], self.seed)
-        return numbers | self._copies(generated)
+        numbers["copies"] = share_of_copies(generated[0], *self.real)
+        if self._copies_by_chance is not None:
+            numbers["copies_by_chance"] = self._copies_by_chance
+        return numbers
 
     @cached_property
-    def _gaps(self) -> Tensor:
-        """Between training pictures; the work grows with the square of their number."""
-        return gaps_between(self.real[0])
-
-    @cached_property
-    def _copies_by_chance(self) -> float:
+    def _copies_by_chance(self) -> float | None:
         """The share of copies among held-out pictures, which are none."""
-        return 0.0 if self.unseen is None else share_of_copies(self.unseen, self.real[0], self._gaps)
-
-    def _copies(self, generated: Generated) -> dict[str, float]:
-        if self.unseen is None:
-            return {}
-        share = share_of_copies(generated[0], self.real[0], self._gaps)
-        return {"copies": share, "copies_by_chance": self._copies_by_chance}
+        return None if self.unseen is None else share_of_copies(self.unseen, *self.real)
 
     def scores(self, generated: Generated) -> dict[str, float]:
         """Precision, recall and the like; the work grows with the square of the number of training pictures."""
@@ -170,7 +163,7 @@ class Evaluator:
         uint8 ``[n, 1 + k, c, h, w]``; they are drawn again, as :meth:`generate` drew them.
         """
         features, real = generated[0], self.real[0]
-        worst = nearness(features, real, self._gaps).argsort()[:SHOWN]
+        worst = nearness(features, *self.real).argsort()[:SHOWN]
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
         [(_, drawn)] = draw(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)

@@ -19,6 +19,12 @@ HIGHEST_ORDER = 5
 BLOCK = 1024
 
 
+def alike(colours: Tensor, others: Tensor) -> Tensor:
+    """Which of ``colours`` ``[n, d]`` and ``others`` ``[m, d]`` are near-duplicates, bool ``[n, m]``."""
+    reach = TOLERANCE * colours.shape[1] ** 0.5
+    return (torch.cdist(colours, others) <= reach) | (torch.cdist(colours, mirrored(others)) <= reach)
+
+
 def near_duplicates(colours: Tensor, others: Tensor) -> Tensor:
     """Which of ``colours`` ``[n, d]`` have a near-duplicate among ``others`` ``[m, d]``, bool ``[n]``."""
     found = [near.any(dim=1) for _, near in _compared(colours, others)]
@@ -32,11 +38,8 @@ def count_near_duplicates(colours: Tensor) -> int:
 
 def _compared(colours: Tensor, others: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The number of the first row of each block, and which pairs are near-duplicates, bool ``[b, m]``."""
-    reach = TOLERANCE * colours.shape[1] ** 0.5
-    flipped = mirrored(others)
     for first in range(0, len(colours), BLOCK):
-        block = colours[first : first + BLOCK]
-        yield first, (torch.cdist(block, others) <= reach) | (torch.cdist(block, flipped) <= reach)
+        yield first, alike(colours[first : first + BLOCK], others)
 
 
 def mirrored(colours: Tensor) -> Tensor:

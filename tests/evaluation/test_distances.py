@@ -5,7 +5,6 @@ import torch
 
 from rectified_flow.evaluation.distances import (
     frechet_distance,
-    gaps_between,
     kernel_distance,
     manifold_scores,
     nearest,
@@ -13,10 +12,16 @@ from rectified_flow.evaluation.distances import (
     share_of_copies,
 )
 from rectified_flow.evaluation.features import average_colours
+from rectified_flow.evaluation.similarity import mirrored
 
 
 def normal(count: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed)) * scale + shift
+
+
+def all_different(count: int) -> torch.Tensor:
+    """Colours of pictures of which no two are near-duplicates."""
+    return torch.randn(count, 3 * 8 * 8, generator=torch.Generator().manual_seed(count))
 
 
 def test_frechet_distance_of_normal_distributions() -> None:
@@ -27,11 +32,14 @@ def test_frechet_distance_of_normal_distributions() -> None:
 
 
 def test_kernel_distance_is_unbiased_and_repeats() -> None:
-    real = normal(600, 0)
-    mean, deviation = kernel_distance(real, normal(600, 1))
+    real = normal(1200, 0)
+    mean, deviation = kernel_distance(real, normal(1200, 1))
     assert abs(mean) < 0.05
-    assert kernel_distance(real, normal(600, 1)) == (mean, deviation)
-    assert kernel_distance(real, normal(600, 2, shift=1))[0] > 1
+    assert deviation is not None
+    assert 0 < deviation < 0.1
+    assert kernel_distance(real, normal(1200, 1)) == (mean, deviation)
+    assert kernel_distance(real, normal(1200, 2, shift=1))[0] > 1
+    assert kernel_distance(real, normal(600, 1))[1] is None, "each subset has all 600, and tells nothing of others"
 
 
 def test_kernel_distance_by_hand() -> None:
@@ -55,15 +63,26 @@ def test_nearness_by_hand() -> None:
     """Nearest are 10, whose own neighbour is at 11, and 30, whose own neighbour is 19 away."""
     real = torch.tensor([[0.0], [10.0], [11.0], [30.0]])
     queries = torch.tensor([[9.8], [28.1], [40.0], [11.0]])
-    torch.testing.assert_close(nearness(queries, real, gaps_between(real)), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
-    assert share_of_copies(queries, real, gaps_between(real)) == 3 / 4
+    colours = all_different(4)
+    torch.testing.assert_close(nearness(queries, real, colours), torch.tensor([0.2, 0.1, 10 / 19, 0.0]))
+    assert share_of_copies(queries, real, colours) == 3 / 4
+
+
+def test_a_picture_that_is_there_twice_has_copies() -> None:
+    """0 is there twice, once mirrored: the nearest other picture is 10 away, and not 0.1."""
+    real = torch.tensor([[0.0], [0.1], [10.1]])
+    first, other = all_different(2)
+    colours = torch.stack((first, mirrored(first[None])[0], other))
+    queries = torch.tensor([[-1.0], [1.1], [5.2]])
+    torch.testing.assert_close(nearness(queries, real, colours), torch.tensor([1 / 10.1, 0.1, 4.9 / 10]))
+    assert nearness(queries, real[:2], colours[:2]).tolist() == [0, 0, 0], "there is nothing else to be near to"
 
 
 def test_others_of_the_same_kind_are_no_copies() -> None:
     real = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     others = torch.randn(300, 64, generator=torch.Generator().manual_seed(1))
-    assert share_of_copies(others, real, gaps_between(real)) == 0
-    assert share_of_copies(torch.cat((others, real + 0.01)), real, gaps_between(real)) == 0.5
+    assert share_of_copies(others, real, all_different(300)) == 0
+    assert share_of_copies(torch.cat((others, real + 0.01)), real, all_different(300)) == 0.5
 
 
 def test_what_is_missing_and_what_is_wrong_are_told_apart() -> None:
