@@ -25,7 +25,7 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    assert (more["num_epochs"], many["num_epochs"]) == (1000, None), "never longer than the default"
+    assert (more["num_epochs"], many["num_epochs"]) == (1000, 162), "never longer than the default"
     for count in range(1, 30_000, 7):
         flags = recipe_for(count)
         assert flags.keys() <= set(names(kind))
@@ -36,11 +36,16 @@ def test_the_length_never_shrinks_with_the_number_of_pictures() -> None:
     lengths = []
     for count in range(1, 30_000, 7):
         flags = recipe_for(count)
-        trained = count * (1 - flags.get("holdout", 0))
-        lengths.append(flags["num_epochs"] * trained if "num_epochs" in flags else 6_400_000)
+        lengths.append(flags["num_epochs"] * count * (1 - flags.get("holdout", 0)))
     assert lengths[0] == 192_000, "a network needs so many"
     assert all(now > 0.99 * before for before, now in pairwise(lengths)), "up to the share that is held out"
-    assert max(lengths) == 6_400_000
+    assert max(lengths) == pytest.approx(6_400_000, rel=3e-3)
+    assert recipe_for(10_000_000)["num_epochs"] == 1
+
+
+def test_the_length_is_in_pictures_whatever_the_batch() -> None:
+    for count in (500, 8000, 20_000):
+        assert chosen(count, "--global_batch_size 512")["num_epochs"] == chosen(count)["num_epochs"] is not None
 
 
 def test_fewer_passes_without_augmentation() -> None:

@@ -123,6 +123,9 @@ def _split(
     if not 0 < share < 1:
         return pictures, None, None
     split = hold_out(pictures, share, seed, state)
+    if split.problem is not None:
+        state.print(f"warning: comparing with all pictures, as {split.problem}")
+        return pictures, None, None
     training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     return training, held_out, HeldOutPictures(training, held_out, seed)
 

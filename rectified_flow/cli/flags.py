@@ -142,11 +142,11 @@ def check_folders(data: DataConfig, run: TrainingConfig) -> None:
         )
 
 
-def check_held_out(data: DataConfig, evaluation: EvaluationConfig) -> None:
-    """Raise a UsageError if the run is to stop by pictures that it does not hold out."""
+def check_held_out(data: DataConfig, evaluation: EvaluationConfig, share: float = 0.05) -> None:
+    """Raise a UsageError, which proposes a share, if the run is to stop by pictures that it does not hold out."""
     require(
         data.holdout > 0 or not evaluation.stop_when_memorising,
-        "--stop_when_memorising needs pictures to measure on: pass --holdout 0.05",
+        f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}",
     )
 
 

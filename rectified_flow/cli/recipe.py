@@ -27,7 +27,10 @@ FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 PASSES, AUGMENTED_PASSES = 400, 1000
 """Passes over the pictures without many copies among the samples, without and with augmentation: of 64 at 16 px."""
 LEAST_IMAGES, MOST_IMAGES = 3000 * DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS * DEFAULT_BATCH_SIZE
-"""Images that a run is trained on at least, however few there are, and those of the default length."""
+"""Images that a run is trained on at least, however few there are, and at most: those of the default length.
+
+They are counted in images, as a run shall be the same on one GPU and on eight.
+"""
 CHOSEN = ("augment", "holdout", "num_epochs", "train_num_steps")
 """The flags that a recipe may choose, and the one that it may replace."""
 
@@ -42,13 +45,22 @@ def recipe_for(count: int, **fixed: float) -> dict[str, Any]:
     few = count * PASSES < MOST_IMAGES
     flags: dict[str, Any] = {"augment": 0.15} if few else {}
     if count >= FEWEST_TO_HOLD_OUT:
-        flags["holdout"] = max(0.05 if few else 0.01, ceil(100 * HELD_OUT / count) / 100)
+        flags["holdout"] = max(0.05 if few else 0.01, _share_of_enough(count))
     flags |= fixed
     trained = count * (1 - flags.get("holdout", 0))
-    passes = max(AUGMENTED_PASSES if flags.get("augment") else PASSES, round(LEAST_IMAGES / trained))
-    if passes * trained < MOST_IMAGES:
-        flags["num_epochs"] = passes
+    passes = AUGMENTED_PASSES if flags.get("augment") else PASSES
+    images = min(max(passes * trained, LEAST_IMAGES), MOST_IMAGES)
+    flags["num_epochs"] = max(1, round(images / trained))
     return {name: value for name, value in flags.items() if name not in fixed}
+
+
+def proposed_share(count: int) -> float:
+    """A value of ``--holdout`` for a person who needs one, whatever the number of pictures."""
+    return min(0.5, max(0.05, _share_of_enough(count)))
+
+
+def _share_of_enough(count: int) -> float:
+    return ceil(100 * HELD_OUT / count) / 100
 
 
 def may_choose(config: TrainRectifiedFlow | TrainMeanFlow) -> bool:
@@ -107,5 +119,7 @@ def _replaced(config: Config, flags: Mapping[str, Any]) -> Config:
     """The config with other values of some flags, whichever part they are of."""
     parts = {part.name: getattr(config, part.name) for part in fields(config)}
     names = {name: {each.name for each in fields(part)} & flags.keys() for name, part in parts.items()}
-    changed = {name: replace(parts[name], **{each: flags[each] for each in found}) for name, found in names.items()}
+    changed = {
+        name: replace(parts[name], **{each: flags[each] for each in found}) for name, found in names.items() if found
+    }
     return replace(config, **changed)

@@ -1,10 +1,11 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 from collections.abc import Callable, Mapping
-from math import prod
+from math import ceil, prod
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
@@ -22,15 +23,15 @@ from rectified_flow.cli.parts import (
 )
 from rectified_flow.cli.plan import print_plan
 from rectified_flow.cli.processes import join
-from rectified_flow.cli.recipe import with_recipe
+from rectified_flow.cli.recipe import proposed_share, with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
-from rectified_flow.data.report import summarize_pictures
+from rectified_flow.data.report import NAMED, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import require
 from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.evaluation.heldout_loss import PATIENCE, HeldOutPictures
 from rectified_flow.evaluation.holdout import Split, hold_out
 from rectified_flow.flows.flow import Flow
 from rectified_flow.machine import require_memory
@@ -48,6 +49,8 @@ from rectified_flow.training.heldout_hook import HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
+MEASUREMENTS = 10
+"""Of the held-out loss in a run, at least, where no flag says how often."""
 PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
 """Stand in for the labels of a dataset that a dry run does not open."""
 
@@ -67,7 +70,9 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
     if config.program.look:
-        look(config.run.output_dir, open_pictures(config.data), picture_space(config.data))
+        pictures = open_pictures(config.data)
+        config = with_recipe(config, len(pictures))
+        look(config.run.output_dir, pictures, picture_space(config.data))
         return True
     space = planned_space(config)
     if config.program.dry_run:
@@ -78,7 +83,7 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     space.prepare(state.device)
     pictures = open_pictures(config.data)
     config = with_recipe(config, len(pictures))
-    check_held_out(config.data, config.evaluation)
+    check_held_out(config.data, config.evaluation, proposed_share(len(pictures)))
     space = space if isinstance(space, Latents) else planned_space(config)  # which a recipe may augment
     return train(config, build(config, pictures.conditions, space), pictures)
 
@@ -94,14 +99,36 @@ def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: Imag
     dataset = _training_data(config, flow, pictures)
     callbacks: list[Callback] = []
     held_out = None
-    if config.data.holdout > 0:
-        split = hold_out(pictures, config.data.holdout, config.run.seed, state)
-        state.print(line("held out", split))
+    split = _hold_out(config, flow, pictures)
+    if split is not None:
         callbacks.append(build_heldout_hook(config, dataset, split))
         dataset = dataset.subset(split.training)
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def _hold_out(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> Split | None:
+    """The split by ``--holdout``, None if nothing is held out. Collective.
+
+    Raises:
+        UsageError: if it leaves too few on a side, unless a recipe chose it.
+    """
+    share, state = config.data.holdout, PartialState()
+    if share == 0:
+        return None
+    split = hold_out(pictures, share, config.run.seed, state)
+    if split.problem is not None:
+        asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
+        require(not asked, f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
+        state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
+        return None
+    state.print(line("held out", split))
+    lost = np.setdiff1d(pictures.labels, pictures.labels[split.training])
+    if "labels" in flow.conditions and len(lost) > 0:
+        named = ", ".join(pictures.class_names[label] for label in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
+        state.print(f"warning: no picture is left to train on of {len(lost)} of the classes: {named}")
+    return split
 
 
 def _training_data(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> StoreDataset:
@@ -168,8 +195,16 @@ def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Sp
 def build_heldout_hook(config: TrainRectifiedFlow | TrainMeanFlow, dataset: StoreDataset, split: Split) -> HeldOutHook:
     """What measures the loss on held-out pictures."""
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), config.run.seed)
-    every = config.evaluation.evaluate_every or config.run.save_every
-    return HeldOutHook(pictures, every, stops=config.evaluation.stop_when_memorising)
+    total = config.run.total_steps(config.run.split_batch(PartialState().num_processes), len(split.training))
+    often = max(1, total // MEASUREMENTS)
+    every = config.evaluation.evaluate_every or min(config.run.save_every or often, often)
+    stops = config.evaluation.stop_when_memorising
+    require(
+        not stops or config.evaluation.evaluate_every == 0 or ceil(total / every) > PATIENCE,
+        f"--stop_when_memorising needs {PATIENCE + 1} measurements, and --evaluate_every {every} makes "
+        f"{ceil(total / every)} in {total} steps: lower it",
+    )
+    return HeldOutHook(pictures, every, stops=stops)
 
 
 def build_evaluations(

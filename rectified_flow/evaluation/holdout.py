@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import require
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.evaluation.reference import reference_features
 from rectified_flow.evaluation.similarity import near_duplicates, perceptual_hashes
@@ -36,9 +35,16 @@ class Split:
         near = f", {len(self.left_out)} left out for resembling training pictures" * bool(self.left_out)
         return f"{len(self.training)} pictures to train on, {len(self.held_out)} held out{near}"
 
+    @property
+    def problem(self) -> str | None:
+        """Why these are too few on a side, if they are."""
+        if len(self.held_out) >= FEWEST and len(self.training) > 1:
+            return None
+        return f"{self}; {FEWEST} held-out pictures and 2 others are needed"
+
 
 def hold_out(pictures: ImageDataset, share: float, seed: int, state: PartialState) -> Split:
-    """Split pictures into those that are trained on and those that are held out. Collective.
+    """Split pictures into those that are trained on and those that are held out, perhaps too few. Collective.
 
     The side of a picture is a function of the seed and of what it shows. So more pictures in the folder move none from
     one side to the other, and a copy of a picture, mirrored or not, is on the picture's side. Where recompression
@@ -49,19 +55,9 @@ def hold_out(pictures: ImageDataset, share: float, seed: int, state: PartialStat
         share: expected share of the held-out ones.
         seed: of the run.
         state: of the processes.
-
-    Raises:
-        UsageError: if too few are left on either side.
     """
     colours = reference_features(pictures, average_colours(), state)
-    split = on_main(state, lambda: split_rows(colours, share, seed))
-    require(
-        len(split.held_out) >= FEWEST,
-        f"--holdout {share:g} of {len(pictures)} pictures leaves {len(split.held_out)} to measure on, and {FEWEST} are "
-        "needed: raise it, or pass --holdout 0",
-    )
-    require(len(split.training) > 1, f"--holdout {share:g} leaves {len(split.training)} pictures to train on: lower it")
-    return split
+    return on_main(state, lambda: split_rows(colours, share, seed))
 
 
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:

@@ -77,9 +77,11 @@ class EvaluationHook(Callback):
             run.saver.wait(trainer.config.rank_timeout / 2)
         distances = self.evaluator.distances(generated)
         alike = run.log.evaluations.numbers(name, settings)
-        known = checkpoint.best_of(trainer.config.checkpoints)
         least = min(alike.values(), default=inf)
-        best = known is None or distances[name] < alike.get(checkpoint.step_of(known), least)
+        if self.keeps_best:  # which may have lost its checkpoint
+            known = checkpoint.best_of(trainer.config.checkpoints)
+            least = inf if known is None else alike.get(checkpoint.step_of(known), least)
+        best = distances[name] < least
         run.log.evaluation(step, name, distances, settings)
         run.print(line("evaluation", f"step {step}: {name} {distances[name]:.5g}" + ", the best so far" * best))
         return best, distances

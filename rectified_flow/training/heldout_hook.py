@@ -57,11 +57,16 @@ class HeldOutHook(Measurement):
         trainer.measured |= {"heldout_loss": now.heldout_loss, "seen_loss": now.seen_loss, "gap": now.gap}
         if self.stops and verdict.best.step == trainer.state.step:
             self._keep(trainer)
-        if verdict.memorises and self.stops:
+        if not verdict.memorises:
+            return
+        what = _describe(verdict, now)
+        if self.stops:
             trainer.end_here()
-        if verdict.memorises and not self._has_warned:
+            kept = on_main(trainer.accelerator, lambda: _kept_best(trainer, verdict.best.step))
+            trainer.run.print(f"stopped at step {now.step}: {what}. {kept}; {MORE_HELP}")
+        elif not self._has_warned:
             self._has_warned = True
-            trainer.run.print(_describe(verdict, now, self.stops, trainer))
+            trainer.run.print(f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here")
 
     def _measured(self) -> list[Measured]:
         """The measurements of these pictures, without damaged ones; on the main process."""
@@ -81,15 +86,22 @@ class HeldOutHook(Measurement):
                 checkpoint.mark_best(path)
 
 
-def _describe(verdict: Verdict, now: Measured, stops: bool, trainer: "Trainer") -> str:
+def _kept_best(trainer: "Trainer", step: int) -> str:
+    """Have ``best`` name the checkpoint of a step, and say so; a run that went on beyond it may lack it."""
+    folder = trainer.config.checkpoints
+    with suppress(TimeoutError):  # the others wait here
+        trainer.run.saver.wait(trainer.config.rank_timeout / 2)
+    if folder / checkpoint.step_name(step) not in checkpoint.list_checkpoints(folder):
+        return f"The checkpoint of step {step} was not kept"
+    with suppress(OSError):  # a full disk does not stop the run
+        checkpoint.mark_best(folder / checkpoint.step_name(step))
+    return f"{folder / checkpoint.BEST} is the checkpoint of step {step}, and the last one may draw better pictures"
+
+
+def _describe(verdict: Verdict, now: Measured) -> str:
     best = verdict.best
-    what = (
+    return (
         f"the network memorises its training pictures: its loss on held-out pictures was {best.heldout_loss:.4g} at "
         f"step {best.step} and is {now.heldout_loss:.4g} at step {now.step}, while that on training pictures fell from "
         f"{best.seen_loss:.4g} to {now.seen_loss:.4g}"
     )
-    if stops:
-        place = trainer.config.checkpoints / checkpoint.BEST
-        kept = f"{place} is the checkpoint of step {best.step}, and the last one may draw better pictures"
-        return f"stopped at step {now.step}: {what}. {kept}; {MORE_HELP}"
-    return f"warning: {what}; {MORE_HELP}, and --stop_when_memorising ends a run here"

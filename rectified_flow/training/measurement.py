@@ -48,8 +48,7 @@ class Measurement(Callback):
 
     def on_start(self, trainer: "Trainer") -> None:
         step = trainer.state.step
-        if trainer.accelerator.is_main_process:
-            self.file = LineFile(trainer.config.output_dir / f"{self.name}.jsonl", step, trainer.run.print)
+        on_main(trainer.accelerator, lambda: self._open(trainer))
         missed = trainer.is_due(self.every) and (step > 0 or self.untrained)
         if missed and on_main(trainer.accelerator, lambda: step not in self.steps):
             self._measure_all(trainer)
@@ -60,6 +59,10 @@ class Measurement(Callback):
             trainer.stepper.finish_pending()
             self._measure_all(trainer)
             self.conclude(trainer)
+
+    def _open(self, trainer: "Trainer") -> None:
+        path = trainer.config.output_dir / f"{self.name}.jsonl"
+        self.file = LineFile(path, trainer.state.step, trainer.run.print)
 
     @property
     def steps(self) -> list[int]:

@@ -21,7 +21,7 @@ from rectified_flow.distributed.collectives import (
     set_collective_timeout,
 )
 from rectified_flow.distributed.joining import STARTUP_TIMEOUT
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.saved import network_of
 from rectified_flow.interruption import defer_signals, stop_requested
@@ -72,8 +72,8 @@ class Trainer:
         flags: all flags of the program that built these parts, for ``config.json`` and trackers.
 
     Raises:
-        UsageError: if the batch does not divide, the dataset is smaller than it, a parameter would be trained in less
-            than float32, the precision is unavailable, or the processes differ in data, flags, flow or versions.
+        UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than
+            float32, the precision is unavailable, or the processes differ in data, flags, flow or versions.
     """
 
     def __init__(
@@ -92,11 +92,7 @@ class Trainer:
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
-        if self.length < self.batch.total:
-            raise UsageError(
-                f"the dataset has {self.length} items, fewer than one global batch ({self.batch}): "
-                "pass a smaller --batch_size"
-            )
+        require(self.length > 0, "the dataset is empty")
         self.total_steps = config.total_steps(self.batch, self.length)
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)

@@ -17,9 +17,11 @@ from rectified_flow.cli.trained import read_trained
 from rectified_flow.cli.trained_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.data.catalog import open_dataset
 from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features
 from rectified_flow.evaluation.heldout_loss import HeldOutPictures
 from rectified_flow.evaluation.holdout import hold_out
+from rectified_flow.evaluation.reference import reference_features
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
@@ -75,13 +77,18 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
         assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
 
 
-def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
-    """A run that held pictures out is compared with the others, and its loss and copies are told of both."""
+def save_with_flags(run: Path, folder: Path, **flags: object) -> None:
+    """The checkpoint of a run, as if it had been trained with these flags."""
     source = checkpoint.resolve(run)
-    config = checkpoint.load_document(source, checkpoint.CONFIG_FILE) | {"flags": {"holdout": 0.5, "seed": 3}}
+    config = checkpoint.load_document(source, checkpoint.CONFIG_FILE) | {"flags": flags}
     files = {checkpoint.MODEL_FILE: checkpoint.load_tensors(source, checkpoint.MODEL_FILE)}
     documents = {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE), checkpoint.CONFIG_FILE: config}
-    checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    checkpoint.save(folder / "checkpoints", 1, files, documents)
+
+
+def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
+    """A run that held pictures out is compared with the others, and its loss and copies are told of both."""
+    save_with_flags(run, tmp_path, holdout=0.5, seed=3)
     run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
     pictures = _training_pictures(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
@@ -90,11 +97,28 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
     compared = HeldOutPictures(pictures.subset(split.training), pictures.subset(split.held_out), seed=3)
     flow = FLOWS["rectified"]()
-    checkpoint.load_averaged(flow.network, source)
+    checkpoint.load_averaged(flow.network, checkpoint.resolve(run))
     means = compared.means(compared.losses(flow, range(2 * compared.count)))
     assert {name: distances[name] for name in means} == pytest.approx(means, rel=1e-4, abs=1e-5)
-    assert 0 <= distances["copies"] <= 1
-    assert {"copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
+    assert {"copies", "copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
+    training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+    evaluator = Evaluator(training, "efficientnet_lite0", PartialState(), num_samples=2, held_out=held_out)
+    assert evaluator.distances([each[:5] + 1e-4 for each in evaluator.real])["copies"] == 1
+    chance = evaluator.distances([reference_features(held_out, each, PartialState()) for each in evaluator.features])
+    assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
+
+
+def test_a_folder_that_is_too_small_to_split_again(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run held pictures out; of these none can be, and all are compared with."""
+    save_with_flags(run, tmp_path, holdout=0.01, seed=3)
+    measure("--checkpoint", tmp_path, "--steps", 1)
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["num_real"] == COUNT
+    assert "copies" in result["distances"]
+    assert "copies_by_chance" not in result["distances"]
+    assert "warning: comparing with all pictures, as" in "".join(capfd.readouterr())
 
 
 def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

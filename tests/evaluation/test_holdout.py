@@ -12,7 +12,6 @@ from torch import Tensor
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.evaluation.holdout import hold_out, split_rows
 from rectified_flow.evaluation.similarity import count_near_duplicates, near_duplicates, perceptual_hashes
@@ -81,10 +80,11 @@ def test_no_copy_of_a_training_picture_is_held_out(images: Tensor) -> None:
 
 
 def test_too_few_on_either_side(flowers: ImageDataset) -> None:
-    with pytest.raises(UsageError, match=r"--holdout 0.005 of 200 pictures leaves \d to measure on, and 8 are needed"):
-        hold_out(flowers, 0.005, 0, PartialState())
-    with pytest.raises(UsageError, match="--holdout 1 leaves 0 pictures to train on"):
-        hold_out(flowers, 1.0, 0, PartialState())
+    few, all_of_them, enough = (hold_out(flowers, share, 0, PartialState()) for share in (0.005, 1.0, 0.3))
+    assert few.problem == f"{few}; 8 held-out pictures and 2 others are needed"
+    assert all_of_them.problem is not None
+    assert all_of_them.problem.startswith("0 pictures to train on, 200 held out")
+    assert enough.problem is None
 
 
 def test_a_subset_reads_its_rows_and_has_a_fingerprint_of_its_own(flowers: ImageDataset) -> None:

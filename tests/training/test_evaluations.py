@@ -3,10 +3,13 @@
 import json
 import os
 import signal
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
@@ -16,6 +19,9 @@ from rectified_flow.interruption import stop_on_signals
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.manifest import find_damage
+from rectified_flow.training.callbacks import Callback
+from rectified_flow.training.eval_hook import EvaluationHook
+from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, tiny_config, train
 
@@ -96,3 +102,31 @@ def train_until_asked_to_end(config: TrainingConfig, dataset: ImageDataset) -> N
     Evaluator._draw_share = interrupted  # type: ignore[method-assign,assignment]
     with stop_on_signals():
         train_and_evaluate(config, dataset)
+
+
+def test_the_best_so_far_is_told_where_another_measure_names_the_best(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path, train_num_steps=12, **FLAGS)
+    [printed] = run_on_ranks(1, train_by_given_distances, config, flowers, [50.0, 40.0, 45.0, 30.0])
+    said = [line for line in printed.splitlines() if line.startswith("evaluation")]
+    assert ["best so far" in line for line in said] == [True, True, False, True]
+    kept = checkpoint.best_of(tmp_path / "checkpoints")
+    assert kept is not None
+    assert checkpoint.step_of(kept) == 3
+
+
+def train_by_given_distances(config: TrainingConfig, dataset: ImageDataset, distances: list[float]) -> str:
+    evaluator.load_features = lambda _name, _device: average_colours()  # type: ignore[attr-defined,assignment]
+    given = iter(distances)
+    measures = Evaluator(dataset, "efficientnet_lite0", PartialState(), num_samples=4)
+    measures.distances = lambda _generated: {HEADLINE: next(given)}  # type: ignore[method-assign,assignment]
+    with redirect_stdout(StringIO()) as said:
+        train(config, dataset, callbacks=[EvaluationHook(measures, 3, keeps_best=False), FirstIsBest()])
+    return said.getvalue()
+
+
+class FirstIsBest(Callback):
+    """Names the checkpoint of step 3."""
+
+    def on_step(self, trainer: Trainer) -> None:
+        if trainer.state.step == 3:
+            trainer.save_as_best()

@@ -129,6 +129,7 @@ def test_a_look_at_a_folder(pictures: Path, tmp_path: Path) -> None:
     flags = f"{FRAMED} --dataset_path {pictures} --output_dir {tmp_path}/run --look"
     first, second = run_on_ranks(2, printed, flags)
     said = dict(row.split(maxsplit=1) for row in first.splitlines())
+    assert said["recipe"].startswith("--augment 0.15, for 20 pictures")
     assert said["pictures"] == f"{pictures.name}: 20 images of 12x8 px, 2 classes"
     assert (said["sizes"], said["enlarged"]) == ("all 30x24 px", "0 smaller than 15x10 px")
     assert said["sheet"] == f"{tmp_path}/run/look.png: 20 pictures as they are trained on"

@@ -132,3 +132,23 @@ def test_without_the_flag_it_warns_once(alone: Path, tmp_path: Path) -> None:
     assert printed.count("warning: the network memorises its training pictures") == 1
     assert "--stop_when_memorising" in printed
     assert checkpoint.best_of(tmp_path / "checkpoints") is None
+
+
+@pytest.mark.parametrize(("keep_every", "said"), [(0, "was not kept"), (6, "best is the checkpoint of step")])
+def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
+    alone: Path, tmp_path: Path, keep_every: int, said: str
+) -> None:
+    """It began without the flag, so that nothing was marked, and all but the newest checkpoints may be gone."""
+    run_on_ranks(1, train_on, str(tmp_path), str(alone / "cache"), 54, keep_every, False)
+    [printed] = run_on_ranks(2, train_on, str(tmp_path), str(alone / "cache"), 90, keep_every, True)[:1]
+    measured = rows(tmp_path)
+    best = min(measured, key=lambda row: row["heldout_loss"])["step"]
+    [sentence] = [line for line in printed.splitlines() if line.startswith("stopped at step 54")]
+    assert said in sentence
+    assert f"step {best}" in sentence
+    kept = checkpoint.best_of(tmp_path / "checkpoints")
+    assert (kept and checkpoint.step_of(kept)) == (best if keep_every else None)
+
+
+def train_on(folder: str, cache: str, steps: int, keep_every: int, stops: bool) -> str:
+    return train(folder, cache, stops=stops, train_num_steps=steps, keep_every=keep_every)
