@@ -7,7 +7,7 @@ import pytest
 
 from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.recipe import CHOSEN, recipe_for, with_recipe
+from rectified_flow.cli.recipe import CHOSEN, recipe_for, taught_recipe, with_recipe
 from rectified_flow.data.config import DataConfig
 from rectified_flow.flags import names
 from rectified_flow.runs import checkpoint
@@ -48,6 +48,19 @@ def test_the_length_is_in_pictures_whatever_the_batch() -> None:
         assert chosen(count, "--global_batch_size 512")["num_epochs"] == chosen(count)["num_epochs"] is not None
 
 
+def test_a_run_on_several_processes_has_steps_enough() -> None:
+    """The batch is smaller where the default one would leave too few steps, and any number of processes divides it."""
+    assert "global_batch_size" not in recipe_for(10)
+    for count, processes, batch in ((50, 8, 64), (50, 3, 63), (500, 8, 152), (1000, 2, None), (5000, 8, None)):
+        flags = recipe_for(count, processes)
+        assert flags.get("global_batch_size") == batch
+        images = flags["num_epochs"] * count * (1 - flags.get("holdout", 0))
+        assert images / flags.get("global_batch_size", 64 * processes) > 2990
+    assert taught_recipe(5000, 100, 8) == {"num_epochs": 1920, "global_batch_size": 64}
+    assert taught_recipe(1_000_000, 5000) == {"num_epochs": 200}
+    assert taught_recipe(10**9, 50_000, 8) == {"num_epochs": 128}
+
+
 def test_fewer_passes_without_augmentation() -> None:
     for flags in ("--augment 0", "--autoencoder haar"):
         assert chosen(800, flags)["num_epochs"] == 400
@@ -66,8 +79,9 @@ def test_flags_override_it() -> None:
 
 
 def test_it_is_for_ones_own_pictures_alone(tmp_path: Path) -> None:
-    for flags in (chosen(100, folder=""), chosen(100, f"--reflow_from {tmp_path}")):
-        assert (flags["augment"], flags["num_epochs"]) == (DataConfig().augment, None)
+    flags = chosen(100, folder="")
+    assert (flags["augment"], flags["num_epochs"]) == (DataConfig().augment, None)
+    assert chosen(100, f"--reflow_from {tmp_path}")["augment"] == 0
 
 
 def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

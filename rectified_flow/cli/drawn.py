@@ -102,6 +102,8 @@ class Recipe:
     solver: str = "midpoint"
     space: dict[str, Any] = field(default_factory=dict)
     """Description of the teacher's; earlier versions, which knew pixels alone, did not record it."""
+    teacher: str = ""
+    """Fingerprint of the checkpoint; earlier versions did not record it."""
     sha256: str = ""
     """Of this document; earlier versions did not record it."""
 
@@ -178,6 +180,7 @@ def _recipe(
         guidance_scale=request.guidance_scale,
         solver=request.solver,
         space=describe(space),
+        teacher=checkpoint.fingerprint(request.source),
     )
 
 
@@ -199,7 +202,14 @@ def _begin(writer: StoreWriter, recipe: Recipe, request: Request, held: ExitStac
                 f"the {rows} in {writer.path} were drawn with other {called} ({then} there, {now} now): choose another "
                 f"--output_dir, or --{folder_flag}",
             )
-        return None if whole else writer.begin(asdict(recipe))
+        if whole:
+            return None
+        require(
+            known is None or known.teacher in ("", recipe.teacher),
+            f"{request.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose another "
+            f"--{folder_flag}",
+        )
+        return writer.begin(asdict(recipe))
     except Timeout as error:
         raise UsageError(
             f"another run draws the {rows} {writer.path}: wait for its end, or choose another --output_dir"

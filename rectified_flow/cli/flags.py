@@ -73,10 +73,10 @@ class TrainRectifiedFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
+        if self.reflow.reflow_from is not None:
+            check_taught("reflow_from", self.data, self.network, self.evaluation)
         check_parts(self.data, self.network, self.run, self.evaluation)
         self.rectified_flow.check_times(self.times)
-        if self.reflow.reflow_from is not None:
-            check_taught("reflow_from", self.data, self.network)
         require(
             self.reflow.reflow_from is None or self.coupling.coupling == "independent",
             "--coupling and --reflow_from exclude each other: drawn pairs come with their noise",
@@ -103,11 +103,12 @@ class TrainMeanFlow:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
+        if self.teacher.teacher is not None:
+            check_taught("teacher", self.data, self.network, self.evaluation)
         check_parts(self.data, self.network, self.run, self.evaluation)
         guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
         if self.teacher.teacher is not None:
             self.mean_flow.check_teacher()
-            check_taught("teacher", self.data, self.network)
             require(
                 self.coupling.coupling == "independent",
                 "--coupling and --teacher exclude each other: paths come with their noise",
@@ -150,9 +151,10 @@ def check_held_out(data: DataConfig, evaluation: EvaluationConfig, share: float 
     )
 
 
-def check_taught(flag: str, data: DataConfig, network: UnetConfig) -> None:
+def check_taught(flag: str, data: DataConfig, network: UnetConfig, evaluation: EvaluationConfig) -> None:
     """Raise a UsageError if a flag is given that a run has no use for which learns from what a teacher draws."""
     given = {"augment": data.augment, "holdout": data.holdout, "init_from": network.init_from}
+    given |= {"stop_when_memorising": evaluation.stop_when_memorising}
     for name, value in given.items():
         require(not value, f"--{name} has no effect with --{flag}, which draws what the run learns: leave it out")
 

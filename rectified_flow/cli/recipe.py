@@ -26,20 +26,28 @@ FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 """Pictures of a folder, and of those how many should be held out at least: fewer measure nothing."""
 PASSES, AUGMENTED_PASSES = 400, 1000
 """Passes over the pictures without many copies among the samples, without and with augmentation: of 64 at 16 px."""
-LEAST_IMAGES, MOST_IMAGES = 3000 * DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS * DEFAULT_BATCH_SIZE
+LEAST_STEPS = 3000
+"""Of a run, on however many processes: with fewer, it would hardly be beyond the warm-up of the learning rate."""
+LEAST_IMAGES, MOST_IMAGES = LEAST_STEPS * DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS * DEFAULT_BATCH_SIZE
 """Images that a run is trained on at least, however few there are, and at most: those of the default length.
 
 They are counted in images, as a run shall be the same on one GPU and on eight.
 """
-CHOSEN = ("augment", "holdout", "num_epochs", "train_num_steps")
+CHOSEN = ("augment", "holdout", "num_epochs", "train_num_steps", "global_batch_size")
 """The flags that a recipe may choose, and the one that it may replace."""
+ALTERNATIVES = (
+    {"num_epochs", "train_num_steps"},
+    {"global_batch_size", "batch_size", "gradient_accumulation_steps"},
+)
+"""Flags of which none is chosen where one is given."""
 
 
-def recipe_for(count: int, **fixed: float) -> dict[str, Any]:
+def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]:
     """Flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
 
     Args:
         count: pictures in the folder.
+        processes: that train.
         fixed: ``augment`` and ``holdout`` where they are not to be chosen.
     """
     few = count * PASSES < MOST_IMAGES
@@ -50,8 +58,26 @@ def recipe_for(count: int, **fixed: float) -> dict[str, Any]:
     trained = count * (1 - flags.get("holdout", 0))
     passes = AUGMENTED_PASSES if flags.get("augment") else PASSES
     images = min(max(passes * trained, LEAST_IMAGES), MOST_IMAGES)
-    flags["num_epochs"] = max(1, round(images / trained))
+    flags |= {"num_epochs": max(1, round(images / trained))} | batch_for(images, processes)
     return {name: value for name, value in flags.items() if name not in fixed}
+
+
+def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict[str, Any]:
+    """Flags of a run that learns from what a teacher drew: it is as long as the teacher's run, in images.
+
+    Args:
+        images_of_teacher: that the teacher was trained on.
+        rows: that it drew.
+        processes: that train.
+    """
+    images = min(max(images_of_teacher, LEAST_IMAGES), MOST_IMAGES)
+    return {"num_epochs": round(images / rows, 2)} | batch_for(images, processes)
+
+
+def batch_for(images: float, processes: int) -> dict[str, int]:
+    """A smaller global batch than the default one, if a run on so many images had too few steps with that."""
+    fitting = int(images) // LEAST_STEPS // processes * processes
+    return {} if fitting >= DEFAULT_BATCH_SIZE * processes else {"global_batch_size": max(fitting, processes)}
 
 
 def proposed_share(count: int) -> float:
@@ -64,16 +90,16 @@ def _share_of_enough(count: int) -> float:
 
 
 def may_choose(config: TrainRectifiedFlow | TrainMeanFlow) -> bool:
-    """Whether flags may be chosen: for pictures of one's own folder.
+    """Whether flags may be chosen: for pictures of one's own folder, and for what a teacher draws.
 
-    Nothing is chosen for a data set of the hub, for a run by the flags of a file, or for one that learns what a teacher
-    draws.
+    Nothing is chosen for a data set of the hub, or for a run by the flags of a file.
     """
-    return config.data.dataset_path is not None and config.program.config is None and request_of(config) is None
+    chooses = config.data.dataset_path is not None or request_of(config) is not None
+    return chooses and config.program.config is None
 
 
 def with_recipe(config: Config, count: int) -> Config:
-    """The flags of a run on ``count`` pictures of one's own folder; what is chosen is printed. Collective.
+    """The flags of a run on ``count`` pictures, or on what a teacher draws; what is chosen is printed. Collective.
 
     Flags of the command line stay. A run that resumes, its own or that of ``--resume PATH``, goes on with the settings
     that it began with.
@@ -81,7 +107,8 @@ def with_recipe(config: Config, count: int) -> Config:
     if not may_choose(config):
         return config
     fixed = set(config.program.given)
-    fixed |= {"num_epochs", "train_num_steps"} if fixed & {"num_epochs", "train_num_steps"} else set()
+    for names in ALTERNATIVES:
+        fixed |= names if fixed & names else set()
     fixed |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
     state = PartialState()
     before = on_main(state, lambda: _settings_of_run(config))
@@ -89,9 +116,17 @@ def with_recipe(config: Config, count: int) -> Config:
         kept = {name: value for name, value in before.items() if name not in fixed}
         _print(state, {name: value for name, value in kept.items() if value}, "as the run began")
         return _replaced(config, kept)
-    recipe = recipe_for(count, **{name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed})
+    request = request_of(config)
+    if request is None:
+        given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed}
+        recipe, reason = recipe_for(count, state.num_processes, **given), f"for {count:,} pictures"
+        page = "docs/small_data.md"
+    else:
+        images = on_main(state, lambda: _images_seen(request.source))
+        recipe = {} if images is None else taught_recipe(images, request.count, state.num_processes)
+        reason, page = "for as many images as the teacher's run", "docs/mean_flow.md"
     flags = {name: value for name, value in recipe.items() if name not in fixed}
-    _print(state, flags, f"for {count:,} pictures; flags override it (docs/small_data.md)")
+    _print(state, flags, f"{reason}; flags override it ({page})")
     return _replaced(config, flags)
 
 
@@ -112,6 +147,13 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
         with suppress(DamageError):  # likewise
             flags = program_flags(read_config(path))
             return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
+    return None
+
+
+def _images_seen(source: Path) -> int | None:
+    """Of a checkpoint's run, if it says so."""
+    with suppress(DamageError):
+        return checkpoint.load_state(source).images_seen or None
     return None
 
 

@@ -13,7 +13,7 @@ from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, require
-from rectified_flow.flags import checked
+from rectified_flow.flags import checked, command_line
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import program_flags, read_config
@@ -67,6 +67,7 @@ def with_teacher_flags(config: Config) -> Config:
     if request is None:
         return config
     source, flags = on_main(PartialState(), lambda: _find_source(config, request))
+    _refuse_other_flags(config, request, flags)
     data = {name: flags[name] for name in DATA_FLAGS}
     data |= {name: getattr(config.data, name) or flags[name] for name in FOLDERS}
     network = {name: flags[name] for name in NETWORK_FLAGS}
@@ -97,6 +98,12 @@ def _find_source(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -
             source.resolve().is_relative_to(request.source.resolve()),
             f"{request.folder} holds {request.rows} of {source}: choose another --output_dir for {request.source}",
         )
+        require(
+            checkpoint.fingerprint(source) != checkpoint.MISSING
+            or bool(checkpoint.list_checkpoints(config.run.checkpoints)),
+            f"{source} is gone, which draws the {request.rows} in {request.folder} and whose weights the run starts "
+            f"from: remove {' and '.join(map(str, StoreWriter.folders_of(request.folder)))} to begin with another",
+        )
         return source, _inherited(known.flags, request, request.folder)
     return checkpoint.read(request.source, lambda source: (source, _inherited(_flags_of(source), request, source)))
 
@@ -110,6 +117,19 @@ def _refuse_other_run(config: TrainRectifiedFlow | TrainMeanFlow, request: Reque
                 _flags_of(newest).get(request.flag) is not None,
                 f"{folder} holds checkpoints of a run without --{request.flag}: choose another --output_dir",
             )
+
+
+def _refuse_other_flags(config: TrainRectifiedFlow | TrainMeanFlow, request: Request, flags: Mapping[str, Any]) -> None:
+    """Refuse a flag of the command line that the teacher determines otherwise; a file has flags of another run."""
+    mine = {name: getattr(config.data, name) for name in DATA_FLAGS}
+    mine |= {name: getattr(config.network, name) for name in NETWORK_FLAGS}
+    mine |= {"prediction": config.rectified_flow.prediction} if isinstance(config, TrainRectifiedFlow) else {}
+    for name in mine.keys() & config.program.given if config.program.config is None else ():
+        words = " ".join(command_line({name: flags[name]}))
+        require(
+            mine[name] == flags[name],
+            f"--{name} has no effect with --{request.flag}: the run inherits {words} of {request.source}; leave it out",
+        )
 
 
 def _flags_of(source: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.data.framing import Framing
 from rectified_flow.documents import read_document, write_document
-from rectified_flow.errors import DamageError
+from rectified_flow.errors import DamageError, NewerError
 from rectified_flow.files import open_regular, reading
 from rectified_flow.networks.conditions import Condition, Labels
 from rectified_flow.report import size_text
@@ -32,6 +32,8 @@ from rectified_flow.spaces.pixels import Pixels
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE = "labels.npy", "info.json"
+FEATURES = "features-"
+"""What the names of files begin with that have features of the rows."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
@@ -270,7 +272,7 @@ def find_damage(path: Path) -> str | None:
     Sizes and times are compared; only where a time differs, as after copying, the contents are read.
 
     Raises:
-        UsageError: if a file may not be read, which is no damage.
+        UsageError: if a file may not be read, or a newer version of this project wrote it, which is no damage.
     """
     try:
         info = read_document(path / INFO_FILE, StoreInfo)
@@ -288,6 +290,8 @@ def find_damage(path: Path) -> str | None:
         if not info.sha256:
             with suppress(OSError):
                 write_document(path / INFO_FILE, read_document(path / INFO_FILE, dict[str, Any]))
+    except NewerError:
+        raise
     except DamageError as error:
         return str(error)
     return None

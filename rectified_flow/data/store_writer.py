@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.data.store import (
+    FEATURES,
     INFO_FILE,
     LABELS_FILE,
     describe_files,
@@ -21,7 +22,7 @@ from rectified_flow.data.store import (
     row_size,
 )
 from rectified_flow.documents import read_document, write_document
-from rectified_flow.errors import DamageError
+from rectified_flow.errors import DamageError, require
 from rectified_flow.files import flush_folder, remove
 from rectified_flow.machine import require_disk
 
@@ -60,10 +61,15 @@ class StoreWriter:
         Raises:
             UsageError: if it cannot be read, or does not fit the ``schema``.
         """
-        for folder in (path, path.with_name(f"{path.name}.drawing")):
+        for folder in StoreWriter.folders_of(path):
             if (folder / RECIPE_FILE).exists():
                 return read_document(folder / RECIPE_FILE, schema)
         return None
+
+    @staticmethod
+    def folders_of(path: Path) -> list[Path]:
+        """The folders of the store at ``path`` that are there: the complete one, and that in writing."""
+        return [folder for folder in (path, path.with_name(f"{path.name}.drawing")) if folder.exists()]
 
     @property
     def is_whole(self) -> bool:
@@ -75,10 +81,10 @@ class StoreWriter:
 
         Raises:
             OSError: if the files cannot be created.
-            UsageError: if the disk has no room for them.
+            UsageError: if the disk has no room for them, or something that is no store is in their place.
         """
         if self.path.exists():
-            remove(self.path)  # damaged
+            self._remove_damaged()
         progress = self.stage / PROGRESS_FILE
         if progress.exists():
             try:
@@ -95,6 +101,19 @@ class StoreWriter:
         write_document(self.stage / RECIPE_FILE, recipe)
         self.reached(0)
         return 0
+
+    def _remove_damaged(self) -> None:
+        names = {*self.rows, LABELS_FILE, INFO_FILE, RECIPE_FILE, PROGRESS_FILE}
+        entries = list(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        strange = [entry for entry in entries if entry.name not in names and not entry.name.startswith(FEATURES)]
+        require(
+            not strange,
+            f"{self.path} is in the way of the {self.called}, and holds {strange[0].name if strange else ''}: name a "
+            "folder that does not exist yet",
+        )
+        if entries:
+            tqdm.write(f"warning: {self.path} is damaged; the {self.called} are made again")
+        remove(self.path)
 
     def write(self, first: int, values: Mapping[str, Tensor]) -> None:
         """Write consecutive rows, starting at number ``first``.

@@ -12,7 +12,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store import FEATURES, ImageDataset
 from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.evaluation.features import Features
 from rectified_flow.files import hash_file, remove, replace_file
@@ -58,14 +58,14 @@ def reference_features(
         content = BytesIO()
         np.save(content, everything.numpy())
         with suppress(OSError):  # if the folder is not writable, features are extracted again next time
-            path = dataset.path / f"features-{features.name}.{sha256(content.getvalue()).hexdigest()}.npy"
+            path = dataset.path / f"{FEATURES}{features.name}.{sha256(content.getvalue()).hexdigest()}.npy"
             replace_file(path, content.getvalue())
     return everything if state.is_main_process else torch.empty(0)
 
 
 def _find_saved(dataset: ImageDataset, name: str) -> Path | None:
     """The file of features that are as they were saved: its name has the hash of what is in it."""
-    pattern = re.compile(rf"features-{re.escape(name)}\.([0-9a-f]{{64}})\.npy")
+    pattern = re.compile(rf"{FEATURES}{re.escape(name)}\.([0-9a-f]{{64}})\.npy")
     for path in sorted(dataset.path.iterdir()):
         match = pattern.fullmatch(path.name)
         if match is None:

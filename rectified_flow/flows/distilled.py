@@ -50,7 +50,7 @@ class DistilledFlow(FlowMap):
         steps, rows = path.shape[1], torch.arange(len(path), device=path.device)
         later = 1 + randomness.randint("time", steps, (len(path),), path.device)
         earlier = (later * randomness.rand("earlier time", (len(path),), path.device)).long()
-        whole = rows < round(self.whole_fraction * len(path))
+        whole = rows < self.rows_of(self.whole_fraction, len(path))
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
         x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))
         x_r = torch.where(expand(earlier == 0, x_0), x_0, between)

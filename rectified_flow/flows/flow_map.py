@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.config import TimeGrid
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.solvers import Watch
@@ -43,6 +44,20 @@ class FlowMap(Flow):
         square = residual.square().flatten(1).sum(dim=1)
         weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
         return (weight * square).mean(), square.detach().mean() / residual[0].numel()
+
+    def rows_of(self, share: float, count: int) -> int:
+        """How many of the ``count`` rows of a micro-batch are a share of them.
+
+        Raises:
+            UsageError: if it is none in training, as it would then be none in all of them.
+        """
+        rows = round(share * count)
+        if self.training and rows == 0 < share:
+            raise UsageError(
+                f"{share:g} of a micro-batch of {count} is no row, and one step would never be learned: raise "
+                "--batch_size, and lower --gradient_accumulation_steps or the number of processes"
+            )
+        return rows
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
         """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""

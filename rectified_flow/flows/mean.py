@@ -129,7 +129,7 @@ class MeanFlow(FlowMap):
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.sample(len(x_0), x_0.device)
         earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
-        count = round(self.mean_fraction * len(x_0))
+        count = self.rows_of(self.mean_fraction, len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
         step = self.variant.step_at(self.progress)
         loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_full((), step))

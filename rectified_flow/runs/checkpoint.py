@@ -34,6 +34,8 @@ MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 STAGE_PREFIX = ".writing-"
 BEST = "best"
+MISSING = "missing"
+"""The fingerprint of no checkpoint."""
 NAME = re.compile(r"step_([0-9]{8,})")
 
 T = TypeVar("T")
@@ -215,11 +217,11 @@ def read(path: Path, action: Callable[[Path], T], state: PartialState | None = N
 
 
 def fingerprint(path: Path) -> str:
-    """What identifies the contents of the checkpoint at ``path``; "missing" if there is none."""
+    """What identifies the contents of the checkpoint at ``path``; :data:`MISSING` if there is none."""
     try:
         return blake2b((path / MANIFEST).read_bytes(), digest_size=6).hexdigest()
     except OSError:
-        return "missing"
+        return MISSING
 
 
 def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:

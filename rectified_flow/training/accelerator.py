@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
 from rectified_flow.distributed.joining import join_processes
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import require
 from rectified_flow.runs.config import TrainingConfig
 
 
@@ -16,18 +16,26 @@ def choose_precision(config: TrainingConfig, device: torch.device, *, supports_b
     """The precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest that is safe.
 
     That is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
-    return config.mixed_precision or (inherited or fastest).lower()
+    precision = config.mixed_precision or (inherited or fastest).lower()
+    require(
+        device.type != "cpu" or precision != "fp16",
+        "--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no",
+    )
+    return precision
 
 
 def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> Accelerator:
     """The run's Accelerator.
 
     Raises:
-        UsageError: if fp16 is asked for on a CPU, where it would silently be float32; or as :func:`join_processes`.
+        UsageError: as :func:`choose_precision` and :func:`join_processes`.
     """
     state = join_processes()
     accelerator = Accelerator(
@@ -40,8 +48,6 @@ def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> 
         ),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "fp16":
-        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
     if not supports_bf16:
         torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
     return accelerator

@@ -1,6 +1,6 @@
 """Sample grids during training: the samples that sample.py draws of the same seed, an equal share on each rank."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -13,6 +13,9 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
+
+MOST_AT_ONCE = 64
+"""Pictures that a process draws at once; fewer where it trains on fewer."""
 
 
 def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConfig) -> Tensor | None:
@@ -28,9 +31,15 @@ def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConf
     mine = interleaved_share(total, accelerator.process_index, world_size)
     steps = {"steps": config.sample_steps} if config.sample_steps else {}  # else the flow's own
     pictures = None
-    seeds = deterministic(Samples(config.seed, mine), accelerator.device)
-    with torch.no_grad(), accelerator.autocast(), seeds, suppress(Interrupted):
-        pictures = space.draw(sample(len(mine), **steps)).to(accelerator.device)
+    at_once = min(MOST_AT_ONCE, config.split_batch(world_size).per_process)
+    parts = [mine[start : start + at_once] for start in range(0, max(1, len(mine)), at_once)]
+
+    def drawn(part: Sequence[int]) -> Tensor:
+        with deterministic(Samples(config.seed, part), accelerator.device):
+            return space.draw(sample(len(part), **steps)).to(accelerator.device)
+
+    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted):
+        pictures = torch.cat([drawn(part) for part in parts])
     if any_rank(accelerator, pictures is None) or pictures is None:
         return None
     return gather_interleaved(pictures, total)

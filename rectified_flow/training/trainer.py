@@ -172,11 +172,14 @@ class Trainer:
                         callback.on_step(self)
                 if self.is_due(self.config.log_every):
                     bar.set_postfix_str(self._log_metrics())
+                saves = self.is_due(self.config.save_every) or self._is_best
                 with self.throughput.paused():
+                    if saves:  # first of all: a preview may need more memory than there is
+                        self._save()
                     if self.is_due(self.config.sample_every):
                         places |= self._draw_samples()
                 stop = any_rank(self.accelerator, stop_requested() is not None)  # the slowest rank: no pause
-                if self.is_due(self.config.save_every) or stop or self._is_best:
+                if stop and not saves:
                     with self.throughput.paused():
                         self._save()
         set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
+from rectified_flow.errors import UsageError
 from rectified_flow.flows import mean as mean_module
 from rectified_flow.flows.config import ObjectiveName
 from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step
@@ -164,6 +165,13 @@ def test_without_mean_rows_it_is_rectified_flow() -> None:
             losses.append(flow(images=images).item())
     assert losses[0] / (3 * 8 * 8) == pytest.approx(losses[1], rel=1e-6)
     assert mean.logged["unweighted_loss"].item() == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_micro_batch_without_mean_rows_is_refused() -> None:
+    images = torch.randint(256, (1, 3, 8, 8), dtype=torch.uint8)
+    with pytest.raises(UsageError, match=r"0\.5 of a micro-batch of 1 is no row, and one step would never be learned"):
+        MeanFlow(unet())(images=images)
+    MeanFlow(unet(), mean_fraction=0)(images=images)
 
 
 def test_a_weight_of_power_one_is_blind_and_the_unweighted_loss_is_not() -> None:

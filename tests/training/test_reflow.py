@@ -65,7 +65,7 @@ def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDatase
 
 def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
     PartialState()
-    config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=512, use_cfg=False, prediction="velocity"))
+    config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=8))
     network = config.network
     assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
     assert (config.data.dataset, config.rectified_flow.prediction) == ("synthetic-flowers", "clean")
@@ -179,6 +179,10 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
             "were drawn with other pairs (150 there, 7 now)",
         ),
         ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
+        (
+            "--reflow_from {run} --prediction velocity",
+            "has no effect with --reflow_from: the run inherits --prediction clean",
+        ),
         ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
     ],
 )

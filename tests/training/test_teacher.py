@@ -10,10 +10,12 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from rectified_flow.cli import drawn
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.drawn import open_drawn
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import open_pictures
+from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.data.pair_store import PairDataset
@@ -131,6 +133,10 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "were drawn with other paths (150 there, 70 now)"),
         ("--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3", "other guidance (2.0 there, 1"),
         ("--teacher {run} --output_dir {run}", "holds checkpoints of a run without --teacher: choose another"),
+        ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
+        ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
+        ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
+        ("--teacher {run} --mixed_precision fp16", "fp16 needs a GPU"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
     ],
 )
@@ -147,3 +153,60 @@ def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path:
     plain = train_teacher(tmp_path / "plain")
     flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
     assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs a teacher with labels")
+
+
+def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "holiday").mkdir()
+    (tmp_path / "holiday/beach.jpg").write_bytes(b"the only copy")
+    flags = f"--teacher {teacher} --teacher_paths 64 --output_dir {tmp_path}/run --paths_dir {tmp_path}/holiday"
+    assert_refused(
+        "train_mean_flow.py", 1, flags, f"{tmp_path}/holiday is in the way of the paths, and holds beach.jpg"
+    )
+    assert (tmp_path / "holiday/beach.jpg").read_bytes() == b"the only copy"
+
+
+class KilledError(Exception):
+    """In place of a kill."""
+
+
+def begin_to_draw(teacher: Path, output_dir: Path) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    fill, drawn.fill = drawn.fill, killed  # type: ignore[attr-defined]
+    with pytest.raises(KilledError):
+        draw_paths(teacher, output_dir)
+    drawn.fill = fill  # type: ignore[attr-defined]
+
+
+def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: Path) -> None:
+    """The paths would be of two teachers, or there is none to go on with: both say what to remove."""
+    PartialState()
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    begin_to_draw(mine, tmp_path / "run")
+    shutil.rmtree(mine)
+    train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
+    flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
+    stage = f"{tmp_path}/run/paths.drawing"
+    said = f"has changed since it drew the first paths: remove {stage}"
+    assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
+    train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)
+    assert_refused(
+        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "is gone", f"remove {stage} to begin"
+    )
+
+
+def test_a_run_is_as_long_as_its_teachers(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In images; one that resumes, even without its teacher, stays as long."""
+    PartialState()
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    config = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
+    assert config.run.num_epochs == 1280, "192,000 images at least, of 150 paths"
+    assert "--num_epochs 1280, for as many images as the teacher's run" in capsys.readouterr().out
+    assert with_recipe(with_teacher_flags(taught(mine, tmp_path, train_num_steps=5)), 1000).run.num_epochs is None
+    run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
+    shutil.rmtree(mine)
+    again = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
+    assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)

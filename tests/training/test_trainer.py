@@ -19,6 +19,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pictures import to_grid
+from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training import accelerator
 from rectified_flow.training.accelerator import choose_precision
@@ -185,15 +186,29 @@ def test_every_rank_draws_its_share_of_the_samples(tmp_path: Path, flowers: Imag
 def test_samples_are_the_same_on_any_number_of_ranks_and_later(tmp_path: Path, flowers: ImageDataset) -> None:
     """Five samples on two ranks: one of them is drawn twice and dropped. One step, so that weights hardly differ."""
     grids = []
-    for world_size in (1, 2):
-        output_dir = tmp_path / str(world_size)
-        run_on_ranks(world_size, train, tiny_config(output_dir, train_num_steps=1), flowers)
+    for number, (world_size, batch_size) in enumerate(((1, 16), (2, 8), (1, 2))):
+        output_dir, accumulated = tmp_path / str(number), {"batch_size": batch_size, "train_num_steps": 1}
+        run_on_ranks(world_size, train, tiny_config(output_dir, **accumulated), flowers)
         grids.append(torch.tensor(list(Image.open(output_dir / "samples/step_00000001.png").tobytes())))
     assert (grids[0] - grids[1]).abs().max() <= 1
+    assert (grids[0] - grids[2]).abs().max() <= 1, "drawn in three parts, as it was trained on so few at once"
     assert grids[0].float().std() > 30
-    flow = Flow.from_checkpoint(tmp_path / "1/checkpoints/step_00000001")
+    flow = Flow.from_checkpoint(tmp_path / "0/checkpoints/step_00000001")
     (later,) = (images for _, images in draw(flow, range(5), seed=tiny_config(tmp_path).seed))
     assert (torch.from_numpy(to_grid(later)).flatten().long() - grids[0]).abs().max() <= 1, "what sample.py draws"
+
+
+def test_a_preview_that_needs_too_much_memory_loses_no_step(tmp_path: Path, flowers: ImageDataset) -> None:
+    trainer = build_trainer(tiny_config(tmp_path, train_num_steps=2), flowers)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise MemoryError
+
+    trainer.averaged_flow.sample = fail  # type: ignore[assignment]
+    with pytest.raises(MemoryError):
+        trainer.train()
+    trainer.run.saver.wait()
+    assert [path.name for path in list_checkpoints(tmp_path / "checkpoints")] == ["step_00000002"]
 
 
 def test_num_workers_do_not_change_the_run(tmp_path: Path, flowers: ImageDataset) -> None:
