@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT
 from hashlib import file_digest
 from io import BufferedReader
 from pathlib import Path
@@ -18,6 +19,8 @@ from rectified_flow.errors import DamageError, UsageError, require
 
 LARGEST = 2**30
 """Of a document or log, which is read whole [bytes]."""
+PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
+"""Errors that pass, and say nothing of a file: of a network disk, or of a system with too many open files."""
 LONGEST_SHOWN = 100
 """Characters of a path that is refused."""
 
@@ -162,7 +165,7 @@ def reading(path: Path) -> Iterator[None]:
     """Turn an error in reading ``path`` into a sentence.
 
     Raises:
-        UsageError: if its rights forbid reading it.
+        UsageError: if its rights forbid reading it, or the system cannot read it now.
         DamageError: on any other error of the operating system.
     """
     try:
@@ -172,6 +175,8 @@ def reading(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DamageError(f"{error.filename or path} is missing") from error
     except OSError as error:
+        if error.errno in PASSING:
+            raise UsageError(f"{path} cannot be read now ({error.strerror}): try again") from error
         raise DamageError(f"{path} cannot be read ({error.strerror or error})") from error
 
 

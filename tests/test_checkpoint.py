@@ -262,6 +262,7 @@ def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, name: str) -> 
 def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
     path = write(tmp_path, 1)
     (path / "notes.txt").write_text("a user's own")
+    (path / "._model.safetensors").write_text("what macOS adds when it copies to another file system")
     assert find_damage(path) is None
     (path / checkpoint.EMA_FILE).write_bytes((path / checkpoint.MODEL_FILE).read_bytes())
     assert find_damage(path) == "ema.safetensors is not in its manifest"

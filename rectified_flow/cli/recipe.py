@@ -109,6 +109,7 @@ def with_recipe(config: Config, count: int) -> Config:
     fixed = set(config.program.given)
     for names in ALTERNATIVES:
         fixed |= names if fixed & names else set()
+    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
     fixed |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
     state = PartialState()
     before = on_main(state, lambda: _settings_of_run(config))

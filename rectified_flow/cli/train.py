@@ -27,6 +27,7 @@ from rectified_flow.cli.recipe import proposed_share, with_recipe
 from rectified_flow.cli.teacher import request_of, with_teacher_flags
 from rectified_flow.data.report import NAMED, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
+from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import require
 from rectified_flow.evaluation.config import EvaluationConfig
@@ -82,6 +83,8 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     require_room_for_batch(config, space)
     space.prepare(state.device)
     pictures = open_pictures(config.data)
+    # Before anything depends on their number, on which processes would part.
+    check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
     config = with_recipe(config, len(pictures))
     check_held_out(config.data, config.evaluation, proposed_share(len(pictures)))
     space = space if isinstance(space, Latents) else planned_space(config)  # which a recipe may augment

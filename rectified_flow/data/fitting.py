@@ -1,5 +1,8 @@
 """One picture of any mode and size, as a store keeps it."""
 
+import struct
+from contextlib import suppress
+
 import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
@@ -8,6 +11,10 @@ from rectified_flow.pictures import over_white
 
 TURNED = (5, 6, 7, 8)
 """Values of the orientation tag that exchange width and height."""
+TURNED_BY_PILLOW = ("TIFF",)
+"""Formats whose ``size`` has them exchanged already."""
+BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
+"""What Pillow raises where the block that has the orientation is damaged; the picture itself may be well."""
 
 
 def fit(image: Image.Image, framing: Framing) -> Image.Image:
@@ -21,7 +28,8 @@ def fit(image: Image.Image, framing: Framing) -> Image.Image:
     """
     size = framing.stored_size
     image.draft("RGB", (2 * max(size), 2 * max(size)))  # JPEG then decodes at a fraction of its size; others ignore it
-    image = ImageOps.exif_transpose(image)
+    with suppress(*BAD_EXIF):
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
@@ -34,7 +42,9 @@ def fit(image: Image.Image, framing: Framing) -> Image.Image:
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Width and height of a picture that is not decoded yet, once its orientation is applied [px]."""
-    turned = image.getexif().get(ExifTags.Base.Orientation) in TURNED
+    turned = False
+    with suppress(*BAD_EXIF):
+        turned = image.format not in TURNED_BY_PILLOW and image.getexif().get(ExifTags.Base.Orientation) in TURNED
     return (image.height, image.width) if turned else image.size
 
 

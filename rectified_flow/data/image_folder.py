@@ -1,6 +1,7 @@
 """A folder of images, with or without a subfolder per class."""
 
 import os
+from collections import Counter
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -13,10 +14,15 @@ from rectified_flow.files import printable
 from rectified_flow.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+OTHER_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".jfif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".nef"})
+"""Of pictures that are not read; a person should know that there are some."""
 
 
 class ImageFolder:
     """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
+
+    Attributes:
+        ignored: pictures of kinds that are not read, in words.
 
     Args:
         path: the folder.
@@ -30,13 +36,17 @@ class ImageFolder:
         self.path = path
         self.name = printable(path.name)
         unreadable: list[OSError] = []
-        self.files = find_images(path, unreadable if skip_unreadable else None)
+        everything = find_files(_existing(path), unreadable if skip_unreadable else None)
+        self.files = [file for file in everything if is_image(file)]
+        others = Counter(file.suffix.lower() for file in everything if file.suffix.lower() in OTHER_SUFFIXES)
+        self.ignored = ", ".join(f"{count} {suffix[1:]}" for suffix, count in others.most_common())
         if unreadable:
             first = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
         if not self.files:
             kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-            raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files")
+            but = f", but {self.ignored} files, which are not read" if self.ignored else ""
+            raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files{but}")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
         labelled = all(len(part) > 1 for part in parts)
@@ -61,9 +71,18 @@ def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[P
     Raises:
         UsageError: if ``folder`` is not a folder, or as there.
     """
+    return [file for file in find_files(_existing(folder), unreadable) if is_image(file)]
+
+
+def is_image(file: Path) -> bool:
+    """Whether a file has the name of a picture that can be read."""
+    return file.suffix.lower() in IMAGE_SUFFIXES
+
+
+def _existing(folder: Path) -> Path:
     if not folder.is_dir():
         raise UsageError(f"--dataset_path {folder} is not a folder")
-    return [file for file in find_files(folder, unreadable) if file.suffix.lower() in IMAGE_SUFFIXES]
+    return folder
 
 
 def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:

@@ -24,14 +24,17 @@ from rectified_flow.data.store import IMAGES_FILE, INFO_FILE, LABELS_FILE, descr
 from rectified_flow.documents import write_document
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.files import flush_folder, lock_of, remove, usable_path
-from rectified_flow.machine import require_disk
+from rectified_flow.machine import processors, require_disk
 from rectified_flow.progress import progress_bar
 
 STORE_VERSION = 2
 
 
 class ImageSource(Protocol):
-    """A source of images that are to be decoded into a store."""
+    """A source of images that are to be decoded into a store.
+
+    Optional: ``ignored``, what it leaves out, in words.
+    """
 
     name: str
     """Display name: a hub id or a path."""
@@ -191,6 +194,9 @@ class _Build:
                 labels.append(decoded.label)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {self.source.name} could be read")
+        ignored = getattr(self.source, "ignored", "")
+        if ignored:
+            tqdm.write(f"ignored {ignored} files in {self.source.name}, which are not read")
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}; the first is {broken[0]}")
         np.save(stage / LABELS_FILE, np.asarray(labels, dtype=np.int64))
@@ -212,7 +218,7 @@ class _Build:
     def _decoded(self) -> Iterator["_Decoded | None"]:
         """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
         progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
-        with progress, ThreadPoolExecutor() as pool:
+        with progress, ThreadPoolExecutor(processors()) as pool:
             for start in range(0, len(self.source), 256):  # at most one chunk in flight
                 chunk = range(start, min(start + 256, len(self.source)))
                 for result in pool.map(self._decode, chunk):

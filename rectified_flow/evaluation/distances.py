@@ -7,14 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.evaluation.similarity import alike
+from rectified_flow.evaluation.similarity import AT_ONCE, alike
 
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
 COPY = 0.5
 """Nearness of a copy: half as far from a training picture as the nearest training picture that differs from it."""
-AT_ONCE = 2**26
-"""Distances in memory at once, at most, if one row has no more."""
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:

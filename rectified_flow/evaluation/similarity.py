@@ -16,7 +16,8 @@ TOLERANCE = 3 / GREY_LEVELS
 """Root mean square difference between the fields of near-duplicates, at most: 3 of 256 grey levels."""
 HIGHEST_ORDER = 5
 """Of the coefficients in a hash: higher ones are small, and change with recompression."""
-BLOCK = 1024
+AT_ONCE = 2**26
+"""Distances in memory at once, at most, if one row has no more."""
 
 
 def alike(colours: Tensor, others: Tensor) -> Tensor:
@@ -38,8 +39,9 @@ def count_near_duplicates(colours: Tensor) -> int:
 
 def _compared(colours: Tensor, others: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The number of the first row of each block, and which pairs are near-duplicates, bool ``[b, m]``."""
-    for first in range(0, len(colours), BLOCK):
-        yield first, alike(colours[first : first + BLOCK], others)
+    block = max(1, AT_ONCE // max(1, len(others)))
+    for first in range(0, len(colours), block):
+        yield first, alike(colours[first : first + block], others)
 
 
 def mirrored(colours: Tensor) -> Tensor:

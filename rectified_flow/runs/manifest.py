@@ -16,7 +16,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 """Of checkpoints; to be raised when a program that knows the keys of one would still misunderstand it."""
 KINDS = (".json", ".safetensors")
-"""Of the files that are read; a user may keep others beside them."""
+"""Of the files that are read; a user may keep others beside them, and a copy may leave hidden ones."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
@@ -92,7 +92,7 @@ def _compare(folder: Path, files: Mapping[str, FileRecord]) -> str | None:
         if hash_file(folder / name) != expected.sha256:
             return f"{name} was altered"
     for path in folder.iterdir():
-        if path.suffix in KINDS and path.name not in (*files, MANIFEST):
+        if path.suffix in KINDS and path.name not in (*files, MANIFEST) and not path.name.startswith("."):
             return f"{path.name} is not in its manifest"
     return None
 

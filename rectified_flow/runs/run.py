@@ -168,7 +168,7 @@ class Run:
     def write_status(self, *, running: bool = False) -> None:
         """Write ``status.json``: running, or else finished or interrupted. Main process only."""
         step, total_steps = self.progress()
-        ended: RunState = "finished" if step == total_steps else "interrupted"
+        ended: RunState = "finished" if step >= total_steps else "interrupted"
         self.folder.write_status("running" if running else ended, step, total_steps)
 
     def _open(self) -> None:

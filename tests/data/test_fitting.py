@@ -111,13 +111,20 @@ def test_a_photograph_is_turned_upright(tmp_path: Path) -> None:
     image.paste((255, 255, 255), (0, 0, 16, 4))  # bright above, but the camera lay on its side
     exif = Image.Exif()
     exif[0x0112] = 6
-    for suffix in ("png", "jpg"):
+    for suffix in ("png", "jpg", "tif"):
         photo = saved(image, tmp_path / f"photo.{suffix}", exif=exif)
         assert upright_size(photo) == (8, 16)
         upright = np.asarray(fit(photo, square(8)))[..., 0]
         assert upright[:, 6:].min() > 200
         assert upright[:, :2].max() < 50
         assert fit(Image.open(tmp_path / f"photo.{suffix}"), Framing(4, 8)).size == (4, 8)
+
+
+def test_a_photograph_with_a_damaged_orientation_is_taken_as_it_is(tmp_path: Path) -> None:
+    for suffix in ("png", "jpg", "webp"):
+        photo = saved(Image.new("RGB", (16, 8), "white"), tmp_path / f"photo.{suffix}", exif=b"Exif\0\0no TIFF header")
+        assert upright_size(photo) == (16, 8)
+        assert np.asarray(fit(photo, square(8))).min() == 255
 
 
 @pytest.mark.parametrize(("alpha", "pad"), [(False, (255, 255, 255)), (True, (255, 255, 255, 0))])

@@ -218,3 +218,14 @@ def test_a_link_in_a_circle_has_a_fingerprint_of_its_own(tmp_path: Path) -> None
     before = ImageFolder(tmp_path).fingerprint
     (tmp_path / "2.png").symlink_to("2.png")
     assert ImageFolder(tmp_path).fingerprint != before
+
+
+def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_picture(tmp_path / "pictures/1.png")
+    for name in ("2.HEIC", "3.heic", "4.gif", "5.txt"):
+        (tmp_path / "pictures" / name).write_bytes(b"not read")
+    open_store(ImageFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
+    assert "ignored 2 heic, 1 gif files in pictures, which are not read" in "".join(capsys.readouterr())
+    (tmp_path / "pictures/1.png").unlink()
+    with pytest.raises(UsageError, match=r"holds no images .*, but 2 heic, 1 gif files, which are not read"):
+        ImageFolder(tmp_path / "pictures")

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from errno import ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +280,23 @@ def test_a_store_that_may_not_be_read_is_not_built_again(tmp_path: Path, monkeyp
     for name in ("info.json", "images.uint8"):
         words = rf"{name} cannot be read \(Permission denied\): change its rights"
         with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
+            open_store(source, 4, cache_dir=tmp_path)
+    assert find_damage(path) is None
+
+
+def test_a_network_disk_that_does_not_answer_loses_no_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SyntheticFlowers(8, count=4)
+    path = open_store(source, 4, cache_dir=tmp_path)
+    open_file = os.open
+
+    def stale(name: Any, *arguments: Any, **options: Any) -> int:
+        if Path(name).name == "info.json":
+            raise OSError(ESTALE, os.strerror(ESTALE), str(name))
+        return open_file(name, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", stale)
+        with pytest.raises(UsageError, match=r"cannot be read now .*: try again"):
             open_store(source, 4, cache_dir=tmp_path)
     assert find_damage(path) is None
 

@@ -1,5 +1,6 @@
 """The first command on one's own few pictures: whatever they are, it trains, and says what it could not do."""
 
+import os
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
@@ -82,6 +83,23 @@ def test_a_share_to_hold_out_is_proposed_by_the_number_of_pictures(one_each: Pat
         shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
     flags = f"{TINY} --dataset_path {tmp_path}/pictures --stop_when_memorising --output_dir {tmp_path}/run"
     assert_refused("train_oxford.py", 1, flags, "--stop_when_memorising needs", "pass --holdout 0.3")
+
+
+def train_on_a_folder_of_its_own(folder: Path) -> str:
+    mine = folder / str(os.environ["RANK"])
+    try:
+        return train(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
+    except UsageError as error:
+        return str(error)
+
+
+def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) -> None:
+    """Of 130 a recipe holds some out, and of 120 none: the processes would wait for each other."""
+    for number in range(130):
+        for folder in ("0", "1")[: 1 + (number < 120)]:
+            shutil.copytree(one_each / f"{number:03}", tmp_path / folder / str(number))
+    for said in run_on_ranks(2, train_on_a_folder_of_its_own, tmp_path):
+        assert "the number of pictures" in said
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The trainer with other people's datasets and flows, and what it does at the edges."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -286,6 +287,8 @@ def test_epochs_are_counted_in_images_when_the_batch_changes(tmp_path: Path, flo
     more = tiny_config(tmp_path, **{**epochs, "num_epochs": 2}, global_batch_size=4, save_every=1)
     [result] = run_on_ranks(1, train, more, flowers)
     assert result["step"] == 3 + (2 * 46 - 3 * 16) // 4
+    run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2), flowers)
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished", "and beyond"
 
 
 def compare_with_average(output_dir: Path, dataset: ImageDataset) -> tuple[bool, bool]:
