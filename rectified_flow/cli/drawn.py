@@ -41,6 +41,8 @@ from rectified_flow.training.accelerator import choose_precision
 
 BATCH_SIZE = 64
 LOCK_TIMEOUT = 10.0
+CALLS: Mapping[Solver, int] = {"euler": 1, "midpoint": 2}
+"""Of the network in an interval, by the solvers that a request may have."""
 FRAMING = {"aspect_ratio": "1:1", "crop": "center", "alpha": False}
 """Flags that earlier versions did not have, and their values there."""
 NETWORK_FLAGS = ("dim", "dim_mults", "dropout", "use_cfg")
@@ -78,6 +80,18 @@ class Request:
     def points(self) -> int:
         """Points of each path that are kept beside its picture; of a pair, the noise alone."""
         return self.steps if self.rows == "paths" else 1
+
+    @property
+    def calls(self) -> int:
+        """Of the teacher's network, for all of them."""
+        return self.count * self.steps * CALLS[self.solver] * (1 if self.guidance_scale == 1 else 2)
+
+    def files(self, space: Space) -> dict[str, Sequence[int]]:
+        """Shape of a row of each file of the store."""
+        shape = space.shape or ()
+        stored = space.to_stored(torch.zeros(1, *shape))
+        data = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
+        return data | ({PATH_FILE: (self.points, *shape)} if self.rows == "paths" else {NOISE_FILE: shape})
 
 
 @dataclass(frozen=True)
@@ -131,7 +145,7 @@ def open_drawn(
         "--batch_size",
     )
     space = on_main(state, lambda: space_of(config, request))
-    writer = StoreWriter(request.folder, request.count, _rows(space, request), request.rows)
+    writer = StoreWriter(request.folder, request.count, request.files(space), request.rows)
     recipe = _recipe(config, request, pictures, space)
     with ExitStack() as held:
         done = on_main(state, lambda: _begin(writer, recipe, request, held))
@@ -154,14 +168,6 @@ def space_of(config: TrainRectifiedFlow | TrainMeanFlow, request: Request) -> Sp
     description = checkpoint.load_description(request.source)["space"] if known is None else known.space
     space: Space = build(description)
     return space
-
-
-def _rows(space: Space, request: Request) -> dict[str, Sequence[int]]:
-    """Shape of a row of each file of the store."""
-    shape = space.shape or ()
-    stored = space.to_stored(torch.zeros(1, *shape))
-    data = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
-    return data | ({PATH_FILE: (request.points, *shape)} if request.rows == "paths" else {NOISE_FILE: shape})
 
 
 def _recipe(

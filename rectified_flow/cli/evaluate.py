@@ -1,6 +1,8 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -38,7 +40,7 @@ from rectified_flow.plots import draw_lines
 from rectified_flow.report import line, size_text
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
+from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 
@@ -115,7 +117,7 @@ def _split(
     pictures: ImageDataset, trained: Trained, state: PartialState
 ) -> tuple[ImageDataset, ImageDataset | None, HeldOutPictures | None]:
     """Those that a flow was trained on, those held out, if there are any, and what the run measured on. Collective."""
-    flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
+    flags, path = _flags_of_pictures(trained)
     share, seed = (
         checked(DataConfig, flags, path).get("holdout", 0.0),
         checked(TrainingConfig, flags, path).get("seed", 0),
@@ -127,7 +129,24 @@ def _split(
         state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None
     training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
-    return training, held_out, HeldOutPictures(training, held_out, seed)
+    # Of a run with a teacher, the velocity on pictures is not what it learns.
+    compared = None if _teacher_of(trained.config) else HeldOutPictures(training, held_out, seed)
+    return training, held_out, compared
+
+
+def _flags_of_pictures(trained: Trained) -> tuple[Mapping[str, Any], Path]:
+    """The flags of the run that the pictures are of, and where they are from: the run's, or its first teacher's."""
+    config, path = trained.config, trained.source / checkpoint.CONFIG_FILE
+    with suppress(UsageError):  # a teacher that is gone
+        while (teacher := _teacher_of(config)) is not None:
+            path = Path(teacher) / checkpoint.CONFIG_FILE
+            config = read_config(path)
+    return program_flags(config), path
+
+
+def _teacher_of(config: Mapping[str, Any]) -> str | None:
+    flags = program_flags(config)
+    return flags.get("teacher") or flags.get("reflow_from")
 
 
 def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
@@ -163,8 +182,7 @@ def _shape_of(trained: Trained) -> dict[str, Any]:
 
 def _are_those_of(dataset: ImageDataset, trained: Trained) -> bool:
     """Whether a checkpoint was trained on these pictures, as far as it says; a run with a teacher says nothing."""
-    flags = program_flags(trained.config)
-    taught = any(flags.get(name) is not None for name in ("reflow_from", "teacher"))
+    taught = _teacher_of(trained.config) is not None
     return trained.run is None or taught or trained.run.dataset == dataset.fingerprint
 
 

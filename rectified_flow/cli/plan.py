@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from rectified_flow.cli.drawn import Request
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.recipe import may_choose
 from rectified_flow.cli.teacher import request_of
@@ -16,6 +17,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.placing import to_device
 from rectified_flow.report import line, size_text
 from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.space import Space
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.costs import cost_of, forward_flops, gradient_time, multiplication_rate, training_memory
 from rectified_flow.training.summary import summarize
@@ -50,17 +52,27 @@ def print_plan(config: Config, flow: Flow) -> None:
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
+    request = request_of(config)
     if may_choose(config):
-        accelerator.print(
-            line(
-                "recipe",
-                "--augment, --holdout and a shorter run may be chosen when the folder is opened (docs/small_data.md)",
-            )
-        )
+        chosen = "--augment, --holdout and a shorter run may be chosen when the folder is opened (docs/small_data.md)"
+        taught = "as many images as the teacher's run, where no flag gives the length (docs/mean_flow.md)"
+        accelerator.print(line("recipe", chosen if request is None else taught))
+    if request is not None:
+        accelerator.print(_describe_drawing(request, flow.space))
     if isinstance(flow.space, Latents):
         accelerator.print(_describe_latents(config, flow.space))
     accelerator.print(_describe_memory(config, accelerator, flow))
     accelerator.print(_describe_time(config, accelerator, flow, flops))
+
+
+def _describe_drawing(request: Request, space: Space) -> str:
+    """A line on what a teacher draws before the training."""
+    size = request.count * sum(row_size(name, shape) for name, shape in request.files(space).items())
+    return line(
+        request.rows,
+        f"{request.count:,} in {request.steps} steps each, drawn first with {request.calls:,} calls of the teacher's "
+        f"network: {size / 1e9:.2f} GB in {request.folder}",
+    )
 
 
 def _describe_latents(config: Config, space: Latents) -> str:

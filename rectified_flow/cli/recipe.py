@@ -71,7 +71,7 @@ def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict
         processes: that train.
     """
     images = min(max(images_of_teacher, LEAST_IMAGES), MOST_IMAGES)
-    return {"num_epochs": round(images / rows, 2)} | batch_for(images, processes)
+    return {"num_epochs": max(0.01, round(images / rows, 2))} | batch_for(images, processes)
 
 
 def batch_for(images: float, processes: int) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """evaluate.py: the same numbers on 1 and 2 processes, written down once."""
 
 import json
+import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -106,6 +107,22 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     assert evaluator.distances([each[:5] + 1e-4 for each in evaluator.real])["copies"] == 1
     chance = evaluator.distances([reference_features(held_out, each, PartialState()) for each in evaluator.features])
     assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
+
+
+def test_a_taught_run_is_compared_with_what_its_teacher_was_trained_on(run: Path, tmp_path: Path) -> None:
+    save_with_flags(run, tmp_path / "first", holdout=0.5, seed=3)
+    save_with_flags(run, tmp_path / "reflowed", reflow_from=str(checkpoint.resolve(tmp_path / "first")))
+    save_with_flags(run, tmp_path / "taught", teacher=str(checkpoint.resolve(tmp_path / "reflowed")), seed=1)
+    for name in ("first", "taught"):
+        measure("--checkpoint", tmp_path / name, "--steps", 1)
+    results = [json.loads((tmp_path / name / "evaluation.json").read_text())[0] for name in ("first", "taught")]
+    teacher, taught = results
+    assert taught["num_real"] == teacher["num_real"] < COUNT
+    assert teacher["distances"].keys() - taught["distances"].keys() == {"heldout_loss", "seen_loss", "gap"}
+    assert taught["distances"].items() <= teacher["distances"].items(), "the same weights, in the same place"
+    shutil.rmtree(tmp_path / "reflowed")
+    measure("--checkpoint", tmp_path / "taught", "--steps", 1)
+    assert json.loads((tmp_path / "taught/evaluation.json").read_text())[-1]["num_real"] == COUNT
 
 
 def test_a_folder_that_is_too_small_to_split_again(

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -210,3 +212,19 @@ def test_a_run_is_as_long_as_its_teachers(teacher: Path, tmp_path: Path, capsys:
     shutil.rmtree(mine)
     again = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
     assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
+
+
+def printed(config: TrainMeanFlow) -> str:
+    with redirect_stdout(StringIO()) as said:
+        train_mean_flow(config)
+    return said.getvalue()
+
+
+def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
+    config = taught(teacher, tmp_path, teacher_paths=1000, batch_size=8, dry_run=True)
+    [said] = run_on_ranks(1, printed, config)
+    calls = 1000 * STEPS * 2
+    assert (
+        f"paths       1,000 in 3 steps each, drawn first with {calls:,} calls of the teacher's network: 0.00 GB" in said
+    )
+    assert "recipe      as many images as the teacher's run" in said
