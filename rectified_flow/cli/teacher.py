@@ -124,10 +124,11 @@ def _refuse_other_flags(config: TrainRectifiedFlow | TrainMeanFlow, request: Req
     mine = {name: getattr(config.data, name) for name in DATA_FLAGS}
     mine |= {name: getattr(config.network, name) for name in NETWORK_FLAGS}
     mine |= {"prediction": config.rectified_flow.prediction} if isinstance(config, TrainRectifiedFlow) else {}
-    for name in mine.keys() & config.program.given if config.program.config is None else ():
+    given = config.program.given if config.program.config is None else frozenset()
+    for name, value in mine.items():
         words = " ".join(command_line({name: flags[name]}))
         require(
-            mine[name] == flags[name],
+            name not in given or value == flags[name],
             f"--{name} has no effect with --{request.flag}: the run inherits {words} of {request.source}; leave it out",
         )
 
