@@ -98,7 +98,7 @@ class HuggingFaceSource:
             if isinstance(feature, datasets.ClassLabel):
                 return str(column)
         for column in ("label", "labels"):
-            if getattr(self._rows.features.get(column), "dtype", "").startswith("int"):
+            if getattr(self._rows.features.get(column), "dtype", "").startswith(("int", "uint")):
                 return column
         return None
 

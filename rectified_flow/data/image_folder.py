@@ -22,7 +22,7 @@ class ImageFolder:
     """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
 
     Attributes:
-        ignored: pictures of kinds that are not read, in words.
+        notes: lines on pictures that are not read, and on those that are in no class.
 
     Args:
         path: the folder.
@@ -39,18 +39,21 @@ class ImageFolder:
         everything = find_files(_existing(path), unreadable if skip_unreadable else None)
         self.files = [file for file in everything if is_image(file)]
         others = Counter(file.suffix.lower() for file in everything if file.suffix.lower() in OTHER_SUFFIXES)
-        self.ignored = ", ".join(f"{count} {suffix[1:]}" for suffix, count in others.most_common())
+        unread = ", ".join(f"{count} {suffix[1:]}" for suffix, count in others.most_common())
+        self.notes = [f"ignored {unread} files in {self.name}, which are not read"] if unread else []
         if unreadable:
             first = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
         if not self.files:
             kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-            but = f", but {self.ignored} files, which are not read" if self.ignored else ""
+            but = f", but {unread} files, which are not read" if unread else ""
             raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files{but}")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
-        labelled = all(len(part) > 1 for part in parts)
-        classes = sorted({part[0] for part in parts}) if labelled else []
+        stray = [part[0] for part in parts if len(part) == 1]
+        if 0 < len(stray) < len(parts):
+            self.notes.append(f"no classes: {len(stray)} pictures are in no subfolder, such as {printable(stray[0])}")
+        classes = [] if stray else sorted({part[0] for part in parts})
         self.class_names = [printable(name) for name in classes]
         number = {name: label for label, name in enumerate(classes)}
         self._labels = [number.get(part[0], -1) for part in parts]

@@ -33,7 +33,7 @@ STORE_VERSION = 2
 class ImageSource(Protocol):
     """A source of images that are to be decoded into a store.
 
-    Optional: ``ignored``, what it leaves out, in words.
+    Optional: ``notes``, lines to print when it is decoded.
     """
 
     name: str
@@ -194,9 +194,8 @@ class _Build:
                 labels.append(decoded.label)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {self.source.name} could be read")
-        ignored = getattr(self.source, "ignored", "")
-        if ignored:
-            tqdm.write(f"ignored {ignored} files in {self.source.name}, which are not read")
+        for note in getattr(self.source, "notes", ()):
+            tqdm.write(note)
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}; the first is {broken[0]}")
         np.save(stage / LABELS_FILE, np.asarray(labels, dtype=np.int64))

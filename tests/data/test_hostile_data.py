@@ -226,6 +226,13 @@ def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.Capt
         (tmp_path / "pictures" / name).write_bytes(b"not read")
     open_store(ImageFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
     assert "ignored 2 heic, 1 gif files in pictures, which are not read" in "".join(capsys.readouterr())
+    save_picture(tmp_path / "pictures/a/6.png")
+    source = ImageFolder(tmp_path / "pictures")
+    assert source.class_names == []
+    assert source.notes[1] == "no classes: 1 pictures are in no subfolder, such as 1.png"
     (tmp_path / "pictures/1.png").unlink()
+    source = ImageFolder(tmp_path / "pictures")
+    assert (source.class_names, len(source.notes)) == (["a"], 1)
+    (tmp_path / "pictures/a/6.png").unlink()
     with pytest.raises(UsageError, match=r"holds no images .*, but 2 heic, 1 gif files, which are not read"):
         ImageFolder(tmp_path / "pictures")
