@@ -4,6 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 
 from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
@@ -84,7 +85,9 @@ def test_it_is_for_ones_own_pictures_alone(tmp_path: Path) -> None:
     assert chosen(100, f"--reflow_from {tmp_path}")["augment"] == 0
 
 
-def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_goes_on_as_it_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also one of a version that had no recipes, and one with values that this version does not take."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
@@ -96,8 +99,14 @@ def test_a_run_goes_on_as_it_began(tmp_path: Path, capsys: pytest.CaptureFixture
     assert longer == began | {"train_num_steps": 20_000, "num_epochs": None}
     save(tmp_path, 2, longer | {"lr_decay": "removed"})
     assert chosen(800, run) == longer, "it is extended once"
+    save(tmp_path, 3, began | {"global_batch_size": 63})
+    extended = chosen(800, f"{run} --num_epochs 2000")
+    assert extended["global_batch_size"] == 63, "the batch stays"
+    monkeypatch.setattr(PartialState(), "num_processes", 2)
+    assert chosen(800, run)["global_batch_size"] == 62, "and is one that two processes can share"
+    monkeypatch.undo()
     earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout", "num_epochs")}
-    save(tmp_path, 3, earlier)
+    save(tmp_path, 4, earlier)
     capsys.readouterr()
     flags = chosen(800, run)
     assert (flags["augment"], flags["holdout"], flags["num_epochs"]) == (0, 0, None)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -47,6 +46,8 @@ from rectified_flow.spaces.pixels import RGBA
 RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
 LOCK_FILE = ".evaluation.lock"
+MOST_TEACHERS = 20
+"""In a row, of which each learned from the next."""
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for other processes that add their results; each takes milliseconds."""
 
@@ -117,7 +118,7 @@ def _split(
     pictures: ImageDataset, trained: Trained, state: PartialState
 ) -> tuple[ImageDataset, ImageDataset | None, HeldOutPictures | None]:
     """Those that a flow was trained on, those held out, if there are any, and what the run measured on. Collective."""
-    flags, path = _flags_of_pictures(trained)
+    flags, path = on_main(state, lambda: _flags_of_pictures(trained))
     share, seed = (
         checked(DataConfig, flags, path).get("holdout", 0.0),
         checked(TrainingConfig, flags, path).get("seed", 0),
@@ -137,10 +138,17 @@ def _split(
 def _flags_of_pictures(trained: Trained) -> tuple[Mapping[str, Any], Path]:
     """The flags of the run that the pictures are of, and where they are from: the run's, or its first teacher's."""
     config, path = trained.config, trained.source / checkpoint.CONFIG_FILE
-    with suppress(UsageError):  # a teacher that is gone
-        while (teacher := _teacher_of(config)) is not None:
-            path = Path(teacher) / checkpoint.CONFIG_FILE
+    for _ in range(MOST_TEACHERS):
+        teacher = _teacher_of(config)
+        if teacher is None:
+            break
+        pruned = not Path(teacher).exists()  # then its run may still be there
+        path = (Path(teacher).parent.parent if pruned else Path(teacher)) / checkpoint.CONFIG_FILE
+        try:
             config = read_config(path)
+        except UsageError:
+            tqdm.write(f"warning: the teacher {teacher} is gone; pictures that it held out count as training pictures")
+            break
     return program_flags(config), path
 
 

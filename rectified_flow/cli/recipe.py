@@ -109,14 +109,17 @@ def with_recipe(config: Config, count: int) -> Config:
     fixed = set(config.program.given)
     for names in ALTERNATIVES:
         fixed |= names if fixed & names else set()
-    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
     fixed |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
     state = PartialState()
     before = on_main(state, lambda: _settings_of_run(config))
     if before is not None:
         kept = {name: value for name, value in before.items() if name not in fixed}
+        if kept.get("global_batch_size"):  # of perhaps another number of processes
+            whole = kept["global_batch_size"] // state.num_processes * state.num_processes
+            kept["global_batch_size"] = max(whole, state.num_processes)
         _print(state, {name: value for name, value in kept.items() if value}, "as the run began")
         return _replaced(config, kept)
+    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
     request = request_of(config)
     if request is None:
         given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed}

@@ -127,7 +127,7 @@ def _hold_out(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: 
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))
-    lost = np.setdiff1d(pictures.labels, pictures.labels[split.training])
+    lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
     if "labels" in flow.conditions and len(lost) > 0:
         named = ", ".join(pictures.class_names[label] for label in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
         state.print(f"warning: no picture is left to train on of {len(lost)} of the classes: {named}")

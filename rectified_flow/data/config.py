@@ -34,7 +34,7 @@ class DataConfig:
     augment: float = 0.0
     """Probability of each kind of change to an image, such as rotation, of which the network is told; 0.15 for few."""
     holdout: float = 0.0
-    """Share of the images to hold out and measure, at --evaluate_every or else --save_every: are others memorised?"""
+    """Share of the images to hold out and measure, at --evaluate_every or else ten times: are others memorised?"""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded, instead of stopping."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None

@@ -15,6 +15,7 @@ from rectified_flow.data.store import (
     FEATURES,
     INFO_FILE,
     LABELS_FILE,
+    NOISE_FILE,
     describe_files,
     dtype_of,
     find_damage,
@@ -103,13 +104,13 @@ class StoreWriter:
         return 0
 
     def _remove_damaged(self) -> None:
-        names = {*self.rows, LABELS_FILE, INFO_FILE, RECIPE_FILE, PROGRESS_FILE}
+        names = {*self.rows, NOISE_FILE, LABELS_FILE, INFO_FILE, RECIPE_FILE, PROGRESS_FILE}
         entries = list(self.path.iterdir()) if self.path.is_dir() else [self.path]
-        strange = [entry for entry in entries if entry.name not in names and not entry.name.startswith(FEATURES)]
+        strange = [entry for entry in entries if entry.name not in names and not entry.name.startswith((FEATURES, "."))]
         require(
             not strange,
-            f"{self.path} is in the way of the {self.called}, and holds {strange[0].name if strange else ''}: name a "
-            "folder that does not exist yet",
+            f"{self.path} is in the way of the {self.called}, and holds {strange[0].name if strange else ''}: move it "
+            "away, or name a folder that does not exist yet",
         )
         if entries:
             tqdm.write(f"warning: {self.path} is damaged; the {self.called} are made again")

@@ -74,9 +74,9 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
 def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
     """How far each of ``queries`` is from its nearest row of ``real``, ``[q]``; a copy is at 0.
 
-    The unit is the distance from that row to the nearest row that is no near-duplicate of it: else no sample would be a
-    copy of a picture that is there twice. So below 1, a query is nearer to a training picture than different training
-    pictures are to each other.
+    The unit is the distance from that row to the nearest row that is no near-duplicate of it, if there is one: else no
+    sample would be a copy of a picture that is there twice. So below 1, a query is nearer to a training picture than
+    different training pictures are to each other.
 
     Args:
         queries: features of pictures ``[q, d]``.
@@ -86,8 +86,10 @@ def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
     parts = []
     for _, distances in _distances(queries, real):
         gap, row = distances.min(dim=1)
-        others = torch.cdist(real[row], real).masked_fill(alike(colours[row], colours), torch.inf)
-        parts.append(gap / others.min(dim=1).values.clamp(min=torch.finfo(gap.dtype).tiny))
+        apart = torch.cdist(real[row], real)
+        unit = apart.masked_fill(alike(colours[row], colours), torch.inf).min(dim=1).values
+        other = apart.topk(min(2, len(real)), largest=False).values[:, -1]
+        parts.append(gap / torch.where(unit.isinf(), other, unit).clamp(min=torch.finfo(gap.dtype).tiny))
     return torch.cat(parts)
 
 

@@ -46,12 +46,12 @@ class FlowMap(Flow):
         return (weight * square).mean(), square.detach().mean() / residual[0].numel()
 
     def rows_of(self, share: float, count: int) -> int:
-        """How many of the ``count`` rows of a micro-batch are a share of them.
+        """How many of the ``count`` rows of a micro-batch are a share of them: one at least, if there are several.
 
         Raises:
             UsageError: if it is none in training, as it would then be none in all of them.
         """
-        rows = round(share * count)
+        rows = max(round(share * count), int(share > 0 and count > 1))
         if self.training and rows == 0 < share:
             raise UsageError(
                 f"{share:g} of a micro-batch of {count} is no row, and one step would never be learned: raise "

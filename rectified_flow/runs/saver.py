@@ -99,8 +99,11 @@ class Saver:
                 keep_snapshots(folder)
             except (OSError, UsageError) as error:
                 self.warn(f"warning: could not keep a snapshot of the averages of step {step} ({error})")
-            if prune:
-                checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
+            try:
+                if prune:
+                    checkpoint.prune(path, config.keep_checkpoints, config.keep_every)
+            except UsageError as error:  # which checkpoint is the best cannot be read now
+                self.warn(f"warning: older checkpoints are kept for now ({error})")
             return path
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")

@@ -5,6 +5,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 from rectified_flow.distributed.collectives import on_main
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.flow import Flow
 from rectified_flow.interruption import Interrupted
@@ -78,9 +79,10 @@ class EvaluationHook(Callback):
         distances = self.evaluator.distances(generated)
         alike = run.log.evaluations.numbers(name, settings)
         least = min(alike.values(), default=inf)
-        if self.keeps_best:  # which may have lost its checkpoint
-            known = checkpoint.best_of(trainer.config.checkpoints)
-            least = inf if known is None else alike.get(checkpoint.step_of(known), least)
+        with suppress(UsageError):  # a disk that does not answer now
+            if self.keeps_best:  # which may have lost its checkpoint
+                known = checkpoint.best_of(trainer.config.checkpoints)
+                least = inf if known is None else alike.get(checkpoint.step_of(known), least)
         best = distances[name] < least
         run.log.evaluation(step, name, distances, settings)
         run.print(line("evaluation", f"step {step}: {name} {distances[name]:.5g}" + ", the best so far" * best))

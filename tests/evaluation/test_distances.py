@@ -75,7 +75,8 @@ def test_a_picture_that_is_there_twice_has_copies() -> None:
     colours = torch.stack((first, mirrored(first[None])[0], other))
     queries = torch.tensor([[-1.0], [1.1], [5.2]])
     torch.testing.assert_close(nearness(queries, real, colours), torch.tensor([1 / 10.1, 0.1, 4.9 / 10]))
-    assert nearness(queries, real[:2], colours[:2]).tolist() == [0, 0, 0], "there is nothing else to be near to"
+    alike = nearness(queries, real[:2], colours[:2])
+    torch.testing.assert_close(alike, torch.tensor([10.0, 10, 51]), msg="of all alike, the other is the measure")
 
 
 def test_others_of_the_same_kind_are_no_copies() -> None:

@@ -172,6 +172,7 @@ def test_a_micro_batch_without_mean_rows_is_refused() -> None:
     with pytest.raises(UsageError, match=r"0\.5 of a micro-batch of 1 is no row, and one step would never be learned"):
         MeanFlow(unet())(images=images)
     MeanFlow(unet(), mean_fraction=0)(images=images)
+    assert [MeanFlow(unet()).rows_of(0.25, count) for count in (2, 4, 8)] == [1, 1, 2]
 
 
 def test_a_weight_of_power_one_is_blind_and_the_unweighted_loss_is_not() -> None:
