@@ -21,7 +21,7 @@ import train_point_clouds
 from train_point_clouds import CloudConfig, Digits, Distances, draw_clouds, matched
 
 from rectified_flow import RiemannianFlow, randomness
-from rectified_flow.flows.guidance import Guidance
+from rectified_flow.flows.solvers import Guidance
 
 WAYS = ((1, 1.0), (4, 1.0), (16, 1.0), (16, 2.0))
 """Euler steps, and guidance."""

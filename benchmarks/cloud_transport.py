@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from rectified_flow import Euclidean, Points, RiemannianFlow, SetTransformer
+from rectified_flow.flows.couplings import sinkhorn
 from rectified_flow.flows.riemannian import PointCoupling, equal_shares
-from rectified_flow.flows.transport import sinkhorn
 
 TOLERANCE = 1e-2
 

@@ -22,11 +22,9 @@ from peer import PEER
 from training_speed import write_photographs
 from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_builder import open_store
-from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches, GlobalBatch, StreamSampler, as_they_are
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 
 FLOWERS = 8189

@@ -37,17 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import describe_machine
 
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import build_mean_flow, build_rectified_flow, open_pictures
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.data.config import DataConfig
-from rectified_flow.distributed.joining import join_processes
-from rectified_flow.flows.config import MeanFlowConfig
-from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.flow import Flow
+from rectified_flow.cli.train_flags import DataConfig, MeanFlowConfig, TrainMeanFlow, TrainRectifiedFlow, UnetConfig
+from rectified_flow.distributed.join import join_processes
+from rectified_flow.flows.flow import Flow, draw
 from rectified_flow.flows.mean import MeanFlow, exponential_step
-from rectified_flow.networks.config import UnetConfig
-from rectified_flow.networks.placing import to_device
+from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig
@@ -81,7 +77,7 @@ PROGRAM_TIMEOUT = 240.0
 """Seconds until a launched program is killed."""
 ON_A_SHARED_GPU = """
 import runpy, sys, torch
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.join import join_processes
 torch.distributed.init_process_group("cpu:gloo,cuda:gloo")
 join_processes().backend = "gloo"  # Accelerate takes it for NCCL, and would gather in a way that gloo may lack
 del sys.argv[0]

@@ -19,19 +19,17 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.cli.trained import class_names
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.joining import join_processes
-from rectified_flow.evaluation.config import FeatureNetwork
+from rectified_flow.distributed.join import join_processes
+from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.guidance import Guidance
-from rectified_flow.pictures import to_grid, write_picture
-from rectified_flow.plots import draw_lines
+from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe, read_config
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.pictures import draw_lines, to_grid, write_picture
 
 PIXELS = Pixels(horizontal_flip=True)
 

@@ -25,14 +25,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_rectified_flow, open_pictures
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flags import command_line
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.pictures import to_grid, write_picture
+from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.training.costs import gradient_time
 
 NETWORKS: dict[str, dict[int, dict[str, Any]]] = {

@@ -22,12 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 
-from rectified_flow.flows.distilled import DistilledFlow
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow, Variant
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.placing import to_device
-from rectified_flow.networks.unet import Unet
+from rectified_flow.networks.unet import Unet, to_device
 
 OURS = "here"
 RECTIFIED = "rectified flow"

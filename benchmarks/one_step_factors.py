@@ -8,7 +8,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.flows.timesteps import LogitNormal, UShaped
+from rectified_flow.flows.times import LogitNormal, UShaped
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch.func import jvp
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
+from rectified_flow.condition import Values
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import LEAST_DIVISOR, RectifiedFlow
-from rectified_flow.flows.timesteps import Uniform
-from rectified_flow.networks.conditions import Values
+from rectified_flow.flows.times import Uniform
 from rectified_flow.networks.forward_mode import Conv2d
 
 

@@ -22,10 +22,10 @@ from one_step_study import Flags as StudyFlags
 from peer import PEER, PeerMeanFlow, train_peer
 
 from rectified_flow import randomness
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.runs import checkpoint
+from rectified_flow.system.pictures import to_grid, write_picture
 
 
 @dataclass(frozen=True)

@@ -33,19 +33,18 @@ from one_step_factors import FACTORS, KNOWN_AS, Factor
 from one_step_flows import AlongVelocity, Reflow, StudyFlow
 
 from rectified_flow import randomness
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.pictures import to_grid, write_picture
-from rectified_flow.plots import draw_lines
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.pictures import draw_lines, to_grid, write_picture
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.trainer import Trainer
 

@@ -16,8 +16,8 @@ from torch.utils.data import Dataset
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
+from rectified_flow.condition import Kinds
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.networks.conditions import Kinds
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import Pixels
 

@@ -33,16 +33,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER, Budget, PeerFlow, train_peer
 
 from rectified_flow import randomness
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.pictures import to_grid, write_picture
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.training.trainer import Trainer
 
 PEER_LAST = f"{PEER}, weights not averaged"

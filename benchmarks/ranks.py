@@ -22,12 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import Row, Times, describe_machine, print_rows, ratio
 
-from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_rectified_flow
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import DataConfig
-from rectified_flow.distributed.joining import join_processes
-from rectified_flow.networks.config import UnetConfig
+from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
+from rectified_flow.data.build import open_dataset
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.trainer import Trainer
 

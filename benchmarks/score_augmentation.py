@@ -12,12 +12,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
+from rectified_flow.condition import AugmentationLabels, Kinds, Values
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.conditions import Kinds, Told, Values
 from rectified_flow.spaces.augmentation import CONTRAST, SHIFT
 
-TOLD: Kinds = {"augmentation": Told(5)}
+TOLD: Kinds = {"augmentation": AugmentationLabels(5)}
 """What the network must take: shifts, the cosine and sine of the turn, and the factor, 0 where nothing was done."""
 
 

@@ -24,22 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from score_augmentation import TOLD, ScoreAugmented
 
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import permuted
-from rectified_flow.distributed.joining import join_processes
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.heldout_loss import HeldOutPictures
+from rectified_flow.evaluation.heldout import HeldOutPictures
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
-from rectified_flow.plots import Line, Panel, draw_panels
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.training.eval_hook import EvaluationHook
-from rectified_flow.training.heldout_hook import HeldOutHook
+from rectified_flow.system.pictures import Line, Panel, draw_panels
+from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
 BATCH = 8

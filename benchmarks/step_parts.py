@@ -20,11 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_device
 
-from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_rectified_flow
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import DataConfig
-from rectified_flow.networks.config import UnetConfig
+from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
+from rectified_flow.data.build import open_dataset
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 from rectified_flow.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.plots import Line, draw_lines
+from rectified_flow.system.pictures import Line, draw_lines
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_rectified_flow, open_pictures
-from rectified_flow.data.config import DataConfig
+from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.distributed.joining import join_processes
-from rectified_flow.networks.config import UnetConfig
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.costs import multiplication_rate
 from rectified_flow.training.trainer import Trainer

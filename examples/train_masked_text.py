@@ -5,7 +5,7 @@ them, and a BERT of transformers on that. Every 20th line is held out, and the s
 finds is measured as it trains. Needs `pip install -e ".[text]"`.
 """
 
-from rectified_flow.cli.launch import run
+from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_masked_text:train", "train_masked_text:Flags", __doc__)
@@ -26,14 +26,14 @@ from torch.utils.data import Dataset
 
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness, register
 from rectified_flow.cli.command_line import recorded
-from rectified_flow.cli.flags import ProgramConfig
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.parts import join
+from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.data.line_store import LineStore, open_lines
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, require, require_positive
-from rectified_flow.files import replace_file
-from rectified_flow.plots import draw_lines
-from rectified_flow.progress import progress_bar
+from rectified_flow.system.files import replace_file
+from rectified_flow.system.pictures import draw_lines
+from rectified_flow.system.terminal import progress_bar
 
 PADDING, UNKNOWN, MASK = SPECIAL = ("[PAD]", "[UNK]", "[MASK]")
 HELD_OUT_EVERY = 20

@@ -6,7 +6,7 @@ measured, and so is the share of clouds that a classifier takes for the digit as
 `pip install -e ".[points]"`.
 """
 
-from rectified_flow.cli.launch import run
+from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_point_clouds:train", "train_point_clouds:Flags", __doc__)
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from rectified_flow import Labels, Measurement, SetTransformer, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.command_line import recorded
-from rectified_flow.cli.flags import ProgramConfig
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.parts import join
+from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.data.point_clouds import PointClouds
 from rectified_flow.errors import require, require_fraction, require_positive
-from rectified_flow.files import replace_file
-from rectified_flow.flows.guidance import Guidance
+from rectified_flow.flows.couplings import cloud_costs, optimal_pairs
 from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow, shares
-from rectified_flow.flows.transport import cloud_costs, optimal_pairs
-from rectified_flow.plots import draw_lines
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
 from rectified_flow.spaces.points import Points
+from rectified_flow.system.files import replace_file
+from rectified_flow.system.pictures import draw_lines
 
 DIGITS, SIDE = 10, 8
 GEOMETRIES: dict[str, Geometry] = {"plane": Euclidean(2), "sphere": Sphere(3), "torus": FlatTorus(2)}

@@ -5,7 +5,7 @@ caption.txt, or in metadata.jsonl. Clips and captions are encoded once, by all G
 Needs `pip install -e ".[latent]"`.
 """
 
-from rectified_flow.cli.launch import run
+from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
     run("train_wan:train", "train_wan:Flags", __doc__)
@@ -30,30 +30,29 @@ from torch import Tensor, nn
 
 from rectified_flow import Callback, Measurement, RectifiedFlow, Trainer, TrainingConfig
 from rectified_flow.cli.command_line import recorded
-from rectified_flow.cli.flags import ProgramConfig, check_folders
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.parts import join
+from rectified_flow.cli.train_flags import DataConfig, ProgramConfig, check_folders
+from rectified_flow.condition import Condition
+from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.clips import Clip, clips_fingerprint, find_clips
-from rectified_flow.data.config import DataConfig
-from rectified_flow.data.latent_store import LatentDataset
+from rectified_flow.data.latents import LatentDataset
 from rectified_flow.data.store import LATENTS_FILE
-from rectified_flow.data.store_builder import default_cache_dir
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.filling import fill_once
+from rectified_flow.distributed.fill import fill_once
 from rectified_flow.errors import UsageError, first_line, require, require_finite, require_positive
-from rectified_flow.files import prepare_folder, replace_file
 from rectified_flow.flags import check_paths, default_is, plain
 from rectified_flow.flows.flow import expand
-from rectified_flow.flows.timesteps import TruncatedLogitNormal
-from rectified_flow.interruption import raise_if_stop_requested
-from rectified_flow.machine import memory
-from rectified_flow.networks.conditions import Condition
-from rectified_flow.pictures import write_motion, write_picture
-from rectified_flow.report import line
+from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.latents import StoredLatents
+from rectified_flow.system.files import prepare_folder, replace_file
+from rectified_flow.system.machine import memory
+from rectified_flow.system.pictures import write_motion, write_picture
+from rectified_flow.system.signals import raise_if_stop_requested
+from rectified_flow.system.terminal import line
 
 CLIPS_VERSION = 1
 TEXT_FILE, TEXT_TOKENS = "text.float16", 512

@@ -4,8 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rectified_flow.data.catalog import open_dataset as open_dataset
-    from rectified_flow.data.latent_store import LatentDataset as LatentDataset
+    from rectified_flow.condition import Labels as Labels
+    from rectified_flow.condition import Vector as Vector
+    from rectified_flow.data.build import open_dataset as open_dataset
+    from rectified_flow.data.latents import LatentDataset as LatentDataset
+    from rectified_flow.data.latents import encode_pictures as encode_pictures
     from rectified_flow.data.line_store import open_lines as open_lines
     from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
     from rectified_flow.data.point_clouds import PointClouds as PointClouds
@@ -13,55 +16,52 @@ if TYPE_CHECKING:
     from rectified_flow.errors import RunError as RunError
     from rectified_flow.errors import UsageError as UsageError
     from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
-    from rectified_flow.flows.distilled import DistilledFlow as DistilledFlow
     from rectified_flow.flows.flow import Flow as Flow
+    from rectified_flow.flows.flow_map import DistilledFlow as DistilledFlow
     from rectified_flow.flows.mean import MeanFlow as MeanFlow
     from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
     from rectified_flow.flows.riemannian import RiemannianFlow as RiemannianFlow
     from rectified_flow.flows.saved import load_flow as load_flow
-    from rectified_flow.networks.conditions import Labels as Labels
-    from rectified_flow.networks.conditions import Vector as Vector
     from rectified_flow.networks.set_transformer import SetTransformer as SetTransformer
     from rectified_flow.networks.unet import Unet as Unet
     from rectified_flow.registry import register as register
     from rectified_flow.runs.config import TrainingConfig as TrainingConfig
-    from rectified_flow.spaces.autoencoder import Autoencoder as Autoencoder
-    from rectified_flow.spaces.autoencoder import Haar as Haar
+    from rectified_flow.spaces.autoencoders import Autoencoder as Autoencoder
+    from rectified_flow.spaces.autoencoders import Haar as Haar
+    from rectified_flow.spaces.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
     from rectified_flow.spaces.geometry import Euclidean as Euclidean
     from rectified_flow.spaces.geometry import FlatTorus as FlatTorus
     from rectified_flow.spaces.geometry import Sphere as Sphere
     from rectified_flow.spaces.latents import Latents as Latents
     from rectified_flow.spaces.pixels import Pixels as Pixels
     from rectified_flow.spaces.points import Points as Points
-    from rectified_flow.spaces.pretrained import PretrainedAutoencoder as PretrainedAutoencoder
     from rectified_flow.spaces.space import Space as Space
     from rectified_flow.training.callbacks import Callback as Callback
-    from rectified_flow.training.encoding import encode_pictures as encode_pictures
-    from rectified_flow.training.eval_hook import EvaluationHook as EvaluationHook
-    from rectified_flow.training.measurement import Measurement as Measurement
+    from rectified_flow.training.callbacks import Measurement as Measurement
+    from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook
     from rectified_flow.training.trainer import Trainer as Trainer
 
 _HOMES = {
-    "Autoencoder": "spaces.autoencoder",
+    "Autoencoder": "spaces.autoencoders",
     "Callback": "training.callbacks",
-    "DistilledFlow": "flows.distilled",
+    "DistilledFlow": "flows.flow_map",
     "Euclidean": "spaces.geometry",
-    "EvaluationHook": "training.eval_hook",
+    "EvaluationHook": "training.evaluations",
     "Evaluator": "evaluation.evaluator",
     "FlatTorus": "spaces.geometry",
     "Flow": "flows.flow",
-    "Haar": "spaces.autoencoder",
+    "Haar": "spaces.autoencoders",
     "ImageDataset": "data.store",
-    "Labels": "networks.conditions",
-    "LatentDataset": "data.latent_store",
+    "Labels": "condition",
+    "LatentDataset": "data.latents",
     "Latents": "spaces.latents",
     "MeanFlow": "flows.mean",
-    "Measurement": "training.measurement",
+    "Measurement": "training.callbacks",
     "OxfordFlowersDataset": "data.oxford_flowers",
     "Pixels": "spaces.pixels",
     "PointClouds": "data.point_clouds",
     "Points": "spaces.points",
-    "PretrainedAutoencoder": "spaces.pretrained",
+    "PretrainedAutoencoder": "spaces.autoencoders",
     "RectifiedFlow": "flows.rectified",
     "RiemannianFlow": "flows.riemannian",
     "RunError": "errors",
@@ -72,10 +72,10 @@ _HOMES = {
     "TrainingConfig": "runs.config",
     "Unet": "networks.unet",
     "UsageError": "errors",
-    "Vector": "networks.conditions",
-    "encode_pictures": "training.encoding",
+    "Vector": "condition",
+    "encode_pictures": "data.latents",
     "load_flow": "flows.saved",
-    "open_dataset": "data.catalog",
+    "open_dataset": "data.build",
     "open_lines": "data.line_store",
     "register": "registry",
 }

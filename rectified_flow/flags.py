@@ -10,8 +10,7 @@ from typing import Any, get_type_hints
 
 import tyro
 
-from rectified_flow.documents import check_document
-from rectified_flow.files import usable_path
+from rectified_flow.system.files import check_document, usable_path
 
 
 def default_is(text: str) -> Any:
@@ -78,7 +77,7 @@ def check_paths(config: object) -> None:
     """Expand ``~`` in the flags of this dataclass that are paths.
 
     Raises:
-        UsageError: if one is none that may exist, see :func:`rectified_flow.files.usable_path`.
+        UsageError: if one is none that may exist, see :func:`rectified_flow.system.files.usable_path`.
     """
     for each in fields(config):  # type: ignore[arg-type]
         value = getattr(config, each.name)

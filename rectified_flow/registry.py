@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from rectified_flow.documents import misfit
 from rectified_flow.errors import UsageError
+from rectified_flow.system.files import misfit
 
 C = TypeVar("C", bound=type)
 _KINDS: dict[str, type] = {}

@@ -26,7 +26,7 @@ _context.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "torch.nn.parallel", "torch.optim",
         "accelerate", "accelerate.data_loader", "datasets", "ema_pytorch", "safetensors.torch", "matplotlib.figure",
-        "rectified_flow.cli.launch", "rectified_flow.cli.train", "rectified_flow.cli.sample",
+        "rectified_flow.cli.programs", "rectified_flow.cli.train", "rectified_flow.cli.sample",
         "rectified_flow.cli.evaluate", "rectified_flow.training.trainer", "tests.training.runs",
     ]
 )  # fmt: skip

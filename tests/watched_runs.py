@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.pictures import write_picture
+from rectified_flow.system.pictures import write_picture
 
 ID = "0123456789ab"
 

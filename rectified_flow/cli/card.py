@@ -10,15 +10,15 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its documentation names
 
 from rectified_flow.cli.evaluate import RESULTS_FILE
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.trained import Trained, run_folder_of
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
-from rectified_flow.documents import read_document
 from rectified_flow.flags import command_line, plain
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.saved import TASK
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
+from rectified_flow.system.files import read_document
 
 OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
 """Flags that say where files lie."""

@@ -11,7 +11,9 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.parts import join
+from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.train_flags import DataConfig
 from rectified_flow.cli.trained import (
     Trained,
     autocast,
@@ -21,27 +23,22 @@ from rectified_flow.cli.trained import (
     run_folder_of,
     solver_options,
 )
-from rectified_flow.cli.trained_flags import EvaluateConfig, MeasureConfig
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import DataConfig
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.documents import read_document
+from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator
-from rectified_flow.evaluation.heldout_loss import HeldOutPictures
-from rectified_flow.evaluation.holdout import hold_out
-from rectified_flow.files import locked, prepare_folder, replace_file
+from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import checked
-from rectified_flow.pictures import to_grid, write_picture
-from rectified_flow.plots import draw_lines
-from rectified_flow.report import line, size_text
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
+from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file
+from rectified_flow.system.pictures import draw_lines, to_grid, write_picture
+from rectified_flow.system.terminal import line, size_text
 
 RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"

@@ -2,21 +2,23 @@
 
 from typing import Any
 
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import DataConfig
+from accelerate import PartialState
+
+from rectified_flow.cli.train_flags import DataConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.condition import Kinds
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.distilled import DistilledFlow
-from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flags import plain
+from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution, Uniform, UShaped
-from rectified_flow.networks.conditions import Kinds
+from rectified_flow.flows.times import LogitNormal, TimeDistribution, Uniform, UShaped
 from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.autoencoders import open_autoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.pretrained import open_autoencoder
 from rectified_flow.spaces.space import Space
 
 CONDITION_DROPOUT = 0.1
@@ -142,3 +144,15 @@ def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, An
         "condition_dropout": CONDITION_DROPOUT,
         "coupling": config.coupling.coupling,
     }
+
+
+def join(config: Any) -> PartialState:
+    """Join the processes of this launch, and check that all were started with the same flags, paths aside.
+
+    Raises:
+        UsageError: if they were not, or cannot work together.
+        RunError: if the others do not come, or no connection to them is possible.
+    """
+    state = join_processes()
+    check_equal(state, lambda: {f"--{name}": value for name, value in plain(config, paths=False).items()})
+    return state

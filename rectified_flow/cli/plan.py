@@ -1,26 +1,85 @@
-"""What a run would do and take, printed without opening any data: ``--dry_run``."""
+"""``--look``: what the training pictures are, and some of them as the network will see them."""
 
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 
+import numpy as np
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from torch import Tensor
+from tqdm.auto import tqdm
 
-from rectified_flow.cli.drawn import Request
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.recipe import may_choose
-from rectified_flow.cli.teacher import request_of
-from rectified_flow.data.store import LATENTS_FILE, row_size
+from rectified_flow.cli.teacher import Request, request_of
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.data.report import describe_pictures
+from rectified_flow.data.store import LATENTS_FILE, ImageDataset, row_size
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.evaluation.distances import count_near_duplicates
+from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.placing import to_device
-from rectified_flow.report import line, size_text
+from rectified_flow.networks.unet import to_device
+from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.pictures import to_grid, write_picture
+from rectified_flow.system.terminal import line, lines, size_text
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.costs import cost_of, forward_flops, gradient_time, multiplication_rate, training_memory
-from rectified_flow.training.summary import summarize
+from rectified_flow.training.costs import (
+    cost_of,
+    forward_flops,
+    gradient_time,
+    multiplication_rate,
+    summarize,
+    training_memory,
+)
+
+SHEET_FILE = "look.png"
+SHOWN = 64
+
+
+def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
+    """Print the report of ``pictures``, and write a sheet of some as training draws them. Collective.
+
+    Raises:
+        UsageError: if ``output_dir`` cannot be written.
+        RunError: if the disk is full.
+    """
+    state = PartialState()
+    colours = reference_features(pictures, average_colours(), state)
+    on_main(state, lambda: _look(output_dir, pictures, space, count_near_duplicates(colours)))
+
+
+def _look(output_dir: Path, pictures: ImageDataset, space: Pixels, near_duplicates: int) -> None:
+    tqdm.write(lines(describe_pictures(pictures, near_duplicates)))
+    chosen = spread(pictures.labels, SHOWN)
+    with deterministic(Samples(0, chosen)):
+        data, _ = space.augment(pictures.read_batch(chosen)["images"])
+    drawn = space.draw(space.decode(space.encode(data)))
+    path = write_picture(prepare_folder("output_dir", output_dir) / SHEET_FILE, to_grid(drawn))
+    tqdm.write(line("sheet", f"{path}: {len(chosen)} pictures as they are trained on"))
+
+
+def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
+    """At most ``count`` rows, in order: of each label as many as of any other, or all, evenly over its rows."""
+    rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+    most = min(count, len(labels))
+    shares = np.zeros(len(rows), dtype=int)
+    while shares.sum() < most:
+        left = np.flatnonzero(shares < [len(each) for each in rows])
+        shares[left[_evenly(len(left), min(len(left), most - shares.sum()))]] += 1
+    chosen = [each[_evenly(len(each), share)] for each, share in zip(rows, shares, strict=True) if share]
+    return sorted(np.concatenate(chosen).tolist())
+
+
+def _evenly(total: int, count: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
+    """``count`` numbers below ``total``, at equal distances."""
+    return np.arange(count) * total // count
+
 
 LARGEST_SIDE_MEASURED = 64
 """Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""

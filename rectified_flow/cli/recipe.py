@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.teacher import request_of
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import checked, command_line
-from rectified_flow.report import line
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.runs.document import program_flags, read_config
+from rectified_flow.system.terminal import line
 
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
 

@@ -17,7 +17,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.card import card_of
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.parts import join
+from rectified_flow.cli.run_flags import SampleConfig
 from rectified_flow.cli.trained import (
     autocast,
     class_names,
@@ -27,24 +28,21 @@ from rectified_flow.cli.trained import (
     solver_name,
     solver_options,
 )
-from rectified_flow.cli.trained_flags import SampleConfig
 from rectified_flow.data.fitting import fit
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.image_folder import find_images
-from rectified_flow.distributed.agreement import check_shared
 from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import RunError, UsageError, first_line, require
-from rectified_flow.files import locked, prepare_folder, replace_file
-from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.flow import Flow
-from rectified_flow.machine import require_disk
-from rectified_flow.pictures import open_picture, over_white, to_grid, write_motion, write_picture
-from rectified_flow.progress import progress_bar
-from rectified_flow.report import line, lines
+from rectified_flow.flows.flow import Flow, draw
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
+from rectified_flow.system.files import locked, prepare_folder, replace_file
+from rectified_flow.system.machine import require_disk
+from rectified_flow.system.pictures import open_picture, over_white, to_grid, write_motion, write_picture
+from rectified_flow.system.terminal import line, lines, progress_bar
 
 LOCK_FILE = ".sample.lock"
 GRID_PICTURES = 100

@@ -11,42 +11,37 @@ from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.command_line import recorded
-from rectified_flow.cli.drawn import open_drawn
-from rectified_flow.cli.flags import TrainMeanFlow, TrainRectifiedFlow, check_held_out
-from rectified_flow.cli.look import look
 from rectified_flow.cli.parts import (
     build_mean_flow,
     build_rectified_flow,
+    join,
     open_pictures,
     picture_space,
     planned_space,
 )
-from rectified_flow.cli.plan import print_plan
-from rectified_flow.cli.processes import join
+from rectified_flow.cli.plan import look, print_plan
 from rectified_flow.cli.recipe import proposed_share, with_recipe
-from rectified_flow.cli.teacher import request_of, with_teacher_flags
+from rectified_flow.cli.teacher import open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.train_flags import EvaluationConfig, TrainMeanFlow, TrainRectifiedFlow, check_held_out
+from rectified_flow.condition import Condition, Kinds, Labels
+from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.report import NAMED, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
-from rectified_flow.distributed.agreement import check_equal
 from rectified_flow.distributed.collectives import on_main
+from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import require
-from rectified_flow.evaluation.config import EvaluationConfig
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.heldout_loss import PATIENCE, HeldOutPictures
-from rectified_flow.evaluation.holdout import Split, hold_out
+from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
 from rectified_flow.flows.flow import Flow
-from rectified_flow.machine import require_memory
-from rectified_flow.networks.conditions import Condition, Kinds, Labels
-from rectified_flow.report import line
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.resume import check_start
-from rectified_flow.spaces.autoencoder import Autoencoder
+from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.machine import require_memory
+from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Callback
-from rectified_flow.training.encoding import encode_pictures
-from rectified_flow.training.eval_hook import EvaluationHook
-from rectified_flow.training.heldout_hook import HeldOutHook
+from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
 Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)

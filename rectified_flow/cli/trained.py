@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from rectified_flow.cli.trained_flags import ModelConfig, SolverConfig
-from rectified_flow.distributed.agreement import check_equal
+from rectified_flow.cli.run_flags import ModelConfig, SolverConfig
+from rectified_flow.condition import Labels, chosen
+from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError, require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.flows.guidance import Guidance
 from rectified_flow.flows.saved import network_of
-from rectified_flow.networks.conditions import Labels, chosen
-from rectified_flow.networks.placing import to_device
+from rectified_flow.flows.solvers import Guidance
+from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.document import read_config
 from rectified_flow.runs.manifest import read_manifest
-from rectified_flow.runs.saved_state import RunIdentity
 from rectified_flow.runs.snapshots import synthesize
+from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pretrained import PretrainedAutoencoder
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from rectified_flow.cli.trained_flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError, require
-from rectified_flow.report import lines
 from rectified_flow.runs.watched import WatchedRuns
+from rectified_flow.system.terminal import lines
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ASSETS = {

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rectified_flow.data.image_folder import IMAGE_SUFFIXES
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import printable
-from rectified_flow.pictures import open_picture
+from rectified_flow.system.files import printable
+from rectified_flow.system.pictures import open_picture
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".gif", ".mov", ".mkv"})
 METADATA_FILE, CAPTION_FILE = "metadata.jsonl", "caption.txt"

@@ -7,7 +7,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps
 
 from rectified_flow.data.framing import Framing
-from rectified_flow.pictures import over_white
+from rectified_flow.system.pictures import over_white
 
 TURNED = (5, 6, 7, 8)
 """Values of the orientation tag that exchange width and height."""

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal, Self
 
 from rectified_flow.errors import require
-from rectified_flow.report import size_text
+from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
 MARGIN = 1.25

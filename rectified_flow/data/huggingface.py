@@ -12,8 +12,8 @@ from PIL import Image
 from rectified_flow.data.flower_names import true_names
 from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
 from rectified_flow.errors import UsageError, first_line, require
-from rectified_flow.files import printable
-from rectified_flow.pictures import open_picture
+from rectified_flow.system.files import printable
+from rectified_flow.system.pictures import open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})

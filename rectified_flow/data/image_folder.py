@@ -10,8 +10,8 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
-from rectified_flow.files import printable
-from rectified_flow.pictures import open_picture
+from rectified_flow.system.files import printable
+from rectified_flow.system.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 OTHER_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".jfif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".nef"})

@@ -16,12 +16,20 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from rectified_flow.data.store_builder import default_cache_dir
-from rectified_flow.documents import read_document, write_document
+from rectified_flow.data.build import default_cache_dir
 from rectified_flow.errors import DamageError, UsageError, require
-from rectified_flow.files import flush_folder, lock_of, open_regular, reading, remove, usable_path
-from rectified_flow.machine import require_disk
-from rectified_flow.progress import progress_bar
+from rectified_flow.system.files import (
+    flush_folder,
+    lock_of,
+    open_regular,
+    read_document,
+    reading,
+    remove,
+    usable_path,
+    write_document,
+)
+from rectified_flow.system.machine import require_disk
+from rectified_flow.system.terminal import progress_bar
 
 STARTS_FILE, INFO_FILE, PROGRESS_FILE = "starts.uint64", "info.json", "progress.json"
 BLOCK = 2**24

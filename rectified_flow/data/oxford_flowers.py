@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from rectified_flow.data.catalog import open_dataset
-from rectified_flow.data.config import OXFORD_FLOWERS
+from rectified_flow.data import OXFORD_FLOWERS
+from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 
 

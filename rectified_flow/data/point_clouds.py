@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rectified_flow.condition import Condition
 from rectified_flow.errors import UsageError
-from rectified_flow.networks.conditions import Condition
 from rectified_flow.spaces.geometry import Geometry
 from rectified_flow.spaces.points import Points
 

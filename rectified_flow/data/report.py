@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rectified_flow.data.store import ImageDataset, OriginalInfo
-from rectified_flow.report import size_text
+from rectified_flow.system.terminal import size_text
 
 FEW = 10
 """Pictures; a class with fewer is named."""

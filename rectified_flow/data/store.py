@@ -22,13 +22,12 @@ from pydantic import Field
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.framing import Framing
-from rectified_flow.documents import read_document, write_document
 from rectified_flow.errors import DamageError, NewerError
-from rectified_flow.files import open_regular, reading
-from rectified_flow.networks.conditions import Condition, Labels
-from rectified_flow.report import size_text
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.files import open_regular, read_document, reading, write_document
+from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE = "labels.npy", "info.json"

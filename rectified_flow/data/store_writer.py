@@ -22,10 +22,9 @@ from rectified_flow.data.store import (
     hash_contents,
     row_size,
 )
-from rectified_flow.documents import read_document, write_document
 from rectified_flow.errors import DamageError, require
-from rectified_flow.files import flush_folder, remove
-from rectified_flow.machine import require_disk
+from rectified_flow.system.files import flush_folder, read_document, remove, write_document
+from rectified_flow.system.machine import require_disk
 
 RECIPE_FILE, PROGRESS_FILE = "recipe.json", "progress.json"
 R = TypeVar("R")

@@ -1,20 +1,52 @@
-"""The sample stream: which images the global batch at a position holds, found without state.
+"""The global batch of a step, cut over processes and accumulation."""
 
-A position is the number of images consumed so far. Positions ``[e n, (e + 1) n)`` of a dataset of ``n`` images are
-epoch ``e``: a permutation that is a function of (seed, e), so each epoch visits every image once and batches run across
-its end.
-"""
-
+import random
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.randomness import mix
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """How one step's global batch is cut over processes and accumulation.
+
+    Micro-batch ``m`` of rank ``k`` takes every ``(world_size * accumulation)``-th row, starting at row
+    ``m * world_size + k``.
+    """
+
+    per_process: int
+    world_size: int = 1
+    accumulation: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Micro-batches in the global batch."""
+        return self.world_size * self.accumulation
+
+    @property
+    def total(self) -> int:
+        """Rows in the global batch."""
+        return self.per_process * self.parts
+
+    def rows(self, rank: int, micro_batch: int) -> slice:
+        """The rows of one rank's micro-batch."""
+        return slice(micro_batch * self.world_size + rank, None, self.parts)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
+            f" x {self.accumulation} accumulation = {self.total}"
+        )
+
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -106,3 +138,60 @@ def collate(items: Sequence[Any]) -> dict[str, Any]:
     if isinstance(batch, dict):
         return batch
     return dict(zip(("images", "labels"), batch, strict=False))
+
+
+PROBES = 64
+"""Items that are hashed."""
+
+
+def fingerprint_of(dataset: Dataset[Any]) -> str:
+    """The dataset's own ``fingerprint``, or else a hash of its length and of some 64 items spread over it.
+
+    Items with random augmentation are read with fixed seeds. If they still differ from one read to the next, only the
+    length counts.
+    """
+    own = getattr(dataset, "fingerprint", None)
+    if own is not None:
+        return str(own)
+    length = len(dataset)  # type: ignore[arg-type]
+    first, again = (_hash_items(dataset, length) for _ in range(2))
+    return first if first == again else length_only(length)
+
+
+def length_only(length: int) -> str:
+    """The fingerprint of a dataset of which only the length is known; version 0.1 knew no more."""
+    return f"{length} items"
+
+
+def _hash_items(dataset: Dataset[Any], length: int) -> str:
+    digest = blake2b(str(length).encode(), digest_size=16)
+    batches = Batches(dataset)
+    for index in np.unique(np.linspace(0, length - 1, min(length, PROBES)).astype(int)).tolist():
+        with _fixed_seeds():
+            item = batches.__getitems__([index])
+        for name, value in sorted(item.items()):
+            digest.update(name.encode())
+            digest.update(_bytes(value))
+    return digest.hexdigest()
+
+
+def _bytes(value: object) -> bytes:
+    if isinstance(value, Tensor):
+        header = f"{value.dtype} {tuple(value.shape)}".encode()
+        return header + value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return repr(value).encode()
+
+
+@contextmanager
+def _fixed_seeds() -> Iterator[None]:
+    """The generators of Python, NumPy and torch seeded inside the block, and as they were after it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)

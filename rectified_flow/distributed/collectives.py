@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from einops import rearrange
 from torch import Tensor
 
-from rectified_flow.data.batches import GlobalBatch
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import RunError
 
 T = TypeVar("T")

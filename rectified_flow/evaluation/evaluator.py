@@ -13,7 +13,7 @@ from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
 from rectified_flow.errors import require
-from rectified_flow.evaluation.config import FeatureNetwork
+from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import (
     frechet_distance,
     kernel_distance,
@@ -22,12 +22,10 @@ from rectified_flow.evaluation.distances import (
     nearness,
     share_of_copies,
 )
-from rectified_flow.evaluation.features import Features, average_colours, load_features
-from rectified_flow.evaluation.reference import reference_features
-from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.flow import Flow
-from rectified_flow.interruption import Interrupted
-from rectified_flow.progress import progress_bar
+from rectified_flow.evaluation.features import Features, average_colours, load_features, reference_features
+from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.system.signals import Interrupted
+from rectified_flow.system.terminal import progress_bar
 
 SPLIT = "train"
 SHOWN, NEIGHBOURS_SHOWN = 8, 5

@@ -1,1 +1,12 @@
-"""Flows: modules that hold a network, return a loss, and sample."""
+"""Flows: modules that hold a network, return a loss, and sample. Here are the names of their choices, without torch."""
+
+from typing import Literal
+
+Coupling = Literal["independent", "ot", "immiscible"]
+Prediction = Literal["velocity", "clean", "noise"]
+Distance = Literal["mse", "pseudo_huber"]
+ObjectiveName = Literal["mean_flow", "improved_mean_flow", "so_flow"]
+RemovedObjective = Literal["alpha_flow", "shortcut"]
+"""Objectives of earlier versions, by whose checkpoints a flow can be sampled, and not trained."""
+Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
+TimeGrid = Literal["uniform", "shifted", "edm"]

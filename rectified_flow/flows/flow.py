@@ -1,6 +1,6 @@
 """The contract of a flow, and what all flows share: how data, conditions and noise enter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
+from rectified_flow.condition import Kinds, Values, drop
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.config import Coupling
+from rectified_flow.flows import Coupling
+from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
 from rectified_flow.flows.saved import Saved
-from rectified_flow.flows.transport import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
-from rectified_flow.networks.conditions import Kinds, Values, drop
+from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
@@ -41,12 +42,12 @@ class Flow(nn.Module, Saved):
 
     Args:
         network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
-            it takes to their kinds (:mod:`rectified_flow.networks.conditions`). Without one it takes none. Its method
+            it takes to their kinds (:mod:`rectified_flow.condition`). Without one it takes none. Its method
             ``check_shape``, if it has one, raises a ValueError for a shape of ``x`` that it does not take.
         space: between stored data and ``x``; :class:`Pixels` if not given.
         condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
         coupling: which noise each datum is trained with: its own, or by ``ot`` or ``immiscible`` a near one, see
-            :mod:`rectified_flow.flows.transport`.
+            :mod:`rectified_flow.flows.couplings`.
 
     Raises:
         ValueError: if the network does not take data of the space's shape, or what the space tells, or the probability
@@ -232,3 +233,41 @@ def _groups(conditions: Values) -> Tensor | None:
         return None
     columns = torch.cat([values.reshape(len(values), -1).double() for values in conditions.values()], dim=1)
     return columns.nan_to_num(nan=1e300).unique(dim=0, return_inverse=True)[1]
+
+
+def draw(
+    flow: Flow,
+    numbers: Sequence[int],
+    *,
+    seed: int = 0,
+    batch_size: int = 64,
+    conditions: Mapping[str, Tensor] | None = None,
+    start: Tensor | None = None,
+    with_alpha: bool = False,
+    **options: Any,
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield numbers of samples, and a picture of each, uint8 ``[b, 3, h, w]``, a batch at a time.
+
+    Args:
+        flow: the flow to sample from.
+        numbers: which samples.
+        seed: of all of them.
+        batch_size: at most so many at once.
+        conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
+        start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
+        with_alpha: of pictures with transparency, yield RGBA ``[b, 4, h, w]`` and not their colours over white.
+        options: further arguments of ``flow.sample``.
+    """
+    device = next(flow.parameters()).device
+    to_picture = flow.space.draw_with_alpha if with_alpha else flow.space.draw
+    for first in range(0, len(numbers), batch_size):
+        some = numbers[first : first + batch_size]
+        given = {name: _rows(values, some).to(device) for name, values in (conditions or {}).items()}
+        if start is not None:
+            options["start"] = _rows(start, some)
+        with deterministic(Samples(seed, some), device):
+            yield some, to_picture(flow.sample(len(some), **given, **options))
+
+
+def _rows(values: Tensor, numbers: Sequence[int]) -> Tensor:
+    return values[[number % len(values) for number in numbers]]

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from rectified_flow.condition import Values, all_none, chosen, none_of
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.config import ObjectiveName, RemovedObjective
+from rectified_flow.flows import ObjectiveName, RemovedObjective
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
-from rectified_flow.networks import tangents
-from rectified_flow.networks.conditions import Values, all_none, chosen, none_of
+from rectified_flow.flows.times import LogitNormal, TimeDistribution
+from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.registry import register
 
 

@@ -6,13 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flows.config import Distance, Prediction, Solver, TimeGrid
+from rectified_flow.condition import Values, chosen
+from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.guidance import Guidance, guided
-from rectified_flow.flows.solvers import Velocity, Watch, default_noise, integrate
-from rectified_flow.flows.time_grids import time_grid
-from rectified_flow.flows.timesteps import LogitNormal, TimeDistribution
-from rectified_flow.networks.conditions import Values, chosen
+from rectified_flow.flows.solvers import Guidance, Velocity, Watch, default_noise, guided, integrate
+from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
 from rectified_flow.registry import register
 
 NO_GUIDANCE = Guidance()

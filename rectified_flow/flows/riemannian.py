@@ -5,15 +5,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flows.config import TimeGrid
+from rectified_flow.condition import Values
+from rectified_flow.flows import TimeGrid
+from rectified_flow.flows.couplings import barycentric, cloud_costs, drawn_targets, sinkhorn
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.guidance import Guidance, guided
 from rectified_flow.flows.rectified import NO_GUIDANCE
-from rectified_flow.flows.solvers import FixedStep, Watch, integrate
-from rectified_flow.flows.time_grids import time_grid
-from rectified_flow.flows.timesteps import TimeDistribution, Uniform
-from rectified_flow.flows.transport import barycentric, cloud_costs, drawn_targets, sinkhorn
-from rectified_flow.networks.conditions import Values
+from rectified_flow.flows.solvers import FixedStep, Guidance, Watch, guided, integrate
+from rectified_flow.flows.times import TimeDistribution, Uniform, time_grid
 from rectified_flow.registry import register
 from rectified_flow.spaces.points import Points
 
@@ -39,7 +37,7 @@ class RiemannianFlow(Flow):
         point_coupling: which point of the noise each point comes from: any, or by optimal transport inside of the pair
             of clouds (Haviv et al. 2024, arXiv:2411.00698), ``barycentric`` the mean of those that the plan names, or
             ``drawn`` one of them.
-        regularisation: of that transport, see :func:`sinkhorn <rectified_flow.flows.transport.sinkhorn>`. With 0.02, a
+        regularisation: of that transport, see :func:`sinkhorn <rectified_flow.flows.couplings.sinkhorn>`. With 0.02, a
             quarter of the noise's points is drawn by none of 40, and they are missed where sampling starts; with the
             default, 8%.
         settings: those of :class:`Flow`; the coupling ``ot`` pairs whole clouds with noise, at the transport's cost.

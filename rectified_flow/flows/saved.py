@@ -11,19 +11,19 @@ from huggingface_hub import ModelCard, ModelCardData, ModelHubMixin, hf_hub_down
 from torch import nn
 
 from rectified_flow.errors import UsageError
-from rectified_flow.files import replace_file
 from rectified_flow.registry import DescriptionError, build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.document import upgraded
+from rectified_flow.system.files import replace_file
 
 HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
 TASK = "unconditional-image-generation"
 OWN_KINDS = (
-    *("flows.rectified", "flows.mean", "flows.distilled", "flows.riemannian"),
+    *("flows.rectified", "flows.mean", "flows.flow_map", "flows.riemannian"),
     *("networks.unet", "networks.set_transformer", "spaces.pixels", "spaces.points"),
-    *("spaces.autoencoder", "spaces.latents", "spaces.pretrained"),
+    *("spaces.autoencoders", "spaces.latents"),
 )
 """Modules that register the project's own kinds, which import this one."""
 

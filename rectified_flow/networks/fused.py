@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rectified_flow.networks.tangents import share, unpack, with_tangent
+from rectified_flow.networks.forward_mode import share, unpack, with_tangent
 
 
 def is_used(x: Tensor) -> bool:

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rectified_flow.networks.conditions import Kinds
+from rectified_flow.condition import Kinds
 from rectified_flow.networks.unet import TimeEmbedding, zero_init
 from rectified_flow.registry import register
 from rectified_flow.spaces.geometry import Geometry

@@ -1,8 +1,4 @@
-"""Checkpoints that are whole or absent.
-
-A checkpoint is a folder ``step_00000100``: safetensors files, JSON documents, and a manifest with the size and hash of
-each. It is written beside its place, flushed, and renamed into it. Nothing in it is ever unpickled.
-"""
+"""``trainer.json``: what a run resumes from, beside the tensors of a checkpoint."""
 
 import json
 import os
@@ -10,25 +6,79 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_IMODE
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from accelerate import PartialState
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 
 from rectified_flow.distributed.collectives import any_rank, on_main
-from rectified_flow.documents import read_document
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.files import flush, flush_folder, open_regular, read_bytes, reading, remove, replace_file
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.document import upgraded
-from rectified_flow.runs.manifest import MANIFEST, find_damage, read_manifest, write_manifest
-from rectified_flow.runs.saved_state import SavedState
+from rectified_flow.runs.manifest import MANIFEST, Natural, find_damage, read_manifest, write_manifest
+from rectified_flow.system.files import (
+    flush,
+    flush_folder,
+    open_regular,
+    read_bytes,
+    read_document,
+    reading,
+    remove,
+    replace_file,
+)
+
+ByRank = Annotated[list[float], Field(min_length=1)]
+Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """What makes two runs the same run; part of every checkpoint."""
+
+    dataset: str
+    """Fingerprint of the dataset."""
+    seed: Natural
+    global_batch: Natural
+    origin: str
+    """The checkpoint or run that ``--resume`` named when the run began, or "new"."""
+    precision: str = ""
+    """Of the forward pass; "" in checkpoints that do not record it."""
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The counters of a run after ``step`` steps; the first checkpoints of version 0.1 lack some."""
+
+    step: Natural
+    run: RunIdentity
+    images_seen: Natural = 0
+    updates: Natural = -1
+    """As many as steps, where it is not recorded."""
+    bad_steps: Natural = 0
+    bad_in_a_row: Natural = 0
+    scaler_skips: Natural = 0
+    sums: dict[str, float | ByRank] = field(default_factory=dict)
+    """Of the values to log, by rank; version 0.1 kept their mean."""
+    summands: Natural = 0
+    ema_step: Natural | None = None
+    grad_scaler: dict[str, Natural | Scale] | None = None
+    optimizer: str | None = None
+    optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.sums and self.summands == 0:
+            raise ValueError("there are sums of no summands")
+        if self.updates < 0:
+            object.__setattr__(self, "updates", self.step)
+
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"

@@ -5,11 +5,11 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rectified_flow.data.batches import GlobalBatch
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
-from rectified_flow.files import usable_path
 from rectified_flow.flags import check_paths, default_is
-from rectified_flow.machine import require_memory
+from rectified_flow.system.files import usable_path
+from rectified_flow.system.machine import require_memory
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["none", "tensorboard", "wandb"]

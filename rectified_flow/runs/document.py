@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rectified_flow.data.framing import Crop
-from rectified_flow.documents import check_document, read_document
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.files import check_document, read_document
 
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
     from torch import nn

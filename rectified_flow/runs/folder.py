@@ -14,10 +14,9 @@ from typing import Annotated, Literal
 from filelock import Timeout
 from pydantic import Field
 
-from rectified_flow.documents import read_document
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.files import locked, prepare_folder, replace_file
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 LOCK_FILE, STATUS_FILE = ".lock", "status.json"

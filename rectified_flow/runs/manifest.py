@@ -8,9 +8,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rectified_flow.documents import read_document
 from rectified_flow.errors import DamageError, NewerError
-from rectified_flow.files import hash_file, reading
+from rectified_flow.system.files import hash_file, read_document, reading
 
 MANIFEST = "manifest.json"
 FORMAT = 1

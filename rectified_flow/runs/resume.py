@@ -7,15 +7,14 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rectified_flow.data.fingerprint import length_only
+from rectified_flow.data.stream import length_only
 from rectified_flow.errors import UsageError, require
 from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.runs.folder import RunFolder
-from rectified_flow.runs.saved_state import RunIdentity
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),

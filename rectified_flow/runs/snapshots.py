@@ -15,9 +15,9 @@ from ema_pytorch.post_hoc_ema import sigma_rel_to_gamma, solve_weights
 from torch import Tensor
 
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.files import flush_folder, remove
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.manifest import MANIFEST, find_damage, read_manifest, write_part
+from rectified_flow.system.files import flush_folder, remove
 
 LENGTHS = (0.05, 0.10)
 """Of the two averages that are kept."""

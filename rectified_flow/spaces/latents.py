@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.networks.conditions import Values
+from rectified_flow.condition import Values
 from rectified_flow.registry import register
-from rectified_flow.spaces.autoencoder import Autoencoder
+from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.spaces.space import Space
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.networks.conditions import Kinds, Told, Values
+from rectified_flow.condition import AugmentationLabels, Kinds, Values
 from rectified_flow.registry import register
-from rectified_flow.report import size_text
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.terminal import size_text
 
 RGB, RGBA = 3, 4
 
@@ -39,7 +39,7 @@ class Pixels(Space):
 
     @property
     def conditions(self) -> Kinds:
-        return {"augmentation": Told(NUMBERS)} if self.augmentation else {}
+        return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:

@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rectified_flow.condition import Kinds, Values
 from rectified_flow.errors import UsageError
-from rectified_flow.networks.conditions import Kinds, Values
 
 
 class Space(ABC):

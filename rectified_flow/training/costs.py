@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.resume import precision_name
+from rectified_flow.system.terminal import lines
 
 Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
@@ -172,3 +177,71 @@ class _Activations(TorchDispatchMode):
             self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
             self._at_most = sum(size for _, size in self._alive.values())
             self.peak = max(self.peak, self._at_most)
+
+
+class Throughput:
+    """Images per second of training proper; pauses do not count."""
+
+    def __init__(self) -> None:
+        self._images_seen = 0
+        self._started = time.perf_counter()
+
+    def restart(self, images_seen: int) -> float:
+        """The rate since the last restart, at ``images_seen`` images; then start counting again."""
+        now = time.perf_counter()
+        rate = (images_seen - self._images_seen) / max(1e-9, now - self._started)
+        self._images_seen, self._started = images_seen, now
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time spent inside."""
+        entered = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - entered
+
+
+def summarize(
+    config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int, data: str, length: int | None
+) -> str:
+    """Device, data, network, batch, length and output of a run.
+
+    Args:
+        config: the run's flags.
+        accelerator: of the run.
+        flow: the module to train.
+        flops: of one item's forward pass.
+        data: the dataset, in words.
+        length: its items, if it has been opened.
+    """
+    batch = config.split_batch(accelerator.num_processes)
+    count = sum(parameter.numel() for parameter in flow.parameters())
+    trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
+    items = items_of(flow)
+    frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
+    return lines(
+        {
+            "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
+            "data": data,
+            "network": f"{count / 1e6:.1f} M parameters{frozen}, {flops / 1e9:.2f} GFLOP per {items[:-1]} forward",
+            "batch": batch,
+            "run": _length(config, batch, length, items),
+            "output": config.output_dir,
+        }
+    )
+
+
+def items_of(flow: nn.Module) -> str:
+    """What a batch holds, in the plural: images, or the name of the entry that a flow's space knows."""
+    space = getattr(flow, "space", None)
+    if getattr(space, "picture_shape", None) is not None:
+        return "images"
+    return getattr(space, "key", "items")
+
+
+def _length(config: TrainingConfig, batch: GlobalBatch, length: int | None, items: str) -> str:
+    if length is None and config.num_epochs is not None:
+        return f"{config.num_epochs:g} epochs"
+    steps = config.total_steps(batch, length or 0)
+    epochs = f" = {steps * batch.total / length:.1f} epochs" if length else ""
+    return f"{steps} steps = {steps * batch.total} {items}{epochs}"

@@ -9,13 +9,12 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.data.stream import image_indices
+from rectified_flow.data.stream import GlobalBatch, image_indices
 from rectified_flow.distributed.collectives import any_rank, join_lists
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.optimizer import LrSchedule
+from rectified_flow.training.optimizers import LrSchedule
 from rectified_flow.training.state import TrainingState
 
 Batch = dict[str, Any]

@@ -20,23 +20,22 @@ from rectified_flow.distributed.collectives import (
     on_main,
     set_collective_timeout,
 )
-from rectified_flow.distributed.joining import STARTUP_TIMEOUT
+from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.saved import network_of
-from rectified_flow.interruption import defer_signals, stop_requested
-from rectified_flow.networks.placing import to_device
-from rectified_flow.progress import progress_bar
-from rectified_flow.report import line
+from rectified_flow.networks.unet import to_device
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import data_description, run_document
 from rectified_flow.runs.run import Run
+from rectified_flow.system.signals import defer_signals, stop_requested
+from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.averages import PowerAverages, constant_average
-from rectified_flow.training.batches import checked, explain_loader_errors, load, paired
 from rectified_flow.training.callbacks import Callback
-from rectified_flow.training.costs import forward_flops
-from rectified_flow.training.optimizer import (
+from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
+from rectified_flow.training.evaluations import draw_preview
+from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
+from rectified_flow.training.optimizers import (
     OPTIMIZER_FLAGS,
     SCHEDULE_FLAGS,
     BuildOptimizer,
@@ -45,11 +44,8 @@ from rectified_flow.training.optimizer import (
     build_schedule,
     trained_parameters,
 )
-from rectified_flow.training.previews import draw_preview
-from rectified_flow.training.state import TrainingState
+from rectified_flow.training.state import PowerAverages, TrainingState, constant_average
 from rectified_flow.training.stepper import BadStep, Batch, Stepper, moved
-from rectified_flow.training.summary import items_of, summarize
-from rectified_flow.training.throughput import Throughput
 
 
 class Trainer:

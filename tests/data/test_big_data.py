@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.data.store import ImageDataset, find_damage
-from rectified_flow.data.stream import StreamSampler
-from rectified_flow.documents import write_document
+from rectified_flow.data.stream import GlobalBatch, StreamSampler
+from rectified_flow.system.files import write_document
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")

@@ -15,14 +15,13 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from rectified_flow.data.catalog import open_dataset
+from rectified_flow.data.build import default_cache_dir, open_dataset, open_store
 from rectified_flow.data.huggingface import HuggingFaceSource
 from rectified_flow.data.image_folder import ImageFolder, files_fingerprint
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_builder import default_cache_dir, open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import DamageError, UsageError
-from tests.test_files import refusing
+from tests.system.test_files import refusing
 
 LATIN = os.fsdecode(b"caf\xe9")
 """A name as Python reads it from a disk whose names are in Latin-1."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.data.pair_store import PairDataset
+from rectified_flow.cli.teacher import PairDataset
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.errors import UsageError
 

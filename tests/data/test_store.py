@@ -16,16 +16,16 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.condition import Labels
 from rectified_flow.data import store as store_module
+from rectified_flow.data.build import open_store
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.store import ImageDataset, find_damage
-from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
-from rectified_flow.documents import write_document
 from rectified_flow.errors import NewerError, UsageError
-from rectified_flow.networks.conditions import Labels
+from rectified_flow.system.files import write_document
 from tests.patience import PATIENCE, wait_for
-from tests.test_files import refusing
+from tests.system.test_files import refusing
 
 FORK = multiprocessing.get_context("fork")
 

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from rectified_flow.data.batches import GlobalBatch
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, StreamSampler, as_they_are, collate, image_indices, permuted
+from rectified_flow.data.stream import (
+    Batches,
+    GlobalBatch,
+    StreamSampler,
+    as_they_are,
+    collate,
+    image_indices,
+    permuted,
+)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 46, 1000, 4097])

@@ -7,12 +7,12 @@ from rectified_flow.evaluation.distances import (
     frechet_distance,
     kernel_distance,
     manifold_scores,
+    mirrored,
     nearest,
     nearness,
     share_of_copies,
 )
 from rectified_flow.evaluation.features import average_colours
-from rectified_flow.evaluation.similarity import mirrored
 
 
 def normal(count: int, seed: int, scale: float = 1.0, shift: float = 0.0) -> torch.Tensor:

@@ -19,13 +19,12 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from rectified_flow.cli.command_line import parse
+from rectified_flow.condition import drop
 from rectified_flow.data.clips import find_clips
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.guidance import Guidance, guided
 from rectified_flow.flows.mean import MeanFlow
-from rectified_flow.flows.solvers import integrate
-from rectified_flow.flows.timesteps import TruncatedLogitNormal
-from rectified_flow.networks.conditions import drop
+from rectified_flow.flows.solvers import Guidance, guided, integrate
+from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.randomness import BatchRows, deterministic
 from tests.examples.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks
@@ -315,7 +314,7 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rectified_flow.pictures.replace_file", full)
+    monkeypatch.setattr("rectified_flow.system.pictures.replace_file", full)
     monkeypatch.setattr(example, "replace_file", full)
     words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {tmp_path}/run"
     assert example.train(flags_of(f"{words} --train_num_steps 2"))

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
+from rectified_flow.condition import Labels
 from rectified_flow.errors import UsageError
+from rectified_flow.flows import ObjectiveName
 from rectified_flow.flows import mean as mean_module
-from rectified_flow.flows.config import ObjectiveName
 from rectified_flow.flows.mean import VARIANTS, MeanFlow, Variant, exponential_step
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks import tangents
-from rectified_flow.networks.conditions import Labels
+from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels

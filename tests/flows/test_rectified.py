@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.flows import rectified
-from rectified_flow.flows.config import Prediction
+from rectified_flow.condition import Kinds, Labels
+from rectified_flow.flows import Prediction, rectified
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.timesteps import Uniform
-from rectified_flow.networks.conditions import Kinds, Labels
+from rectified_flow.flows.times import Uniform
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Optimal, image_gaussian

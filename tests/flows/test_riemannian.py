@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.data.batches import GlobalBatch
-from rectified_flow.flows.guidance import Guidance
+from rectified_flow.condition import Kinds, Labels
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow
 from rectified_flow.flows.saved import build_flow
-from rectified_flow.flows.solvers import FixedStep, integrate
-from rectified_flow.flows.timesteps import Uniform
-from rectified_flow.networks.conditions import Kinds, Labels
+from rectified_flow.flows.solvers import FixedStep, Guidance, integrate
+from rectified_flow.flows.times import Uniform
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import register
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.flows.config import Solver, TimeGrid
+from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.solvers import CALLS_PER_STEP, SOLVERS, integrate
-from rectified_flow.flows.time_grids import time_grid
+from rectified_flow.flows.times import time_grid
 from tests.analytic import image_gaussian
 
 DATA = image_gaussian()

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import jvp
 
+from rectified_flow.condition import Labels
 from rectified_flow.flows.flow import GPU_OPTIONS, Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks import fused
-from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm
 from rectified_flow.networks.unet import Attention, Unet
 from rectified_flow.randomness import BatchRows, deterministic

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.networks.conditions import Vector
+from rectified_flow.condition import Vector
 from rectified_flow.networks.set_transformer import SetTransformer
 from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
 

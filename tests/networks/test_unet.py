@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
-from rectified_flow.networks.conditions import Labels, Vector
+from rectified_flow.condition import Labels, Vector
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from tests.patience import PATIENCE

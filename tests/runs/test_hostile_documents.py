@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.flags import TrainRectifiedFlow
 from rectified_flow.cli.teacher import with_teacher_flags
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 
 from rectified_flow import Flow, Labels, MeanFlow, Pixels, RectifiedFlow, TrainingConfig, Unet, UsageError
-from rectified_flow.flows.timesteps import LogitNormal, Uniform
+from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, SavedState
 from rectified_flow.runs.document import run_document
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
-from rectified_flow.runs.saved_state import SavedState
 
 
 def unet() -> Unet:

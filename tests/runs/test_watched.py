@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.runs.curves import POINTS, Curve, Curves
-from rectified_flow.runs.watched import WatchedRun, WatchedRuns
+from rectified_flow.runs.watched import POINTS, Curve, Curves, WatchedRun, WatchedRuns
 from tests.watched_runs import add, begin_run, metrics, now, write_status
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from rectified_flow.condition import AugmentationLabels
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.conditions import Told
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.augmentation import NUMBERS, _moved, _recoloured, augmented
@@ -86,7 +86,7 @@ def test_a_network_that_cannot_be_told_is_refused() -> None:
         RectifiedFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), augmentation=0.1))
 
 
-class Deaf(Told):
+class Deaf(AugmentationLabels):
     """Numbers that the network does not get."""
 
     def embedding(self, dim: int) -> torch.nn.Module:
@@ -98,7 +98,7 @@ def _silence(module: torch.nn.Module) -> None:
         parameter.data.zero_()
 
 
-def share_that_faces_left(kind: Told) -> float:
+def share_that_faces_left(kind: AugmentationLabels) -> float:
     """Of the samples of a flow that was trained on pictures whose left half is bright, augmented in 98 of 100 rows."""
     torch.manual_seed(0)
     network = Unet(16, (1, 2), 1, {"augmentation": kind}, image_size=8, attention_sides=(), blocks_per_level=1)
@@ -117,5 +117,5 @@ def share_that_faces_left(kind: Told) -> float:
 
 def test_augmentation_does_not_leak() -> None:
     """A set that always faces one way, mirrored, turned and moved nearly always, is generated facing that way."""
-    assert share_that_faces_left(Told(NUMBERS)) > 0.9
+    assert share_that_faces_left(AugmentationLabels(NUMBERS)) > 0.9
     assert share_that_faces_left(Deaf(NUMBERS)) < 0.75, "a network that is not told generates what it saw"

@@ -9,7 +9,7 @@ from rectified_flow import randomness
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe
 from rectified_flow.spaces import latents as latents_module
-from rectified_flow.spaces.autoencoder import Haar
+from rectified_flow.spaces.autoencoders import Haar
 from rectified_flow.spaces.latents import Latents
 
 

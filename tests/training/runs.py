@@ -9,11 +9,11 @@ from typing import Any, Literal
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.train import build_evaluations
+from rectified_flow.cli.train_flags import EvaluationConfig
+from rectified_flow.data.build import open_store
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.evaluation.config import EvaluationConfig
-from rectified_flow.flows.config import Coupling, ObjectiveName
+from rectified_flow.flows import Coupling, ObjectiveName
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet

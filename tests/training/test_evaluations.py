@@ -15,12 +15,12 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
-from rectified_flow.interruption import stop_on_signals
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.manifest import find_damage
+from rectified_flow.system.signals import stop_on_signals
 from rectified_flow.training.callbacks import Callback
-from rectified_flow.training.eval_hook import EvaluationHook
+from rectified_flow.training.evaluations import EvaluationHook
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, tiny_config, train

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from rectified_flow.data.build import open_store
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_builder import open_store
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.saved import network_of
-from rectified_flow.interruption import Interrupted, stop_on_signals
 from rectified_flow.runs import folder
-from rectified_flow.streams import tolerant_streams
+from rectified_flow.system.signals import Interrupted, stop_on_signals
+from rectified_flow.system.terminal import tolerant_streams
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train

@@ -17,7 +17,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import LrDecay, TrainingConfig
-from rectified_flow.training.optimizer import BuildOptimizer, build_schedule
+from rectified_flow.training.optimizers import BuildOptimizer, build_schedule
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, metrics, tiny_config, train
 from tests.training.test_bad_numbers import train_with_bad_steps

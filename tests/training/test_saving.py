@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rectified_flow.errors import RunError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.saver import Saver
+from rectified_flow.runs.run import Saver
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 

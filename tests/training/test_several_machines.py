@@ -7,7 +7,7 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed import agreement
+from rectified_flow.distributed import join as agreement
 from rectified_flow.errors import UsageError
 from tests.programs import program
 from tests.ranks import run_on_ranks

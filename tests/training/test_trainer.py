@@ -13,15 +13,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
+from rectified_flow.condition import Labels
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.flows.drawing import draw
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import Flow, draw
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.conditions import Labels
 from rectified_flow.networks.unet import Unet
-from rectified_flow.pictures import to_grid
 from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.pictures import to_grid
 from rectified_flow.training import accelerator
 from rectified_flow.training.accelerator import choose_precision
 from rectified_flow.training.trainer import Trainer

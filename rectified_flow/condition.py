@@ -1,0 +1,173 @@
+"""Conditions: named inputs of a network beside ``x`` and the time, each with a value that stands for "none".
+
+A network says which conditions it takes by an attribute ``conditions``, a mapping of names to kinds. A dataset offers
+them in the same way. Training drops them, sampling guides by them, and neither knows what they mean.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import randomness
+from rectified_flow.registry import register
+
+
+@runtime_checkable
+class Condition(Protocol):
+    """A kind of condition. Register it and keep its arguments as attributes, and checkpoints can name it."""
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """``count`` rows that stand for "no condition"."""
+
+    def is_none(self, values: Tensor) -> Tensor:
+        """Which rows of ``values`` stand for "no condition", bool ``[b]``."""
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Values to sample with where a caller gives none; ``name`` is the condition's own.
+
+        Drawn by :mod:`rectified_flow.randomness`, a sample has the same value in any batch.
+        """
+
+    def embedding(self, dim: int) -> nn.Module:
+        """A module that maps values ``[b, ...]``, also "none", to ``[b, dim]``."""
+
+
+Kinds = Mapping[str, Condition]
+Values = dict[str, Tensor]
+
+
+@register
+@dataclass(frozen=True)
+class Labels:
+    """Class labels, int64 ``[b]``; the label ``num_classes`` stands for "none".
+
+    Args:
+        num_classes: number of classes.
+        names: names by label, or empty.
+
+    Raises:
+        ValueError: if there are more or fewer names than classes.
+    """
+
+    num_classes: int
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        if len(self.names) not in (0, self.num_classes):
+            raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count,), self.num_classes, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return values == self.num_classes
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Labels drawn uniformly."""
+        if generator is not None:
+            return torch.randint(self.num_classes, (count,), device=device, generator=generator)
+        return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return nn.Embedding(self.num_classes + 1, dim)
+
+
+@register
+@dataclass(frozen=True)
+class Vector:
+    """Vectors of numbers, float32 ``[b, size]``; a row of NaN stands for "none".
+
+    Args:
+        size: numbers in a vector.
+    """
+
+    size: int
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.full((count, self.size), torch.nan, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return values.isnan().any(dim=1)
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """No vector."""
+        return self.none(count, device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return _VectorEmbedding(self.size, dim)
+
+
+@register
+@dataclass(frozen=True)
+class AugmentationLabels:
+    """Numbers, float32 ``[b, size]``, that tell what was done to the data of a row; zeros for nothing.
+
+    The data space gives them in training. They are neither dropped nor guided by, and zeros in sampling.
+
+    Args:
+        size: how many.
+    """
+
+    size: int
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        return torch.zeros(count, self.size, device=device)
+
+    def is_none(self, values: Tensor) -> Tensor:
+        return (values == 0).all(dim=1)
+
+    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+        """Zeros."""
+        return self.none(count, device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        return nn.Linear(self.size, dim, bias=False)
+
+
+class _VectorEmbedding(nn.Module):
+    """A linear map of the vector, and a learned embedding of "none"."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, dim)
+        self.none = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        missing = values.isnan().any(dim=1, keepdim=True)
+        return torch.where(missing, self.none, self.linear(values.masked_fill(missing, 0)))
+
+
+def chosen(kinds: Kinds) -> Kinds:
+    """Return the conditions that sampling chooses and guides by: all but :class:`AugmentationLabels`."""
+    return {name: kind for name, kind in kinds.items() if not isinstance(kind, AugmentationLabels)}
+
+
+def drop(kinds: Kinds, values: Values, probability: float) -> Values:
+    """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598)."""
+    if not values or probability == 0:
+        return values
+    first = next(iter(values.values()))
+    # The stream has its name from the time when labels were the only condition; another name would be another run.
+    dropped = randomness.rand("label dropout", (len(first),), first.device) < probability
+    return {name: _where(dropped, none, values[name]) for name, none in none_of(kinds, values).items()}
+
+
+def none_of(kinds: Kinds, values: Values) -> Values:
+    """Rows that stand for "none", as many as there are ``values`` of each condition; what was told stays."""
+    kept = kinds.keys() - chosen(kinds).keys()
+    return {name: each if name in kept else kinds[name].none(len(each), each.device) for name, each in values.items()}
+
+
+def all_none(kinds: Kinds, values: Values) -> Tensor:
+    """Which rows have none of the conditions that can be chosen, bool ``[b]``; ``values`` must have one."""
+    return torch.stack([kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]).all(
+        dim=0
+    )
+
+
+def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return torch.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a.to(b), b)

@@ -1,0 +1,137 @@
+"""Distributions of the training time t in [0, 1], as one family on the logit axis.
+
+The family includes the logit-normal distribution and the resolution shift ``t' = s t / (1 + (s - 1) t)`` (Esser et al.
+2024, arXiv:2403.03206, sections 3.1 and 5.3.2): the shift adds ``log s`` to the logit.
+"""
+
+from dataclasses import dataclass
+from math import erfc, inf, log, sinh
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rectified_flow import randomness
+from rectified_flow.flows import TimeGrid
+from rectified_flow.registry import register
+
+
+@runtime_checkable
+class TimeDistribution(Protocol):
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
+
+
+@register
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform times; ``shift > 1`` moves them towards the noise."""
+
+    shift: float = 1.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        t = randomness.rand(purpose, (count,), device)
+        return self.shift * t / (1 + (self.shift - 1) * t)
+
+
+@register
+@dataclass(frozen=True)
+class LogitNormal:
+    """Times whose logit is normal with mean ``mean + log(shift)`` and standard deviation ``std``.
+
+    The default extrapolates published settings, (-1.2, 1.2) at 32 px and (0.8, 0.8) at 256 px, to 64 px.
+    """
+
+    mean: float = -0.5
+    std: float = 1.2
+    shift: float = 1.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        z = randomness.randn(purpose, (count,), device)
+        return torch.sigmoid(z * self.std + self.mean + log(self.shift))
+
+
+@register
+@dataclass(frozen=True)
+class TruncatedLogitNormal:
+    """Logit-normal times, as :class:`LogitNormal`, given that they lie in ``[low, high]``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+    shift: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1:
+            raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        centre = self.mean + log(self.shift)
+        low, high = (_normal_share((_logit(end) - centre) / self.std) for end in (self.low, self.high))
+        share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
+        t = torch.sigmoid(torch.special.ndtri(share) * self.std + centre).float()
+        return t.clamp(self.low, self.high)
+
+
+def _logit(t: float) -> float:
+    return log(t / (1 - t)) if 0 < t < 1 else (inf if t else -inf)
+
+
+def _normal_share(z: float) -> float:
+    """The share of a standard normal distribution below ``z``."""
+    return erfc(-z / 2**0.5) / 2
+
+
+@register
+@dataclass(frozen=True)
+class UShaped:
+    """Times near both ends, with density proportional to ``cosh(steepness (t - 1/2))``.
+
+    Suited to pairs whose paths are already straight, where only the two ends are hard (Lee et al. 2024,
+    arXiv:2405.20320, section 4.1).
+    """
+
+    steepness: float = 4.0
+
+    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        u = randomness.rand(purpose, (count,), device)
+        return 0.5 + torch.asinh((2 * u - 1) * sinh(self.steepness / 2)) / self.steepness
+
+
+SHIFT = 3.0
+SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
+
+
+def time_grid(steps: int, kind: TimeGrid = "uniform", start: float = 1.0) -> list[float]:
+    """The times that bound ``steps`` intervals, from the noise level ``start`` down to data (0).
+
+    Args:
+        steps: number of intervals.
+        kind: ``uniform``; ``shifted``, denser near the noise by ``s t / (1 + (s - 1) t)`` with ``s = 3`` (Esser et al.
+            2024, arXiv:2403.03206, section 5.3.2); or ``edm``, the noise levels of Karras et al. (2022,
+            arXiv:2206.00364, eq. 5) as times ``sigma / (1 + sigma)``.
+        start: the first time, in (0, 1].
+
+    Returns:
+        ``steps + 1`` decreasing times; the first is ``start`` and the last is 0.
+
+    Raises:
+        ValueError: if ``steps`` is not positive, or ``start`` not in (0, 1].
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}; sampling needs at least 1")
+    if not 0 < start <= 1:
+        raise ValueError(f"the noise level is {start}; it must be above 0 and at most 1")
+    if kind == "edm":
+        # The lowest noise level is dropped: the last interval ends at no noise instead.
+        highest = min(SIGMA_MAX, start / (1 - start)) if start < 1 else SIGMA_MAX
+        lowest = min(SIGMA_MIN, highest / 2)
+        roots = torch.linspace(highest ** (1 / RHO), lowest ** (1 / RHO), steps + 1, dtype=torch.float64)[:-1]
+        sigma = roots**RHO
+        times = [*(sigma / (1 + sigma)).tolist(), 0.0]
+        return [start, *times[1:]]
+    line = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    if kind == "shifted":
+        line = SHIFT * line / (1 + (SHIFT - 1) * line)
+    return [float(t) for t in start * line]

@@ -1,0 +1,1 @@
+"""The operating system: files, artifacts, signals, terminal, machine, and picture files."""

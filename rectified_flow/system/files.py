@@ -1,0 +1,384 @@
+"""Files that are whole or absent, folders that can be written, and locks that end with their process."""
+
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from errno import EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT
+from functools import cache
+from hashlib import file_digest, sha256
+from io import BufferedReader
+from pathlib import Path
+from stat import S_IRUSR, S_ISREG, S_IWUSR
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+
+from filelock import FileLock, Timeout
+
+from rectified_flow.errors import DamageError, NewerError, UsageError, require
+
+if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as long as all of it
+    from pydantic import TypeAdapter
+
+
+LARGEST = 2**30
+"""Of a document or log, which is read whole [bytes]."""
+PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
+"""Errors that pass, and say nothing of a file: of a network disk, or of a system with too many open files."""
+LONGEST_SHOWN = 100
+"""Characters of a path that is refused."""
+
+
+def lock_of(path: Path) -> FileLock:
+    """The operating system's lock on ``path``, which everyone may open who may write in its folder.
+
+    A marker file in its place would outlive a killed process, so on a file system without locks acquiring this one
+    raises NotImplementedError.
+
+    Raises:
+        OSError: if its folder is missing.
+    """
+    mode = path.parent.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
+    return FileLock(path, mode=mode, fallback_to_soft=False)
+
+
+@contextmanager
+def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterator[None]:
+    """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
+
+    Args:
+        path: the lock's file.
+        timeout: to wait for another process that holds it [s].
+        warn: called with a line.
+
+    Raises:
+        Timeout: if it holds it still.
+        UsageError: if the file may not be opened: another process may hold it.
+    """
+    lock = lock_of(path)
+    try:
+        lock.acquire(timeout=timeout)
+    except Timeout:
+        raise
+    except PermissionError as error:
+        raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
+    except (OSError, NotImplementedError) as error:
+        warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def flush(path: Path) -> None:
+    """Have the operating system put a file, or a folder's list of names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # some file systems cannot flush a folder
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush every file in ``folder``, then the folder."""
+    for path in [*folder.iterdir(), folder]:
+        flush(path)
+
+
+def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
+    """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
+
+    Processes that replace the same file at once do so one after the other.
+
+    Args:
+        path: the file.
+        content: bytes, or text for UTF-8.
+        durable: wait until the disk has it.
+
+    Raises:
+        OSError: if that fails; the file is then as it was.
+    """
+    beside = path.with_name(f".{path.name}.tmp")
+    with _create_locked(beside) as file:
+        try:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            beside.replace(path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink(missing_ok=True)
+            raise
+
+
+def _create_locked(path: Path) -> BinaryIO:
+    """Create a file that is this process's alone, in the place of whatever is there."""
+    while True:
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        except FileExistsError:
+            _clear(path)
+            continue
+        _lock(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return os.fdopen(descriptor, "wb")
+        os.close(descriptor)  # before it was locked, another process took it for a leftover
+
+
+def _clear(path: Path) -> None:
+    """Wait while another process has the file, and remove what a killed one left there, or a link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return
+    except OSError:
+        remove(path)
+        return
+    try:
+        _lock(descriptor)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), path.lstat()):
+                remove(path)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it points to; it may be missing.
+
+    Raises:
+        OSError: if that fails.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an error in reading ``path`` into a sentence.
+
+    Raises:
+        UsageError: if its rights forbid reading it, or the system cannot read it now.
+        DamageError: on any other error of the operating system.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise UsageError(f"{error.filename or path} cannot be read ({error.strerror}): change its rights") from error
+    except FileNotFoundError as error:
+        raise DamageError(f"{error.filename or path} is missing") from error
+    except OSError as error:
+        if error.errno in PASSING:
+            raise UsageError(f"{path} cannot be read now ({error.strerror}): try again") from error
+        raise DamageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file to read it: reading a pipe might wait, and a device might never end.
+
+    Raises:
+        OSError: if it cannot be opened, or is something else.
+    """
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
+def read_bytes(path: Path) -> bytes:
+    """The contents of a regular file of at most ``LARGEST`` bytes.
+
+    Raises:
+        UsageError: if its rights forbid reading it.
+        DamageError: if it is missing, too large or something else.
+    """
+    with reading(path), open_regular(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise DamageError(f"{path} cannot be read (it has more than {LARGEST} bytes)")
+    return content
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a regular file.
+
+    Raises:
+        UsageError: if its rights forbid reading it.
+        DamageError: if it is missing or something else.
+    """
+    with reading(path), open_regular(path) as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def printable(path: Path | str) -> str:
+    """``path`` for text and JSON: bytes that are not UTF-8, which a file's name may have, as escapes."""
+    return str(path).encode(errors="backslashreplace").decode()
+
+
+def usable_path(name: str, path: Path) -> Path:
+    """``path`` with ``~`` expanded, checked to be one that may exist.
+
+    Args:
+        name: the option that names the path, for the error message.
+        path: a file or folder, there or not.
+
+    Raises:
+        UsageError: if a name in it is too long or not UTF-8, its links lead in circles, the home folder is unknown, or
+            the rights of a folder forbid looking into it.
+    """
+    reason = None
+    try:
+        path = path.expanduser()
+        if printable(path) != str(path):
+            reason = "its name is not UTF-8"
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        reason = str(error.strerror)
+    except (RuntimeError, ValueError) as error:  # of ~ without a home, and of a null byte
+        reason = str(error).rstrip(".")
+    require(reason is None, f"{name} {_shortened(path)} cannot be used ({reason}): choose another path")
+    return path
+
+
+def _shortened(path: Path) -> str:
+    text = printable(path)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def prepare_folder(flag: str, folder: Path) -> Path:
+    """Make ``folder`` and check that it can be written.
+
+    Args:
+        flag: the option that names the folder, for the error message.
+        folder: the folder.
+
+    Raises:
+        UsageError: if it cannot be made or written, or the disk is full.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"a full disk shows here")
+    except OSError as error:
+        raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
+    return folder
+
+
+T = TypeVar("T")
+SEAL = "sha256"
+LONGEST = 60
+
+
+def read_document(path: Path, schema: type[T]) -> T:
+    """The document at ``path``.
+
+    Args:
+        path: a regular file.
+        schema: a dataclass, or another type that the whole document must have.
+
+    Raises:
+        UsageError: if the rights of the file forbid reading it.
+        NewerError: if it has a key that the schema does not know.
+        DamageError: if it is missing, is no JSON, does not fit the schema, or does not have the hash that it names.
+    """
+    content = read_bytes(path)
+    if SEAL in getattr(schema, "__dataclass_fields__", ()):
+        document = parse_document(content, dict[str, Any], path)
+        if document.get(SEAL, "") not in ("", _hash(document)):
+            raise DamageError(f"{path} was altered")
+    return parse_document(content, schema, path)
+
+
+def write_document(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a document that carries its hash, whole or not at all.
+
+    Raises:
+        OSError: if that fails.
+    """
+    replace_file(path, json.dumps({**document, SEAL: _hash(document)}, indent=1))
+
+
+def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
+    """A document from its text; ``source`` is what an error names.
+
+    Raises:
+        NewerError: if it has a key that the schema does not know.
+        DamageError: if it is no JSON, or does not fit the schema.
+    """
+    from pydantic import ValidationError
+
+    try:
+        adapter = _adapter(schema)  # type: ignore[arg-type]  # a class is hashable
+        return cast(T, adapter.validate_json(content, strict=True, extra="forbid"))
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    unknown = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), None)
+    problem = unknown or problems[0]
+    key = ".".join(map(str, problem["loc"]))
+    if unknown is not None:
+        raise NewerError(f"{source} was written by a newer version of this project (it has the key {key!r}): upgrade")
+    if problem["type"] == "json_invalid":
+        raise DamageError(f"{source} cannot be read ({problem['msg']})")
+    if problem["type"] == "missing":
+        raise DamageError(f"{source} is damaged: the key {key!r} is missing")
+    if problem["type"] == "value_error":  # of the dataclass
+        raise DamageError(f"{source} is damaged: {problem['ctx']['error']}")
+    if problem["type"] == "literal_error":  # a choice that was removed, or is of a newer version
+        raise DamageError(f"{source} does not fit this version of the project: {key} is {_in_words(problem)}")
+    raise DamageError(f"{source} is damaged: {key or 'it'} is {_in_words(problem)}")
+
+
+def check_document(document: object, schema: type[T], source: object) -> T:
+    """As :func:`parse_document`, for a document that was read already."""
+    return parse_document(json.dumps(document), schema, source)
+
+
+def misfit(value: object, expected: Any) -> str | None:
+    """How a value that is no document, such as an argument, differs from the type that it is annotated with; or None.
+
+    Numbers must be finite, and a tuple may stand for any sequence.
+    """
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    try:
+        rules = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
+        # In a tuple, as pydantic takes no rules for a dataclass alone.
+        TypeAdapter(tuple[expected], config=rules).validate_python((value,), strict=True)
+    except ValidationError as error:
+        return _in_words(error.errors(include_url=False)[0])
+    return None
+
+
+def _in_words(problem: Mapping[str, Any]) -> str:
+    """``"6", but input should be a valid integer``."""
+    shown, message = json.dumps(problem["input"], default=repr), problem["msg"]
+    return f"{shown[:LONGEST]}{'...' * (len(shown) > LONGEST)}, but {message[0].lower()}{message[1:]}"
+
+
+@cache
+def _adapter(schema: Any) -> "TypeAdapter[Any]":
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)
+
+
+def _hash(document: Mapping[str, Any]) -> str:
+    """Of all keys but that of the hash itself, however they are written down."""
+    content = {key: value for key, value in document.items() if key != SEAL}
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,145 @@
+"""Pictures as files: opened, side by side in a grid, and written whole or not at all."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from PIL import Image, PngImagePlugin
+from torch import Tensor
+
+from rectified_flow.errors import RunError
+from rectified_flow.system.files import open_regular, replace_file
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+"""Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
+"""A PNG may hold a long text, such as the settings of the program that made it; all texts have a limit together."""
+
+
+def open_picture(source: Path | IO[bytes]) -> Image.Image:
+    """Open a picture without decoding it yet.
+
+    Raises:
+        OSError: if it is none, is no regular file, or is of another format than :data:`FORMATS`.
+    """
+    if isinstance(source, Path):
+        open_regular(source).close()
+    return Image.open(source, formats=FORMATS)
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """A picture of any mode in RGB, its transparent parts over white."""
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """uint8 ``[n, c, h, w]`` side by side in one picture ``[H, W, c]``, as near to a square as can be."""
+    from torchvision.utils import make_grid  # takes seconds to load
+
+    columns = columns or max(1, round(len(images) ** 0.5))
+    grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255)
+    return grid.permute(1, 2, 0).cpu().numpy()
+
+
+def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
+    """The bytes of a file with ``pixels`` ``[h, w, c]``, RGB or RGBA, in the format of its suffix."""
+    content = BytesIO()
+    Image.fromarray(pixels).save(content, format=suffix[1:], **options)
+    return content.getvalue()
+
+
+def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:
+    """Write frames ``[h, w, 3]`` as a GIF that repeats, each shown for some milliseconds; return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
+    rest = [Image.fromarray(frame) for frame in frames[1:]]
+    return write_picture(path, frames[0], save_all=True, append_images=rest, duration=list(pauses), loop=0)
+
+
+def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:
+    """Write ``pixels`` ``[h, w, c]``, RGB or RGBA, whole or not at all, in the format of the suffix; return ``path``.
+
+    Raises:
+        RunError: if that fails.
+    """
+    try:
+        replace_file(path, encode_picture(pixels, path.suffix, **options), durable=False)
+    except OSError as error:
+        raise RunError(f"could not write {path} ({error}): make room, or choose another folder") from error
+    return path
+
+
+Line = tuple[Any, Any]
+"""The x and the y coordinates of the points, as sequences or arrays."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Named lines in one coordinate system."""
+
+    lines: Mapping[str, Line]
+    title: str
+    x_label: str
+    y_label: str
+    log_x: bool = False
+    log_y: bool = False
+
+
+def draw_lines(
+    path: Path,
+    lines: Mapping[str, Line],
+    title: str,
+    x_label: str,
+    y_label: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
+) -> Path:
+    """Plot the named ``lines`` into the PNG file ``path``, and return ``path``.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    return draw_panels(path, [Panel(lines, title, x_label, y_label, log_x, log_y)])
+
+
+def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
+    """Plot panels one below the other into the PNG file ``path``, and return ``path``.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(8, 0.5 + 4 * len(panels)), layout="constrained")
+    for number, panel in enumerate(panels, start=1):
+        _draw(figure.add_subplot(len(panels), 1, number), panel)
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    replace_file(path, content.getvalue())
+    return path
+
+
+def _draw(axes: Any, panel: Panel) -> None:
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
+    for name, (x, y) in panel.lines.items():
+        axes.plot(x, y, label=name, marker="." if len(x) < 40 else None)
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+        points = sorted({float(value) for x, _ in panel.lines.values() for value in x})
+        axes.set_xticks(points, [f"{point:g}" for point in points])
+    if panel.log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    if len(panel.lines) > 1:
+        axes.legend()
+    axes.grid(alpha=0.3, which="both")

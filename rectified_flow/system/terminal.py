@@ -1,0 +1,129 @@
+"""The standard streams of a program: they may be missing when it starts, of any encoding, and closed before it ends."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from errno import EDQUOT, ENOSPC
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
+
+STREAMS = {0: ("stdin", "r"), 1: ("stdout", "w"), 2: ("stderr", "w")}
+"""Name and mode in :mod:`sys` by file descriptor."""
+
+
+def open_missing_streams() -> None:
+    """Open the null device for each standard stream that was closed when the program started.
+
+    Else a file opened later would get its descriptor, and all that libraries print there would go into that file.
+    """
+    for descriptor, (name, mode) in STREAMS.items():
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
+
+
+@contextmanager
+def tolerant_streams() -> Iterator[None]:
+    """Inside the block, output that cannot be written or encoded raises no error.
+
+    Output to a closed terminal or pipe is discarded. A character that the encoding lacks is written as its escape.
+    """
+    before = sys.stdout, sys.stderr
+    safe = [_SafeStream(stream) for stream in before]
+    sys.stdout, sys.stderr = safe
+    try:
+        yield
+    finally:
+        for stream in safe:
+            stream.finish()
+        sys.stdout, sys.stderr = before
+
+
+class _SafeStream:
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        if hasattr(stream, "reconfigure"):  # a stream of a notebook or a test has its own ways
+            with self._or_silent():
+                stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with self._or_silent():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._or_silent():
+            self._stream.flush()
+
+    def finish(self) -> None:
+        """Write the rest, or discard it: Python flushes its streams once more as it ends."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._discard()
+
+    @contextmanager
+    def _or_silent(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (ENOSPC, EDQUOT):  # a full disk may have room later
+                self._discard()
+        except ValueError:
+            if not self._stream.closed:
+                raise
+
+    def _discard(self) -> None:
+        # The buffer is flushed at exit and needs a valid file descriptor.
+        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
+
+
+def progress_bar(**arguments: Any) -> "tqdm[Any]":
+    """A tqdm bar that fits the terminal. Without a terminal, it is refreshed every 30 seconds."""
+    from tqdm.auto import tqdm  # programs parse their flags before anything slow is imported
+
+    interval = 0.1 if sys.stderr.isatty() else 30.0
+    return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
+
+
+WIDTH = 11
+"""Characters of a label."""
+
+
+def line(label: str, text: object) -> str:
+    """``samples     runs/demo/samples/step_00000900.png``."""
+    return f"{label:<{WIDTH}} {text}"
+
+
+def lines(texts: Mapping[str, object]) -> str:
+    """A line for each label."""
+    return "\n".join(line(label, text) for label, text in texts.items())
+
+
+def size_text(width: int, height: int) -> str:
+    """The sides of a picture: ``64`` of a square, else ``96x64``."""
+    return str(width) if width == height else f"{width}x{height}"
+
+
+class Silent:
+    """Stands in for an object that only the main process has: every method exists, does nothing and returns None."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _do_nothing
+
+
+def _do_nothing(*_arguments: object, **_options: object) -> None:
+    pass

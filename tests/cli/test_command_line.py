@@ -1,0 +1,276 @@
+"""The command line of the programs: flags from a file, modules of your own, and answers before torch is imported."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow.cli.command_line import parse, recorded
+from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import names, plain
+from rectified_flow.runs.config import TrainingConfig
+from tests.patience import PATIENCE
+from tests.programs import program
+from tests.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = [TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig, ExportConfig]
+PROGRAMS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py", "export.py"]
+FLAGS: dict[str, Any] = {
+    "dataset_path": "pictures",
+    "dim_mults": [1, 2],
+    "use_cfg": True,
+    "use_ema": False,
+    "adam_betas": [0.8, 0.95],
+    "num_epochs": 2.5,
+    "train_num_steps": None,
+    "seed": 3,
+}
+TINY = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2 --batch_size 8 --num_samples 0"
+
+
+def parse_rectified(words: str) -> TrainRectifiedFlow:
+    return parse(TrainRectifiedFlow, "Train a flow.", words.split())
+
+
+def write(path: Path, document: dict[str, Any]) -> Path:
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize("form", ["of a program", "of version 0.1"])
+def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, form: str) -> None:
+    run_alone = {name: FLAGS[name] for name in ("use_ema", "adam_betas", "num_epochs", "train_num_steps", "seed")}
+    documents: dict[str, dict[str, Any]] = {
+        "of a program": {"run": run_alone, "data": {}, "network": {}, "flow": {}, "flags": FLAGS},
+        "of version 0.1": FLAGS,
+    }
+    file = write(tmp_path / "config.json", documents[form])
+    config = parse_rectified(f"--config {file} --seed 4 --adam_betas 0.7 0.9 --use_ema")
+    assert (config.run.seed, config.run.adam_betas, config.run.use_ema) == (4, (0.7, 0.9), True)
+    assert (config.run.num_epochs, config.run.train_num_steps) == (2.5, None)
+    same = parse_rectified(f"--config={file}")
+    assert (same.run.seed, same.run.adam_betas, same.run.use_ema) == (3, (0.8, 0.95), False)
+    assert (config.data.dataset_path, config.network.dim_mults) == (Path("pictures"), (1, 2))
+    assert config.network.use_cfg
+
+
+def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
+    words = "--lr_decay cosine --no_horizontal_flip --time_mean -1 --coupling ot --adam_betas 0.5 0.6 --import json"
+    config = parse_rectified(words)
+    file = write(tmp_path / "config.json", {"run": plain(config.run), "flags": recorded(config)})
+    with pytest.raises(UsageError, match="is of a run with --import json: pass that again"):
+        parse_rectified(f"--config {file}")
+    again = parse_rectified(f"--config {file} --import json")
+    assert recorded(again) == recorded(config)
+
+
+@pytest.mark.parametrize(
+    ("recorded_flags", "words", "then"),
+    [
+        ({"num_epochs": 2.0}, "--train_num_steps 5", {"num_epochs": None, "train_num_steps": 5}),
+        ({"dataset_path": "pictures"}, "--dataset synthetic-flowers", {"dataset_path": None}),
+        (
+            {"checkpoint_dir": "old", "output_dir": "old", "resume": "old/step_00000001"},
+            "--output_dir new",
+            {"checkpoint_dir": None, "output_dir": "new", "resume": "auto"},
+        ),
+    ],
+)
+def test_a_flag_overrides_those_that_would_outlive_it(
+    tmp_path: Path, recorded_flags: dict[str, Any], words: str, then: dict[str, Any]
+) -> None:
+    file = write(tmp_path / "config.json", recorded_flags)
+    now = recorded(parse_rectified(f"--config {file} {words}"))
+    assert {name: now[name] for name in then} == then
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
+        (
+            '{"run": {"seed": 1}, "flags": {"objective": "so_flow"}}',
+            "sets flags that this program does not have: objective",
+        ),
+        ('{"run": {"seed": 1}, "data": {}}', "is of a run that no program started"),
+        ("seed: 1", "config.json cannot be read (Invalid JSON: "),
+        ("[1]", "config.json is damaged: it is [1], but input should be "),
+        (None, "config.json is missing"),
+        ('{"run": {"seed": 1}, "flags": [1]}', "config.json is damaged: flags is [1], but input should be "),
+        ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
+        ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
+        ('{"seed": -1}', "--seed is -1; it must not be below 0"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
+    file = tmp_path / "config.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UsageError) as refusal:
+        parse_rectified(f"--config {file}")
+    assert sentence in str(refusal.value).replace("[Errno 2] ", "")
+    assert str(file) in str(refusal.value) or "--seed" in sentence
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
+    results = run_on_ranks(2, program, "train_oxford.py", ["--config", f"{tmp_path}/none.json"])
+    assert [code for code, _ in results] == [2, 2]
+    written = "".join(text for _, text in results)
+    assert written.count("none.json is missing") == 1
+    assert len(written.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+def test_a_module_that_is_not_there_is_one_sentence(script: str) -> None:
+    [(code, written)] = run_on_ranks(1, program, script, ["--import", "nobodys_module"])
+    assert code == 2
+    assert written.startswith(f"{script}: error: --import nobodys_module failed (ModuleNotFoundError: No module named")
+    assert len(written.strip().splitlines()) == 1
+
+
+def test_a_module_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_faulty_module.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    results = run_on_ranks(2, import_in, tmp_path, "my_faulty_module")
+    assert [code for code, _ in results] == [2, 2]
+    written = "".join(text for _, text in results)
+    assert written.count("--import my_faulty_module failed (ZeroDivisionError: division by zero)") == 1
+    assert len(written.strip().splitlines()) == 1
+
+
+def import_in(folder: Path, module: str) -> tuple[int, str]:
+    import os
+
+    os.chdir(folder)
+    return program("train_oxford.py", [*TINY.split(), "--import", module])
+
+
+@pytest.mark.parametrize("script", PROGRAMS)
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--sede", "1"], 2), (["--import", "json", "--x"], 2)])
+def test_help_and_typos_do_not_wait_for_torch(script: str, words: list[str], code: int) -> None:
+    source = f"""
+import runpy, sys
+sys.argv = {[script, *words]!r}
+sys.path.insert(0, {str(ROOT)!r})
+try:
+    runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
+finally:
+    slow = {{"torch", "accelerate", "datasets", "matplotlib"}} & sys.modules.keys()
+    print("imported", sorted(slow), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.splitlines()[-1] == "imported []"
+    assert "usage:" in done.stdout if code == 0 else "Unrecognized options" in done.stderr
+
+
+def test_signals_are_heeded_before_anything_slow_is_imported() -> None:
+    source = """
+import sys
+before = set(sys.modules)
+from rectified_flow.cli import programs
+print(sorted({module.split(".")[0] for module in sys.modules.keys() - before} - sys.stdlib_module_names))
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert done.stdout.strip() == "['rectified_flow']"
+
+
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_no_flag_has_two_defaults(
+    config_class: type[Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit):
+        parse(config_class, "", ["--help"])
+    helps: list[str] = []  # one for each flag: from the line that starts with it
+    for line in capsys.readouterr().out.splitlines():
+        if re.match(r"[│ ] --\w", line):
+            helps.append("")
+        if helps:
+            helps[-1] += line.strip("│ ") + " "
+    assert [each.split()[0].rstrip(",") for each in helps] == [f"--{name}" for name in names(config_class)]
+    for each in helps:
+        assert each.count("(default:") == 1, each
+        assert "(default: )" not in each
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--dataset_path", "", "--image_size", "8"], "dataset_path"),
+        (["--dataset_path="], "dataset_path"),
+        (["--output_dir", ""], "output_dir"),
+    ],
+)
+def test_an_unset_variable_is_not_the_current_folder(words: list[str], flag: str) -> None:
+    with pytest.raises(UsageError, match=f"--{flag} is empty: is a variable not set?"):
+        parse(TrainRectifiedFlow, "Train a flow.", words)
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir", "cache_dir"])
+@pytest.mark.parametrize("inside", [".", "runs/a", "../pictures/deep"])
+def test_a_run_does_not_write_into_its_own_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str, inside: str
+) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    monkeypatch.chdir(pictures)
+    words = ["--dataset_path", ".", "--output_dir", str(tmp_path / "runs"), f"--{flag}", inside]
+    with pytest.raises(UsageError, match=f"--{flag} {inside} lies inside --dataset_path"):
+        parse(TrainRectifiedFlow, "Train a flow.", words)
+    outside = ["--dataset_path", ".", "--output_dir", "../runs", f"--{flag}", "../pictures-2"]
+    assert parse(TrainRectifiedFlow, "Train a flow.", outside).data.dataset_path == Path()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (TrainRectifiedFlow, ["--image_size", "100000"]),
+        (TrainRectifiedFlow, ["--dim", "1000000"]),
+        (TrainRectifiedFlow, ["--dim", "1" + "0" * 400]),
+        (TrainRectifiedFlow, ["--batch_size", "100000000000000"]),
+        (TrainRectifiedFlow, ["--num_samples", "1000000000000000"]),
+        (TrainRectifiedFlow, ["--num_workers", "10000000"]),
+        (TrainMeanFlow, ["--sample_steps", "1000000000000"]),
+        (TrainMeanFlow, ["--evaluation_samples", "1000000000000"]),
+        (TrainRectifiedFlow, ["--reflow_steps", "1000000000000", "--reflow_from", "runs/a"]),
+        (SampleConfig, ["--steps", "1000000000000"]),
+        (EvaluateConfig, ["--steps", "1", "1000000000000"]),
+        (EvaluateConfig, ["--num_samples", "1000000000000"]),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
+)
+def test_what_no_memory_can_hold_is_refused(config: type[Any], words: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"would need at least .* of memory, and this machine has") as refused:
+        parse(config, "A program.", words)
+    assert words[0] in str(refused.value)
+
+
+@dataclass(frozen=True)
+class Short:
+    """A program whose runs have few steps."""
+
+    run: TrainingConfig = field(default_factory=partial(TrainingConfig, train_num_steps=7))
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "epochs"),
+    [("", 7, None), ("--num_epochs 2", None, 2), ("--train_num_steps 3", 3, None)],
+)
+def test_a_number_of_epochs_takes_the_place_of_a_default_number_of_steps(
+    words: str, steps: int | None, epochs: float | None
+) -> None:
+    run = parse(Short, "", words.split()).run
+    assert (run.train_num_steps, run.num_epochs) == (steps, epochs)
+    with pytest.raises(UsageError, match="exclude each other"):
+        parse(Short, "", ["--num_epochs", "2", "--train_num_steps", "3"])

@@ -1,0 +1,248 @@
+"""evaluate.py: the same numbers on 1 and 2 processes, written down once."""
+
+import json
+import shutil
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.evaluate import _training_pictures, evaluate
+from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.trained import read_trained
+from rectified_flow.data.build import open_dataset
+from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.features import load_features, reference_features
+from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, SavedState
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.document import DataRecipe, data_recipe, run_document
+from rectified_flow.runs.snapshots import keep_snapshots
+from rectified_flow.training.state import PowerAverages
+from tests.programs import assert_refused
+from tests.ranks import run_on_ranks
+from tests.test_load import FLOWS
+
+COUNT = 21
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a rectified flow on a folder of random pictures of cats and dogs."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    random = np.random.default_rng(0)
+    for i in range(COUNT):
+        picture = folder / "pictures" / ("cat" if i < 7 else "dog") / f"{i}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
+    flow = FLOWS["rectified"]()
+    dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
+    config = run_document(TrainingConfig(), flow, dataset, None)
+    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
+    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config})
+    return folder
+
+
+def measure(*flags: object) -> None:
+    sys.argv = ["evaluate.py", *map(str, flags), "--feature_network", "efficientnet_lite0", "--num_samples", "13"]
+    evaluate(parse(EvaluateConfig, "Measure."))
+
+
+def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
+    for world_size in (2, 1):
+        flags = ["--checkpoint", run, "--steps", 1, 3, "--batch_size", 5, "--output_dir", tmp_path / str(world_size)]
+        flags += ["--cache_dir", tmp_path / f"cache-{world_size}"]
+        run_on_ranks(world_size, measure, *flags)
+    alone, shared = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("1", "2"))
+    assert [each["steps"] for each in alone] == [1, 3]
+    for one, two in zip(alone, shared, strict=True):
+        distances = one.pop("distances")
+        assert two.pop("distances") == pytest.approx(distances, rel=1e-3, abs=1e-3)
+        assert one == two
+        assert distances["efficientnet_lite0_frechet_distance"] > 0
+    assert (alone[0]["num_real"], alone[0]["num_samples"], alone[0]["split"]) == (COUNT, 13, "train")
+    assert (tmp_path / "1/steps.png").exists()
+    assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
+    for name in ("cache-1", "cache-2"):
+        assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
+
+
+def save_with_flags(run: Path, folder: Path, **flags: object) -> None:
+    """The checkpoint of a run, as if it had been trained with these flags."""
+    source = checkpoint.resolve(run)
+    config = checkpoint.load_document(source, checkpoint.CONFIG_FILE) | {"flags": flags}
+    files = {checkpoint.MODEL_FILE: checkpoint.load_tensors(source, checkpoint.MODEL_FILE)}
+    documents = {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE), checkpoint.CONFIG_FILE: config}
+    checkpoint.save(folder / "checkpoints", 1, files, documents)
+
+
+def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
+    """A run that held pictures out is compared with the others, and its loss and copies are told of both."""
+    save_with_flags(run, tmp_path, holdout=0.5, seed=3)
+    run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    pictures = _training_pictures(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
+    split = hold_out(pictures, 0.5, 3, PartialState())
+    distances = result["distances"]
+    assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
+    compared = HeldOutPictures(pictures.subset(split.training), pictures.subset(split.held_out), seed=3)
+    flow = FLOWS["rectified"]()
+    checkpoint.load_averaged(flow.network, checkpoint.resolve(run))
+    means = compared.means(compared.losses(flow, range(2 * compared.count)))
+    assert {name: distances[name] for name in means} == pytest.approx(means, rel=1e-4, abs=1e-5)
+    assert {"copies", "copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
+    training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+    evaluator = Evaluator(training, "efficientnet_lite0", PartialState(), num_samples=2, held_out=held_out)
+    assert evaluator.distances([each[:5] + 1e-4 for each in evaluator.real])["copies"] == 1
+    chance = evaluator.distances([reference_features(held_out, each, PartialState()) for each in evaluator.features])
+    assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
+
+
+def test_a_taught_run_is_compared_with_what_its_teacher_was_trained_on(run: Path, tmp_path: Path) -> None:
+    save_with_flags(run, tmp_path / "first", holdout=0.5, seed=3)
+    save_with_flags(run, tmp_path / "reflowed", reflow_from=str(checkpoint.resolve(tmp_path / "first")))
+    save_with_flags(run, tmp_path / "taught", teacher=str(checkpoint.resolve(tmp_path / "reflowed")), seed=1)
+    for name in ("first", "taught"):
+        measure("--checkpoint", tmp_path / name, "--steps", 1)
+    results = [json.loads((tmp_path / name / "evaluation.json").read_text())[0] for name in ("first", "taught")]
+    teacher, taught = results
+    assert taught["num_real"] == teacher["num_real"] < COUNT
+    assert teacher["distances"].keys() - taught["distances"].keys() == {"heldout_loss", "seen_loss", "gap"}
+    assert taught["distances"].items() <= teacher["distances"].items(), "the same weights, in the same place"
+    shutil.rmtree(tmp_path / "reflowed")
+    measure("--checkpoint", tmp_path / "taught", "--steps", 1)
+    assert json.loads((tmp_path / "taught/evaluation.json").read_text())[-1]["num_real"] == COUNT
+
+
+def test_a_folder_that_is_too_small_to_split_again(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run held pictures out; of these none can be, and all are compared with."""
+    save_with_flags(run, tmp_path, holdout=0.01, seed=3)
+    measure("--checkpoint", tmp_path, "--steps", 1)
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert result["num_real"] == COUNT
+    assert "copies" in result["distances"]
+    assert "copies_by_chance" not in result["distances"]
+    assert "warning: comparing with all pictures, as" in "".join(capfd.readouterr())
+
+
+def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """From a run that kept two; each length has weights, and so numbers, of its own."""
+    source = checkpoint.resolve(run)
+    config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
+    network = FLOWS["rectified"]().network
+    kept, run_of_others = PowerAverages(network), RunIdentity("the fingerprint of others", 0, 8, "new")
+    for updates in (10, 20):
+        for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
+            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
+        for _ in range(10):
+            kept.update()
+        files = {checkpoint.MODEL_FILE: network.state_dict(), **kept.tensors()}
+        documents = {
+            checkpoint.CONFIG_FILE: config,
+            FLOW_FILE: flow,
+            checkpoint.STATE_FILE: asdict(SavedState(updates, run_of_others)),
+        }
+        checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
+    keep_snapshots(tmp_path / "checkpoints")
+    measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.1)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.1"]
+    assert len({each["distances"]["colours_8x8_frechet_distance"] for each in results}) == 2
+    assert (tmp_path / "ema_lengths.png").exists()
+    assert "warning: pictures is not, or no longer, what" in "".join(capfd.readouterr())
+
+
+@pytest.mark.slow
+def test_half_precision_is_for_drawing_only(run: Path, tmp_path: Path) -> None:
+    """The training pictures' features are kept for calls to come, and must not depend on this one's precision."""
+    for precision in ("no", "bf16"):
+        flags = ["--mixed_precision", precision, "--cache_dir", tmp_path / precision, "--output_dir", tmp_path]
+        measure("--checkpoint", run, "--steps", 1, *flags)
+    one, other = (np.load(next((tmp_path / name).rglob("features-eff*.npy"))) for name in ("no", "bf16"))
+    assert np.array_equal(one, other)
+
+
+def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for steps in (1, 2, 1):
+        measure("--checkpoint", run, "--steps", steps, "--output_dir", tmp_path)
+    results = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [each["steps"] for each in results] == [2, 1]
+    told = capfd.readouterr().out
+    assert "against 21 of pictures (train split, 8 px)" in told
+    assert "efficientnet_lite0_kernel_distance" in told
+    assert "colours_8x8_kernel_distance" in told
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--checkpoint {tmp}", "there is no checkpoint at"),
+        ("--checkpoint {run} --num_samples 1", "a distance needs at least 2"),
+        ("--checkpoint {run} --steps 4 0", "all must be above 0"),
+        ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
+        ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
+        ("--checkpoint {run} --seed -1", "--seed is -1"),
+        ("--checkpoint {run} --steps 4 4", "contains duplicates"),
+        ("--checkpoint {run} --ema_lengths 0.3", "must be from 0.02 to 0.28"),
+        ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
+        ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
+    ],
+)
+def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for i in range(2):
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(other / f"{i}.png")
+    assert_refused("evaluate.py", 1, flags.format(run=run, tmp=tmp_path, other=other), sentence)
+
+
+def test_bad_input_is_told_once_on_two_processes(run: Path) -> None:
+    assert_refused(
+        "evaluate.py", 2, f"--checkpoint {run} --output_dir /proc/nothing", "/proc/nothing cannot be written"
+    )
+
+
+def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, module in (("inception", "torchmetrics.image.fid"), ("efficientnet_lite0", "efficientnet_lite_pytorch")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(UsageError, match=f"--feature_network {name} .*pip install"):
+            load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_the_training_pictures_of_a_run_of_version_0_1_are_found(run: Path) -> None:
+    """Its config.json had nothing but flags."""
+    new = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
+    recipe = data_recipe(new, run)
+    assert recipe == DataRecipe("unused", run / "pictures", 8, "train", run / "cache")
+    old = {name: value for name, value in new["data"].items() if name != "split"}
+    assert data_recipe({**old, "dim": 64, "use_cfg": True, "seed": 0}, run) == replace(recipe, split=None)
+    assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}, run) is None
+
+
+def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) -> None:
+    """It was trained by a program of one's own; a folder of its pictures does instead."""
+    source = checkpoint.resolve(run)
+    flow, config = FLOWS["rectified"](), {"run": {}, "data": {"description": "21 items of a list"}}
+    files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
+    documents = {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config}
+    path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    with pytest.raises(UsageError, match="does not say how to open its training data: pass a folder"):
+        _training_pictures(MeasureConfig(), read_trained(path))
+    given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
+    expected = _training_pictures(MeasureConfig(), read_trained(source))
+    assert _training_pictures(given, read_trained(path)).fingerprint == expected.fingerprint
+
+
+def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").write_text('{"not": "a list')
+    assert_refused("evaluate.py", 1, f"--checkpoint {run} --output_dir {tmp_path}", "evaluation.json cannot be read")

@@ -1,0 +1,163 @@
+"""export.py: the program returns what the flow returns, for any batch; and what is refused."""
+
+import hashlib
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.cli import export as exporting
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
+from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.condition import AugmentationLabels, Labels, Vector
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.autoencoders import Haar
+from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.pixels import Pixels
+from tests.programs import assert_refused, program
+from tests.ranks import run_on_ranks
+from tests.test_load import FLOWS, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def small(**conditions: object) -> Unet:
+    torch.manual_seed(0)
+    network = Unet(8, (1,), conditions=conditions, image_size=8, attention_sides=(), blocks_per_level=1)  # type: ignore[arg-type]
+    for parameter in network.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return network
+
+
+def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor], dict[str, object]]:
+    """The program that export.py writes of ``flow``, and its description."""
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), *flags]
+    export(parse(ExportConfig, "Export."))
+    form: Format = "torch" if "torch" in flags else "onnx"
+    file = folder / "exported" / FILES[form]
+    for path in (ROOT, sys.prefix):
+        assert str(path).encode() not in contents(file), "a path of this machine"
+    loaded = exporting._load(file.read_bytes(), form)
+    return lambda **inputs: loaded(inputs), json.loads((folder / "exported/model.json").read_text())
+
+
+def contents(file: Path) -> bytes:
+    """What is in a file, of an archive what is in its files."""
+    if not zipfile.is_zipfile(file):
+        return file.read_bytes()
+    with zipfile.ZipFile(file) as archive:
+        return b"".join(archive.read(name) for name in archive.namelist())
+
+
+@torch.no_grad()
+def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It predicts the clean picture and attends; the program returns the velocity, near the data too."""
+    flow = FLOWS["rectified"]()
+    assert isinstance(flow, RectifiedFlow)
+    call, said = written(flow, tmp_path)
+    x, t = torch.randn(5, 3, 8, 8), torch.tensor([1.0, 0.7, 0.3, 0.04, 0.01])
+    labels = torch.tensor([0, 1, 2, 1, 0])
+    expected = flow.eval().exact_velocity(x, t, labels=labels)
+    assert (call(x=x, t=t, labels=labels) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert said["inputs"] == {
+        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
+        "t": {"type": "float32", "shape": ["b"]},
+        "labels": {"type": "int64", "shape": ["b"]},
+    }
+    assert (said["kind"], said["classes"], said["no_label"]) == ("rectified", ["cat", "dog"], 2)
+    assert (said["steps"], said["solver"], said["velocity_at_data"]) == (16, "midpoint", False)
+    assert (said["channels"], said["range"], said["output"]) == (3, [-1, 1], "velocity")
+    assert "difference  at most" in capsys.readouterr().out
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_a_map_in_half_as_onnx(tmp_path: Path) -> None:
+    flow = FLOWS["mean"]()
+    assert isinstance(flow, FlowMap)
+    call, said = written(flow, tmp_path, "--half")
+    whole = sum(parameter.nbytes for parameter in flow.parameters())
+    file = tmp_path / "exported/model.onnx"
+    stored = sum(2 * p.numel() if p.ndim > 1 else 4 * p.numel() for p in flow.parameters())
+    assert stored < 0.6 * whole
+    assert file.stat().st_size < stored + 100_000
+    x, t, r, labels = torch.randn(4, 3, 8, 8), torch.ones(4), torch.rand(4), torch.tensor([0, 1, 2, 1])
+    expected = flow.eval().average_velocity(x, t, r, labels=labels)
+    difference = (call(x=x, t=t, r=r, labels=labels) - expected).abs().max() / expected.abs().max()
+    assert 1e-6 < difference < 2e-2
+    assert (said["kind"], said["output"], said["half"]) == ("map", "average velocity", True)
+    assert (said["steps"], said["solver"]) == (1, None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("half", [False, True])
+def test_a_noise_prediction_that_is_told_of_augmentation_as_a_torch_program(tmp_path: Path, half: bool) -> None:
+    """What is told is no input: it is zeros, as in sampling."""
+    flow = RectifiedFlow(
+        small(augmentation=AugmentationLabels(9)), prediction="noise", space=Pixels((3, 8, 8), augmentation=0.1)
+    )
+    call, said = written(flow, tmp_path, "--format", "torch", *["--half"] * half)
+    assert list(said["inputs"]) == ["x", "t"]  # type: ignore[call-overload]
+    assert (said["classes"], said["no_label"], said["velocity_at_data"]) == ([], None, True)
+    x, t = torch.randn(6, 3, 8, 8), torch.rand(6)
+    expected = flow.eval().exact_velocity(x, t, augmentation=torch.zeros(6, 9))
+    assert (call(x=x, t=t) - expected).abs().max() <= (2e-2 if half else 1e-5) * expected.abs().max()
+
+
+@pytest.mark.parametrize("returned", [1.0, float("nan")])
+def test_a_program_that_differs_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
+) -> None:
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
+    monkeypatch.setattr(exporting, "_serialise", lambda *_arguments, **_flags: b"")
+    monkeypatch.setattr(exporting, "_load", lambda _content, _form: lambda inputs: returned * inputs["x"])
+    sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
+    with pytest.raises(RunError, match=r"the program differs from the flow by .* above 0.0001"):
+        export(parse(ExportConfig, "Export."))
+    assert list((tmp_path / "exported").iterdir()) == []
+
+
+def test_a_page_has_the_pinned_runtime_unpacked_and_its_licence(tmp_path: Path) -> None:
+    write_page(tmp_path)
+    runtime = tmp_path / "ort"
+    version, *pinned = (runtime / "VERSION").read_text().splitlines()
+    hashes = {name: digest for digest, name in (line.split() for line in pinned)}
+    assert version.startswith("onnxruntime-web ")
+    assert {file.name for file in runtime.iterdir()} == {"LICENSE", "ThirdPartyNotices.txt", "VERSION", *hashes}
+    for name, digest in hashes.items():
+        assert hashlib.sha256((runtime / name).read_bytes()).hexdigest() == digest
+    assert "MIT License" in (runtime / "LICENSE").read_text()
+    assert len((runtime / "ThirdPartyNotices.txt").read_text()) > 300_000
+
+
+def test_what_cannot_be_exported_is_refused() -> None:
+    latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
+    with pytest.raises(UsageError, match="the flow is of latents: only flows of pixels can be exported"):
+        NetworkCall(latents)
+    with pytest.raises(UsageError, match="the network takes caption: only labels can be exported"):
+        NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
+    NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
+
+
+def test_a_missing_checkpoint_or_package_is_one_sentence(tmp_path: Path) -> None:
+    assert_refused("export.py", 1, f"--checkpoint {tmp_path}/nowhere", "no checkpoint at")
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
+    [(code, sentence)] = run_on_ranks(1, without_onnxscript, tmp_path)
+    assert (code, sentence.count("\n")) == (2, 1)
+    assert "the Python package onnxscript is not installed: the first lines of export.py say how" in sentence
+
+
+def without_onnxscript(run: Path) -> tuple[int, str]:
+    sys.modules["onnxscript"] = None  # type: ignore[assignment]
+    return program("export.py", ["--checkpoint", str(run)])

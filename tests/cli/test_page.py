@@ -1,0 +1,302 @@
+"""An exported page in a browser: its pictures are those of sample.py, its controls work, and nothing is fetched."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.export import export
+from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.flows.flow import Flow, draw
+from tests.patience import PATIENCE, wait_for
+from tests.test_load import FLOWS, write
+
+pytestmark = pytest.mark.page
+SEEDS = [0, 7, 4_000_000_000]
+SOFTWARE_CARD = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+HAS_CARD = "Promise.resolve(navigator.gpu?.requestAdapter()).then(Boolean)"
+RUNTIME = "**/ort.webgpu.bundle.min.mjs"
+BROKEN = """
+export const env = { wasm: {} };
+export class Tensor {}
+const run = async () => { WHEN_RUN };
+export const InferenceSession = { create: async () => { WHEN_CREATED; return { run, outputNames: ["v"] }; } };
+"""
+"""A runtime for WebGPU that fails."""
+PIXELS = """index => {
+  const canvas = document.querySelectorAll("#pictures canvas")[index];
+  return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+}"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_arguments: Any) -> None:
+        pass
+
+
+class Shown:
+    """An exported page in a browser."""
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.problems: list[str] = []
+        self.requests: list[str] = []
+        page.set_default_timeout(PATIENCE * 100)
+        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: self.problems.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
+        self.address = address
+
+    def open(self, query: str = "") -> None:
+        self.page.goto(self.address + query)
+        self.wait()
+
+    def wait(self, condition: str = "true") -> None:
+        """Wait for the pictures; Playwright's own way evaluates a string, which the page forbids."""
+        until = time.monotonic() + PATIENCE
+        while not self.page.evaluate(f"Boolean(document.body.dataset.drawn) && ({condition})"):
+            assert time.monotonic() < until, "nothing was drawn"
+            self.page.wait_for_timeout(20)
+
+    def set(self, name: str, value: object) -> None:
+        """Give a control a value as a person does, and wait for the pictures."""
+        self.page.evaluate(
+            """([name, value]) => {
+                document.body.dataset.drawn = "";
+                const control = document.getElementById(name);
+                control.value = value;
+                control.dispatchEvent(new Event("input"));
+            }""",
+            [name, str(value)],
+        )
+        self.wait()
+
+    def text(self, name: str) -> str:
+        return str(self.page.inner_text(f"#{name}"))
+
+    def drop(self, file: Path) -> None:
+        """Drop a file in the middle of the page, as a mouse does."""
+        mouse = self.page.context.new_cdp_session(self.page)
+        data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
+        for kind in ("dragEnter", "dragOver", "drop"):
+            mouse.send("Input.dispatchDragEvent", {"type": kind, "x": 195, "y": 400, "data": data})
+
+    def click(self, name: str) -> None:
+        self.page.evaluate("document.body.dataset.drawn = ''")
+        self.page.click(f"#{name}")
+        self.wait()
+
+    def picture(self, number: int = 0) -> np.ndarray:
+        return np.array(self.page.evaluate(PIXELS, number)).reshape(8, 8, 4)[..., :3]
+
+
+@pytest.fixture(scope="module")
+def browser_with_card(launch: Callable[..., Any]) -> Iterator[Any]:
+    """Its graphics card is software, which draws what a card draws, slowly."""
+    with launch(*SOFTWARE_CARD) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=FLOWS)
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Flow, str]]:
+    """A flow with the classes cat and dog, and the address of its page."""
+    flow, folder = FLOWS[request.param](), tmp_path_factory.mktemp(request.param)
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield flow, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture
+def shown(browser: Any, exported: tuple[Flow, str]) -> Iterator[Shown]:
+    with looking_at(browser, exported[1]) as shown:
+        shown.open()
+        yield shown
+
+
+@pytest.fixture
+def on_card(browser_with_card: Any, exported: tuple[Flow, str]) -> Iterator[Shown]:
+    with looking_at(browser_with_card, exported[1]) as shown:
+        shown.page.goto(shown.address)
+        if not shown.page.evaluate(HAS_CARD):
+            pytest.skip("this chromium has no WebGPU adapter, not even of software")
+        yield shown
+
+
+@contextmanager
+def looking_at(browser: Any, address: str) -> Iterator[Shown]:
+    """A phone's view of the page; at the end nothing has gone wrong there, and nothing was asked of other hosts."""
+    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+    shown = Shown(page, address)
+    yield shown
+    assert shown.problems == []
+    outside = [url for url in shown.requests if not url.startswith((shown.address, "blob:", "data:"))]
+    assert outside == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "as wide as a phone"
+    page.close()
+
+
+def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
+    """What sample.py draws."""
+    options.setdefault("steps", flow.default_steps)
+    [(_, pictures)] = draw(flow, range(numbers), seed=seed, **options)
+    return pictures.permute(0, 2, 3, 1).numpy().astype(int)
+
+
+def test_the_first_pictures_are_those_of_sample(exported: tuple[Flow, str], shown: Shown) -> None:
+    flow, _ = exported
+    for seed in SEEDS:
+        shown.set("seed", seed)
+        assert np.abs(shown.picture() - drawn(flow, seed)[0]).max() <= 2
+    if hasattr(flow, "average_velocity"):
+        expected = drawn(flow, SEEDS[-1], 16)
+        assert all(np.abs(shown.picture(i) - expected[i]).max() <= 2 for i in range(16))
+
+
+def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card: Shown) -> None:
+    flow, _ = exported
+    on_card.open("?backend=webgpu")
+    assert on_card.text("backend") == "Drawn by the graphics card (WebGPU)."
+    for seed in SEEDS[:2]:
+        on_card.set("seed", seed)
+        assert np.abs(on_card.picture() - drawn(flow, seed)[0]).max() <= 2
+    on_card.set("class", 1)
+    dog = drawn(flow, SEEDS[1], conditions={"labels": torch.tensor([1])})[0]
+    assert np.abs(on_card.picture() - dog).max() <= 2
+    assert on_card.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
+    on_card.page.click("#other")
+    on_card.wait()
+    assert on_card.text("backend") == "Drawn by the processor (WASM): as the address asks."
+    assert np.abs(on_card.picture() - drawn(flow, 0)[0]).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("when_created", "when_run", "reason"),
+    [
+        ("throw new Error('no shaders')", "", "WebGPU failed: no shaders"),
+        ("", "throw new Error('the card is lost')", "WebGPU failed: the card is lost"),
+        ("", "return { v: { data: new Float32Array(192) } }", "WebGPU failed: its output is not usable"),
+        ("", "return { v: { data: new Float32Array(192).fill(NaN) } }", "WebGPU failed: its output is not usable"),
+    ],
+)
+def test_where_webgpu_fails_the_processor_draws(
+    exported: tuple[Flow, str], on_card: Shown, when_created: str, when_run: str, reason: str
+) -> None:
+    broken = BROKEN.replace("WHEN_CREATED", when_created).replace("WHEN_RUN", when_run)
+    on_card.page.route(RUNTIME, lambda route: route.fulfill(body=broken, content_type="text/javascript"))
+    on_card.open("?backend=webgpu")
+    assert on_card.text("backend") == f"Drawn by the processor (WASM): {reason}."
+    assert np.abs(on_card.picture() - drawn(exported[0], 0)[0]).max() <= 2
+
+
+def test_without_a_graphics_card_the_processor_draws(shown: Shown, on_card: Shown) -> None:
+    assert shown.text("backend") == "Drawn by the processor (WASM): WebGPU finds no graphics card."
+    on_card.open()
+    assert on_card.text("backend") == "Drawn by the processor (WASM): WebGPU finds no graphics card, only software."
+
+
+def test_neither_the_page_nor_its_worker_can_ask_another_host(shown: Shown) -> None:
+    asked: list[str] = []
+
+    class Other(SimpleHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        outside = f"http://127.0.0.1:{other.server_port}/"
+        [worker] = shown.page.workers
+        for place in (shown.page, worker):
+            for attempt in (f"fetch('{outside}', {{ mode: 'no-cors' }})", f"import('{outside}')"):
+                assert place.evaluate(f"{attempt}.then(() => 'answered', () => 'refused')") == "refused"
+        other.shutdown()
+    assert asked == []
+    assert any("Content Security Policy" in problem for problem in shown.problems)
+    shown.problems.clear()
+    shown.requests.clear()
+
+
+def test_a_dropped_picture_is_varied_and_another_file_is_refused(
+    exported: tuple[Flow, str], shown: Shown, tmp_path: Path
+) -> None:
+    flow, _ = exported
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    (tmp_path / "notes.txt").write_text("no picture")
+    noise = shown.picture()
+    shown.drop(tmp_path / "notes.txt")
+    wait_for("a message", lambda: shown.page.get_attribute("#status", "class") == "failed")
+    sentence = "notes.txt is not a picture that this browser can read. Choose a PNG, JPEG or WebP file."
+    assert shown.text("status") == sentence
+    assert shown.page.locator("#level").is_hidden()
+    shown.drop(tmp_path / "given.png")
+    wait_for("the picture", shown.page.locator("#level").is_visible)
+    shown.set("level", 0.3)
+    assert "failed" not in (shown.page.get_attribute("#status", "class") or "")
+    start = torch.from_numpy(given).permute(2, 0, 1)[None]
+    assert np.abs(shown.picture() - drawn(flow, 0, start=start, noise_level=0.3)[0]).max() <= 2
+    shown.page.keyboard.press("Escape")
+    shown.wait("document.getElementById('given').hidden")
+    assert np.array_equal(shown.picture(), noise)
+
+
+def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Shown, tmp_path: Path) -> None:
+    flow, _ = exported
+    is_map = hasattr(flow, "average_velocity")
+    shown.set("seed", 3)
+    shown.set("class", 1)
+    shown.set("steps", 5)
+    dog: dict[str, Any] = {"conditions": {"labels": torch.tensor([1])}, "steps": 5}
+    assert np.abs(shown.picture() - drawn(flow, 3, **dog)[0]).max() <= 2
+    if not is_map:
+        from rectified_flow.flows.solvers import Guidance
+
+        shown.set("guidance", 3)
+        assert np.abs(shown.picture() - drawn(flow, 3, guidance=Guidance(3.0), **dog)[0]).max() <= 2
+        shown.set("guidance", 1)
+
+    before = shown.picture()
+    shown.page.click("#hold-a")
+    shown.page.focus("#hold-a")
+    shown.page.keyboard.press("ArrowRight")
+    shown.wait("document.getElementById('seed').value === '4'")
+    after = shown.picture()
+    assert np.abs(after - drawn(flow, 4, **dog)[0]).max() <= 2
+    shown.page.click("#hold-b")
+    shown.set("mix", 0.5)
+    middle = shown.picture()
+    assert not np.array_equal(middle, before)
+    assert not np.array_equal(middle, after)
+    shown.set("mix", 0)
+    assert np.array_equal(shown.picture(), before)
+
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    shown.page.evaluate("document.body.dataset.drawn = ''")
+    shown.page.set_input_files("#file", tmp_path / "given.png")
+    shown.wait()
+    shown.set("level", 0.05)
+    start = torch.from_numpy(given).permute(2, 0, 1)[None]
+    assert np.abs(shown.picture() - drawn(flow, 3, start=start, noise_level=0.05, **dog)[0]).max() <= 2
+    shown.click("forget")
+    assert np.array_equal(shown.picture(), before)
+    shown.click("new")
+    assert not np.array_equal(shown.picture(), before)
+    if is_map:
+        shown.set("seed", 3)
+        shown.set("walk", 1)
+        assert np.abs(shown.picture() - after).max() <= 2

@@ -1,0 +1,133 @@
+"""How a program ends: its exit code, and within a limit even if the other processes do not answer."""
+
+import errno
+import os
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rectified_flow.cli import programs as launch
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.run_flags import SampleConfig
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.system.signals import Interrupted
+from tests.patience import PATIENCE
+from tests.ranks import run_on_ranks
+
+FLAGS = "rectified_flow.cli.train_flags:TrainRectifiedFlow"
+
+
+def finish(_config: Any) -> bool:
+    return True
+
+
+def stop(_config: Any) -> bool:
+    return False
+
+
+def give_up(_config: Any) -> bool:
+    raise Interrupted("SIGTERM")
+
+
+def fail(_config: Any) -> bool:
+    raise RunError("the disk is full")
+
+
+def run(main: str, flags: list[str]) -> tuple[int, str | None]:
+    """The exit code of a program, and the local rank it takes itself for."""
+    os.environ.pop("LOCAL_RANK", None)
+    sys.argv = ["program.py", *flags]
+    with pytest.raises(SystemExit) as end:
+        launch.run(
+            f"tests.cli.test_programs_leaving:{main}", "rectified_flow.cli.train_flags:TrainRectifiedFlow", "A program."
+        )
+    return int(end.value.code or 0), os.environ.get("LOCAL_RANK")
+
+
+def run_all(commands: list[tuple[str, list[str]]]) -> list[tuple[int, str | None]]:
+    return [run(*each) for each in commands]
+
+
+def test_the_exit_code_and_local_rank_of_a_program() -> None:
+    to_143 = ["--interrupted_exit_code", "143"]
+    commands = {
+        ("finish", *to_143): (0, None),
+        ("stop",): (0, None),
+        ("stop", *to_143): (143, None),
+        ("give_up",): (0, None),
+        ("give_up", *to_143): (143, None),
+        ("fail", *to_143): (1, None),
+        ("finish", "--local-rank=3"): (0, "3"),  # as torch.distributed.launch passes it
+        ("finish", "--local_rank", "2", "--seed", "1"): (0, "2"),
+        ("finish", "--local-rank=x"): (2, None),
+    }
+    [ended] = run_on_ranks(1, run_all, [(main, flags) for main, *flags in commands])
+    assert dict(zip(commands, ended, strict=True)) == commands
+
+
+@pytest.mark.parametrize("config_class", [TrainRectifiedFlow, SampleConfig])
+@pytest.mark.parametrize("code", ["-1", "1", "2", "256"])
+def test_a_code_with_another_meaning_is_refused(config_class: type, code: str) -> None:
+    with pytest.raises(UsageError, match=f"--interrupted_exit_code is {code}; it must be 0 or from 3 to 255"):
+        parse(config_class, "", ["--interrupted_exit_code", code])
+
+
+def agree_without_an_answer(code: int) -> tuple[bool, int]:
+    launch.LEAVING_TIMEOUT = 0.5
+    import torch.distributed as dist
+
+    mute = SimpleNamespace(compare_set=lambda *_: time.sleep(2 * PATIENCE))
+    setattr(dist.distributed_c10d, "_get_default_store", lambda: mute)  # noqa: B010
+    return launch._agree_in_leaving(code)
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_leaving_does_not_wait_for_a_store_that_gives_no_answer(code: int) -> None:
+    [agreed, _] = run_on_ranks(2, agree_without_an_answer, code)
+    assert agreed == (code == 1, code)
+
+
+def end_in_a_mute_group(code: int) -> None:
+    launch.LEAVING_TIMEOUT = 0.5
+    import torch.distributed as dist
+
+    setattr(dist, "destroy_process_group", lambda: time.sleep(2 * PATIENCE))  # noqa: B010
+    launch._exit(code, orderly=True)
+
+
+def test_leaving_does_not_wait_for_a_group_that_does_not_end() -> None:
+    with pytest.raises(AssertionError, match="died with exit code 143"):
+        run_on_ranks(2, end_in_a_mute_group, 143)
+
+
+def fail_on_a_file(_config: Any) -> bool:
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/a/metrics.jsonl")
+
+
+def test_a_file_that_the_system_refuses_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    assert run("fail_on_a_file", []) == (1, None)
+    assert capsys.readouterr().err == "program.py: runs/a/metrics.jsonl: Permission denied; change its rights\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "a"), "program.py: a: No space left on device; make room"),
+        (OSError(errno.EPERM, "Not permitted", ".a.tmp", None, "a"), "program.py: a: Not permitted; change its rights"),
+        (OSError(errno.ENOENT, "No such file", "a"), "FileNotFoundError: [Errno 2] No such file: 'a'\n"),
+        (OSError(errno.EACCES, "Permission denied"), "PermissionError: [Errno 13] Permission denied\n"),
+    ],
+    ids=str,
+)
+def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: OSError, ending: str) -> None:
+    """Those that name a file and that a person can mend have no traceback."""
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    assert launch._explain(error).endswith(ending)
+    assert launch._explain(error).startswith("program.py") == ending.startswith("program.py")

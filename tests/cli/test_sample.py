@@ -1,0 +1,187 @@
+"""sample.py: from a checkpoint to numbered pictures, alike on 1 and 2 processes; and what it refuses."""
+
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.run_flags import SampleConfig
+from rectified_flow.cli.sample import LOCK_FILE, sample
+from rectified_flow.errors import RunError
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.system.files import lock_of
+from rectified_flow.system.pictures import write_picture
+from tests.programs import assert_refused, program
+from tests.ranks import run_on_ranks
+from tests.test_load import FLOWS, write
+
+both = pytest.mark.parametrize("world_size", [1, 2])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a rectified flow with the classes cat and dog."""
+    folder = tmp_path_factory.mktemp("run")
+    write(FLOWS["rectified"](), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mean_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mean")
+    write(FLOWS["mean"](), folder)
+    return folder
+
+
+def draw(*flags: object) -> None:
+    sys.argv = ["sample.py", *map(str, flags)]
+    sample(parse(SampleConfig, "Draw."))
+
+
+def pictures(folder: Path) -> dict[str, np.ndarray]:
+    return {file.name: np.asarray(Image.open(file)).astype(int) for file in sorted(folder.glob("*.png"))}
+
+
+def test_the_same_pictures_on_two_processes_and_in_other_batches(run: Path, tmp_path: Path) -> None:
+    flags = ["--checkpoint", run, "--num_samples", 7, "--steps", 3, "--guidance_scale", 2, "--classes", "dog,0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_on_ranks(1, draw, *flags, "--batch_size", 64, "--output_dir", one)
+    run_on_ranks(2, draw, *flags, "--batch_size", 2, "--output_dir", two)
+    alone, shared = pictures(one), pictures(two)
+    assert list(alone) == [*(f"{i:05d}.png" for i in range(7)), "grid.png"]
+    assert list(shared) == list(alone)
+    for name, picture in alone.items():
+        assert np.abs(picture - shared[name]).max() <= 1, f"{name}: more than rounding"
+    assert alone["00000.png"].shape == (8, 8, 3)
+    assert not np.array_equal(alone["00000.png"], alone["00002.png"])
+
+
+def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    flags = ["--checkpoint", folder, "--num_samples", 4, "--steps", 3, "--solver", "heun", "--path"]
+    code, output = program("sample.py", [*map(str, flags), "strip", "--save_pretrained", str(tmp_path / "hub")])
+    assert code == 0, output
+    width = 4 * (8 + 2) + 2
+    assert Image.open(folder / "generated/path.png").size == (width, width), "4 pictures at 4 times"
+    assert isinstance(Flow.from_pretrained(tmp_path / "hub"), Flow)
+    assert "![samples](grid.png)" in (tmp_path / "hub/README.md").read_text()
+    assert (tmp_path / "hub/grid.png").exists()
+    code, output = program("sample.py", [*map(str, flags), "gif"])
+    assert code == 0, output
+    assert getattr(Image.open(folder / "generated/path.gif"), "n_frames", 0) == 4
+
+
+def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    draw("--checkpoint", run, "--num_samples", 3, "--steps", 3, "--classes", "all", "--output_dir", tmp_path)
+    told = capfd.readouterr().out
+    assert "6 of the network for each picture" in told
+    assert "cat, dog" in told
+    assert "3 intervals, midpoint, uniform grid" in told
+
+
+def test_a_mean_flow_draws_in_one_step(mean_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    draw("--checkpoint", mean_run, "--num_samples", 2, "--output_dir", tmp_path)
+    assert "1 of the network for each picture" in capfd.readouterr().out
+    assert len(pictures(tmp_path)) == 3
+
+
+def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "given.png")
+    flags = ["--checkpoint", mean_run, "--num_samples", 1, "--from_images", tmp_path / "given.png", "--noise_level"]
+    draw(*flags, 0.01, "--output_dir", tmp_path / "near")
+    draw(*flags, 0.9, "--output_dir", tmp_path / "far")
+    near, far = (np.abs(pictures(tmp_path / name)["00000.png"] - given).mean() for name in ("near", "far"))
+    assert near < 4
+    assert far > 20
+
+
+REFUSED = [
+    ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
+    ("--classes cat,dgo", "there is no class dgo: pass names (perhaps dog?), or numbers up to 1\n"),
+    ("--classes 2", "there is no class 2: pass names, like cat, dog, or numbers up to 1\n"),
+    ("--steps 0", "--steps is 0; it must be above 0"),
+    ("--num_samples 0", "--num_samples is 0"),
+    ("--num_samples 1000000000000000", "--num_samples 1000000000000000 would need at least"),
+    ("--noise_level 2", "--noise_level is 2.0"),
+    ("--noise_level 0.5", "--noise_level needs --from_images: pass some"),
+    ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
+    ("--guidance_scale nan", "--guidance_scale is nan"),
+    ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),
+    ("--solver adaptive --steps 4", "exclude each other"),
+    ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
+    ("--from_images {tmp}/nowhere", "is no picture and no folder with pictures"),
+    ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
+]
+
+
+@pytest.mark.parametrize(("flags", "sentence"), REFUSED)
+def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None:
+    name = "" if "--checkpoint" in flags else f"--checkpoint {run} "
+    assert_refused("sample.py", 1, f"{name}{flags.format(tmp=tmp_path)} --output_dir {tmp_path}/out"
+                   if "--output_dir" not in flags else f"{name}{flags}", sentence)  # fmt: skip
+
+
+def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
+    flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
+    assert_refused("sample.py", 2, flags, "there is no class tulip: pass names, like cat, dog, or numbers up to 1\n")
+
+
+def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
+    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --guidance_scale 2", "is guided in training")
+    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver has no effect")
+    labelled = MeanFlow.from_checkpoint(mean_run).describe()
+    network = {**labelled["network"], "conditions": {}}
+    plain = Flow.from_description({**labelled, "network": network, "guidance_scale": 1.0})
+    files = {checkpoint.MODEL_FILE: plain.network.state_dict()}
+    checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: plain.describe()})
+    assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without labels")
+
+
+def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
+    flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
+    assert program("sample.py", f"{flags} 3".split())[0] == 0
+    assert_refused("sample.py", 1, f"{flags} 2", "holds 1 picture of an earlier call")
+    assert program("sample.py", f"{flags} 4".split())[0] == 0
+    assert len(pictures(tmp_path)) == 5
+
+
+@both
+def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path, world_size: int) -> None:
+    with lock_of(tmp_path / LOCK_FILE):
+        assert_refused(
+            "sample.py",
+            world_size,
+            f"--checkpoint {run} --output_dir {tmp_path}",
+            f"another process draws pictures into --output_dir {tmp_path}: wait for its end, or choose another folder",
+        )
+    assert not list(tmp_path.glob("*.png"))
+
+
+def write_on_a_full_disk(folder: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+    with pytest.raises(RunError) as told:
+        write_picture(folder / "00000.png", np.zeros((8, 8, 3), dtype=np.uint8))
+    return str(told.value)
+
+
+def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
+    assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(f"could not write {tmp_path}/00000.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Path, tmp_path: Path) -> None:
+    [path] = checkpoint.list_checkpoints(run / "checkpoints")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
+    assert_refused("sample.py", 1, flags, "holds a run or a checkpoint, whose files it would overwrite")
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before

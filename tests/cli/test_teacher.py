@@ -1,0 +1,228 @@
+"""A mean flow with a teacher: paths that are the teacher's, drawn by any number of processes, and training on them."""
+
+import json
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from rectified_flow.cli import teacher as drawn
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.parts import open_pictures
+from rectified_flow.cli.recipe import with_recipe
+from rectified_flow.cli.teacher import PairDataset, open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.flags import command_line
+from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
+from tests.programs import assert_refused
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses
+
+COUNT, STEPS, SCALE = 150, 3, 2.0
+SMALL = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults": (1, 2), "num_samples": 0}
+
+
+def train_teacher(folder: Path, **flags: Any) -> Path:
+    words = command_line(SMALL | {"train_num_steps": 3, "output_dir": folder} | flags)
+    run_on_ranks(1, train_rectified_flow, parse(TrainRectifiedFlow, "", words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a conditional rectified flow on tiny flowers, augmented as few pictures are."""
+    return train_teacher(tmp_path_factory.mktemp("teacher"), use_cfg=True, augment=0.15)
+
+
+def taught(teacher: Path, output_dir: Path, **flags: Any) -> TrainMeanFlow:
+    more = {"teacher_paths": COUNT, "teacher_steps": STEPS, "guidance_scale": SCALE, "num_samples": 0, "log_every": 3}
+    return parse(TrainMeanFlow, "", command_line({"teacher": teacher, "output_dir": output_dir} | more | flags))
+
+
+def draw_paths(teacher: Path, output_dir: Path) -> Path:
+    config = with_teacher_flags(taught(teacher, output_dir))
+    request = request_of(config)
+    assert request is not None
+    return open_drawn(config, request, open_pictures(config.data))[0].path
+
+
+@pytest.fixture(scope="module")
+def paths(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDataset:
+    """Drawn by two processes."""
+    path, other = run_on_ranks(2, draw_paths, teacher, tmp_path_factory.mktemp("run"))
+    assert path == other
+    return PairDataset(path)
+
+
+def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: PairDataset) -> None:
+    batch = paths.read_batch([3, 149, 70])
+    assert set(batch) == {"images", "labels", "path"}
+    assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
+    seen: list[tuple[float, Tensor]] = []
+    images = RectifiedFlow.from_checkpoint(teacher).sample(
+        noise=batch["path"][:, 0].float(),
+        labels=batch["labels"],
+        steps=STEPS,
+        guidance=Guidance(SCALE),
+        watch=lambda t, x: seen.append((t, x)),
+    )
+    assert [t for t, _ in seen] == pytest.approx([1, 2 / 3, 1 / 3, 0]), "not the times that the flow learns them at"
+    for point, (_, x) in zip(batch["path"].unbind(1), seen[:-1], strict=True):
+        torch.testing.assert_close(point.float(), x, rtol=1e-2, atol=1e-2)
+    assert (images.mul(255) - batch["images"]).abs().max() < 1
+    assert paths.read_batch(range(COUNT))["path"][:, 0].float().std() == pytest.approx(1, abs=0.02)
+
+
+def test_one_process_draws_the_same(teacher: Path, paths: PairDataset, tmp_path: Path) -> None:
+    PartialState()
+    alone = PairDataset(draw_paths(teacher, tmp_path)).read_batch(range(COUNT))
+    together = paths.read_batch(range(COUNT))
+    torch.testing.assert_close(alone["path"].float(), together["path"].float(), rtol=1e-2, atol=1e-2)
+    assert torch.equal(alone["labels"], together["labels"])
+
+
+def learn(teacher: Path, output_dir: Path, paths_dir: Path | None, steps: int) -> None:
+    flags = {"paths_dir": paths_dir, "batch_size": 16 // PartialState().num_processes, "lr_warmup_steps": 0}
+    train_mean_flow(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
+
+
+def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: PairDataset, tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        run_on_ranks(world_size, learn, teacher, tmp_path / str(world_size), paths.path, 6)
+    one, two = (losses(tmp_path / str(world_size)) for world_size in (1, 2))
+    assert one == pytest.approx(two, rel=1e-3)
+    assert list(one) == [3, 6]
+    description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
+    assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.5)
+    before, after = RectifiedFlow.from_checkpoint(teacher), DistilledFlow.from_checkpoint(tmp_path / "1")
+    earlier, later = before.state_dict(), after.state_dict()
+    assert earlier.keys() - later.keys() == {"network.augmentation_embedding.weight"}, "paths are not augmented"
+    for name, weights in later.items():
+        assert (earlier[name] - weights).abs().max() < 6.1e-4, "not the weights of the teacher, six steps later"
+    assert after.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
+
+
+def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
+    shutil.rmtree(mine)
+    run_on_ranks(1, learn, mine, tmp_path / "run", None, 6)
+    assert list(losses(tmp_path / "run")) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--teacher {tmp}", "there is no checkpoint at"),
+        ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
+        ("--teacher {run} --teacher_paths 10", "--teacher_paths 10 is fewer than one global batch"),
+        ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
+        ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
+        ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
+        ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be in [0, 1]"),
+        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "were drawn with other paths (150 there, 70 now)"),
+        ("--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3", "other guidance (2.0 there, 1"),
+        ("--teacher {run} --output_dir {run}", "holds checkpoints of a run without --teacher: choose another"),
+        ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
+        ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
+        ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
+        ("--teacher {run} --mixed_precision fp16", "fp16 needs a GPU"),
+        ("--teacher_steps 7", "--teacher_steps needs --teacher"),
+    ],
+)
+def test_bad_input(teacher: Path, paths: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:
+    places = {"run": teacher, "paths": paths.path, "tmp": tmp_path / "none"}
+    output = "" if "--output_dir" in flags else f" --output_dir {tmp_path}"
+    assert_refused("train_mean_flow.py", 1, flags.format(**places) + output, sentence)
+
+
+def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
+    clean = train_teacher(tmp_path / "clean", prediction="clean")
+    flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
+    assert_refused("train_mean_flow.py", 1, flags, "predicts the clean, and a mean flow starts from weights")
+    plain = train_teacher(tmp_path / "plain")
+    flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
+    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs a teacher with labels")
+
+
+def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
+    (tmp_path / "holiday").mkdir()
+    (tmp_path / "holiday/beach.jpg").write_bytes(b"the only copy")
+    flags = f"--teacher {teacher} --teacher_paths 64 --output_dir {tmp_path}/run --paths_dir {tmp_path}/holiday"
+    assert_refused(
+        "train_mean_flow.py", 1, flags, f"{tmp_path}/holiday is in the way of the paths, and holds beach.jpg"
+    )
+    assert (tmp_path / "holiday/beach.jpg").read_bytes() == b"the only copy"
+
+
+class KilledError(Exception):
+    """In place of a kill."""
+
+
+def begin_to_draw(teacher: Path, output_dir: Path) -> None:
+    def killed(*_: Any, **__: Any) -> None:
+        raise KilledError
+
+    fill, drawn.fill = drawn.fill, killed  # type: ignore[attr-defined]
+    with pytest.raises(KilledError):
+        draw_paths(teacher, output_dir)
+    drawn.fill = fill  # type: ignore[attr-defined]
+
+
+def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: Path) -> None:
+    """The paths would be of two teachers, or there is none to go on with: both say what to remove."""
+    PartialState()
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    begin_to_draw(mine, tmp_path / "run")
+    shutil.rmtree(mine)
+    train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
+    flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
+    stage = f"{tmp_path}/run/paths.drawing"
+    said = f"has changed since it drew the first paths: remove {stage}"
+    assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
+    train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)
+    assert_refused(
+        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "is gone", f"remove {stage} to begin"
+    )
+
+
+def test_a_run_is_as_long_as_its_teachers(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In images; one that resumes, even without its teacher, stays as long."""
+    PartialState()
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    config = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
+    assert config.run.num_epochs == 1280, "192,000 images at least, of 150 paths"
+    assert "--num_epochs 1280, for as many images as the teacher's run" in capsys.readouterr().out
+    assert with_recipe(with_teacher_flags(taught(mine, tmp_path, train_num_steps=5)), 1000).run.num_epochs is None
+    run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
+    shutil.rmtree(mine)
+    again = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
+    assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
+
+
+def printed(config: TrainMeanFlow) -> str:
+    with redirect_stdout(StringIO()) as said:
+        train_mean_flow(config)
+    return said.getvalue()
+
+
+def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
+    config = taught(teacher, tmp_path, teacher_paths=1000, batch_size=8, dry_run=True)
+    [said] = run_on_ranks(1, printed, config)
+    calls = 1000 * STEPS * 2
+    assert (
+        f"paths       1,000 in 3 steps each, drawn first with {calls:,} calls of the teacher's network: 0.00 GB" in said
+    )
+    assert "recipe      as many images as the teacher's run" in said

@@ -1,0 +1,193 @@
+"""Reflow: pairs that are what the flow makes, drawn by any number of processes, and a straighter flow of them."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.parts import open_pictures
+from rectified_flow.cli.teacher import PairDataset, open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.flags import command_line
+from rectified_flow.flows.rectified import RectifiedFlow
+from tests.programs import assert_refused
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses
+
+COUNT, STEPS = 150, 3
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a conditional rectified flow on tiny flowers."""
+    folder = tmp_path_factory.mktemp("teacher")
+    small = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults": (1, 2), "use_cfg": True}
+    config = parsed(**small, prediction="clean", train_num_steps=5, num_samples=0, output_dir=folder)
+    run_on_ranks(1, train_rectified_flow, config)
+    return folder
+
+
+def parsed(**flags: Any) -> TrainRectifiedFlow:
+    return parse(TrainRectifiedFlow, "", command_line(flags))
+
+
+def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainRectifiedFlow:
+    more = {"reflow_pairs": COUNT, "reflow_steps": STEPS, "num_samples": 0, "log_every": 3} | flags
+    return parsed(reflow_from=teacher, output_dir=output_dir, **more)
+
+
+def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
+    config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
+    request = request_of(config)
+    assert request is not None
+    return open_drawn(config, request, open_pictures(config.data))[0].path
+
+
+@pytest.fixture(scope="module")
+def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDataset:
+    """Drawn by two processes."""
+    path, other = run_on_ranks(2, draw_pairs, teacher, tmp_path_factory.mktemp("run"))
+    assert path == other
+    return PairDataset(path)
+
+
+def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
+    PartialState()
+    config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=8))
+    network = config.network
+    assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
+    assert (config.data.dataset, config.rectified_flow.prediction) == ("synthetic-flowers", "clean")
+    assert str(config.reflow.reflow_from).endswith("checkpoints/step_00000005")
+
+
+def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: PairDataset) -> None:
+    assert len(pairs) == COUNT
+    batch = pairs.read_batch([3, 149, 70])
+    assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
+    flow = RectifiedFlow.from_checkpoint(teacher)
+    images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
+    assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
+    everything = pairs.read_batch(range(COUNT))
+    assert everything["noise"].float().std() == pytest.approx(1, abs=0.02)
+    assert len(everything["noise"].flatten(1).unique(dim=0)) == COUNT
+    assert 5 < len(everything["labels"].unique()) <= 12
+
+
+def test_one_process_that_was_killed_draws_the_same(
+    teacher: Path, pairs: PairDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PartialState()
+    reached, written = StoreWriter.reached, list[int]()
+
+    def die(writer: StoreWriter, done: int) -> None:
+        reached(writer, done)
+        if done:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "reached", die)
+        with pytest.raises(KeyboardInterrupt):
+            draw_pairs(teacher, tmp_path)
+    assert not (tmp_path / "pairs").exists()
+    write = StoreWriter.write
+
+    def count(writer: StoreWriter, first: int, values: Mapping[str, torch.Tensor]) -> None:
+        written.append(first)
+        write(writer, first, values)
+
+    monkeypatch.setattr(StoreWriter, "write", count)
+    again = PairDataset(draw_pairs(teacher, tmp_path))
+    assert written == [64, 128], "it did not resume where it was"
+    assert np.array_equal(again.entries["noise"], pairs.entries["noise"])
+    assert np.abs(again.entries["images"].astype(int) - pairs.entries["images"]).max() <= 1
+    assert np.array_equal(again.labels, pairs.labels)
+    draw_pairs(teacher, tmp_path, mixed_precision="bf16")
+    assert written == [64, 128], "they were there already"
+
+
+def test_altered_pairs_are_drawn_again(teacher: Path, tmp_path: Path) -> None:
+    PartialState()
+    path = draw_pairs(teacher, tmp_path)
+    noise = path / "noise.float16"
+    before = noise.read_bytes()
+    noise.write_bytes(bytes(100) + before[100:])
+    os.utime(noise, (0, 0))
+    draw_pairs(teacher, tmp_path)
+    assert noise.read_bytes() == before
+
+
+def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) -> None:
+    flags = {"pairs_dir": pairs_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
+    train_rectified_flow(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
+
+
+def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp_path: Path) -> None:
+    for world_size in (1, 2):
+        run_on_ranks(world_size, reflow, teacher, tmp_path / str(world_size), pairs.path, 6)
+    description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
+    assert (description["distance"], description["prediction"]) == ("pseudo_huber", "clean")
+    assert description["time_distribution"] == {"kind": "UShaped", "steepness": 4.0}
+    before, after = (RectifiedFlow.from_checkpoint(run) for run in (teacher, tmp_path / "1"))
+    for one, two in zip(before.parameters(), after.parameters(), strict=True):
+        assert (one - two).abs().max() < 6.1e-4, "not the weights of the teacher, six steps later"
+    assert list(losses(tmp_path / "1")) == [3, 6]
+
+
+def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -> None:
+    """The same command, though another training has gone on in the teacher's folder meanwhile, or it was removed."""
+    mine = tmp_path / "teacher"
+    shutil.copytree(teacher, mine)
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 3)
+    shutil.copytree(mine / "checkpoints/step_00000005", mine / "checkpoints/step_00000009")
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 4)
+    shutil.rmtree(mine)
+    run_on_ranks(1, reflow, mine, tmp_path / "run", None, 6)
+    assert list(losses(tmp_path / "run")) == [3, 4, 6]
+
+
+def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(teacher, run)
+    before = sorted(path.name for path in run.iterdir())
+    flags = f"--reflow_from {run} --output_dir {run} --loss mse --time_distribution logit_normal"
+    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints holds checkpoints of a run without --reflow_from")
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--reflow_from {tmp}", "there is no checkpoint at"),
+        ("--reflow_from {run} --reflow_pairs 0", "--reflow_pairs is 0; it must be above 0"),
+        ("--reflow_from {run} --coupling ot", "--coupling and --reflow_from exclude each other"),
+        ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1", "fewer than one global batch"),
+        ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
+        (
+            "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",
+            "were drawn with other pairs (150 there, 7 now)",
+        ),
+        ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
+        (
+            "--reflow_from {run} --prediction velocity",
+            "has no effect with --reflow_from: the run inherits --prediction clean",
+        ),
+        ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
+    ],
+)
+def test_bad_input(teacher: Path, pairs: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:
+    assert_refused(
+        "train_oxford.py",
+        1,
+        flags.format(run=teacher, pairs=pairs.path, tmp=tmp_path / "none") + f" --output_dir {tmp_path}",
+        sentence,
+    )

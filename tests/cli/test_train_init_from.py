@@ -1,0 +1,67 @@
+"""Starting from the weights of another run: what fits is taken, and what does not is named."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from rectified_flow.cli.train import start_from
+from rectified_flow.condition import AugmentationLabels, Kinds, Labels
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs import checkpoint
+
+
+def unet(dim: int = 8, side: int = 8, **conditions: Labels | AugmentationLabels) -> Unet:
+    network = Unet(dim, (1, 2), conditions=conditions, image_size=side, attention_sides=())
+    torch.manual_seed(1)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter)
+    return network
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A run with averaged weights, on 5 classes, without augmentation."""
+    network = unet(labels=Labels(5))
+    torch.manual_seed(2)
+    averaged = {name: torch.randn_like(value) for name, value in network.state_dict().items()}
+    files = {checkpoint.MODEL_FILE: network.state_dict(), checkpoint.EMA_FILE: averaged}
+    checkpoint.save(tmp_path / "checkpoints", 1, files, {})
+    return tmp_path
+
+
+def started(flow: RectifiedFlow | MeanFlow, source: Path) -> str:
+    with redirect_stdout(StringIO()) as printed:
+        start_from(source, flow)
+    return printed.getvalue()
+
+
+def test_other_labels_another_size_and_augmentation(source: Path) -> None:
+    network = unet(side=16, labels=Labels(7), augmentation=AugmentationLabels(14))
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    printed = started(RectifiedFlow(network), source)
+    averaged = checkpoint.load_tensors(checkpoint.resolve(source), checkpoint.EMA_FILE)
+    new = {"label_embedding.weight", "augmentation_embedding.weight"}
+    for name, value in network.state_dict().items():
+        assert torch.equal(value, before[name] if name in new else averaged[name]), name
+    assert "; new are augmentation_embedding, label_embedding" in printed
+    total = sum(value.numel() for value in before.values())
+    fits = total - sum(before[name].numel() for name in new)
+    assert f"{fits:,} of {total:,} weights" in printed
+
+
+def test_a_mean_flow_starts_from_a_rectified_flow(source: Path) -> None:
+    printed = started(MeanFlow(unet(labels=Labels(5))), source)
+    assert "new are" not in printed
+
+
+@pytest.mark.parametrize("conditions", [{}, {"labels": Labels(5)}])
+def test_where_nothing_fits(source: Path, conditions: Kinds) -> None:
+    flow = RectifiedFlow(Unet(16, (1, 2), conditions=conditions, image_size=8, attention_sides=()))
+    with pytest.raises(UsageError, match=r"of another architecture: \d% of this network's weights would fit; pass the"):
+        start_from(source, flow)

@@ -1,0 +1,333 @@
+"""Latents from the pictures to the samples: encoded once by any number of processes, trained on, drawn, measured."""
+
+import errno
+import json
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.data.latents import LatentDataset, encode_pictures
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.distributed import fill as filling
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
+from rectified_flow.spaces.latents import Latents
+from rectified_flow.system.files import lock_of
+from tests.programs import assert_refused, program
+from tests.ranks import run_on_ranks
+from tests.spaces.tiny_autoencoders import TINY, save_tiny
+from tests.training.runs import losses, tiny_dataset
+
+pytestmark = pytest.mark.xdist_group("latents")
+SMALL = "--dim 8 --dim_mults 1 2 --dropout 0 --lr_warmup_steps 0 --log_every 1 --num_samples 4 --sample_steps 2"
+HAAR = f"--image_size 8 --autoencoder haar {SMALL} --dataset_path"
+
+
+def encode(pictures: ImageDataset, *, mirrored: bool = True) -> LatentDataset:
+    """The latents of pictures; called on every rank."""
+    return encode_pictures(pictures, Haar(1), PartialState(), mirrored=mirrored)
+
+
+def run(name: str, flags: str) -> str:
+    """What a program says; it must end well."""
+    [(code, text)] = run_on_ranks(1, program, name, flags.split())
+    assert code == 0, text
+    return text
+
+
+def train(world_size: int, flags: str) -> None:
+    run_on_ranks(world_size, train_rectified_flow, parse(TrainRectifiedFlow, "", flags.split()))
+
+
+def save_pictures(folder: Path, side: int) -> Path:
+    """Some noisy pictures of two classes."""
+    pixels = np.random.default_rng(0).integers(256, size=(20, side, side, 3), dtype=np.uint8)
+    for number, each in enumerate(pixels):
+        (folder / str(number % 2)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(each).save(folder / str(number % 2) / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> ImageDataset:
+    return tiny_dataset(tmp_path / "cache")
+
+
+def test_latents_are_those_of_the_pictures_and_their_mirror_images(pictures: ImageDataset) -> None:
+    latents, space = encode(pictures), Latents(Haar(1), 8)
+    batch, images = latents.read_batch([0, 45, 7]), torch.from_numpy(pictures.images[[0, 45, 7]])
+    assert set(batch) == {"latents", "labels"}
+    assert (batch["latents"].dtype, batch["latents"].shape) == (torch.float16, (3, 2, 1, 12, 4, 4))
+    for variant, expected in enumerate((images, images.flip(-1))):
+        decoded = space.draw(space.decode(space.encode(batch["latents"][:, variant : variant + 1])))
+        assert torch.equal(decoded, expected)
+    assert torch.equal(batch["labels"], pictures.read_batch([0, 45, 7])["labels"])
+    assert latents.fingerprint == pictures.fingerprint
+    assert latents.description == f"{pictures.description}, as latents of 12 x 4 x 4 by haar"
+
+
+def test_channels_are_scaled_by_what_was_measured(pictures: ImageDataset) -> None:
+    latents = encode(pictures)
+    space = latents.space(Haar(1))
+    x = space.encode(latents.read_batch(range(46))["latents"])
+    torch.testing.assert_close(x.mean(dim=(0, 2, 3)), torch.zeros(12), atol=1e-3, rtol=0)
+    torch.testing.assert_close(x.std(dim=(0, 2, 3), correction=0), torch.ones(12), atol=1e-3, rtol=0)
+
+
+def test_the_spread_of_a_distribution_is_part_of_its_scale(pictures: ImageDataset, tmp_path: Path) -> None:
+    autoencoder = PretrainedAutoencoder(str(save_tiny("AutoencoderKL", tmp_path / "vae")))
+    latents = encode_pictures(pictures, autoencoder, PartialState(), mirrored=False)
+    stored = latents.read_batch(range(46))["latents"]
+    assert stored.shape == (46, 1, 2, 4, 4, 4)
+    expected = (
+        stored[:, 0, 0].double().var(dim=(0, 2, 3), correction=0) + stored[:, 0, 1].double().square().mean((0, 2, 3))
+    ).sqrt()
+    np.testing.assert_allclose(latents.encoded.std, expected, rtol=1e-3)
+    space = latents.space(autoencoder)
+    x = torch.cat([space.encode(space.augment(stored)[0]) for _ in range(20)])
+    torch.testing.assert_close(x.std(dim=(0, 2, 3)), torch.ones(4), atol=0.05, rtol=0)
+
+
+def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = run_on_ranks(2, encode, pictures)
+    assert together[0].path == together[1].path
+    first = (together[0].path / "latents.float16").read_bytes()
+    monkeypatch.setattr(StoreWriter, "begin", None)
+    plain = encode(pictures, mirrored=False)
+    assert plain.path == together[0].path, "the store with mirror images serves both"
+    assert plain.read_batch([1])["latents"].shape == (1, 1, 1, 12, 4, 4)
+    monkeypatch.undo()
+    shutil.rmtree(plain.path)
+    alone = encode(pictures)
+    assert (alone.path / "latents.float16").read_bytes() == first
+    assert (alone.info.content, alone.encoded) == (plain.info.content, plain.encoded)
+
+
+def test_encoding_resumes_after_a_kill(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached, write, written = StoreWriter.reached, StoreWriter.write, list[int]()
+    expected = encode(pictures).info.content
+    shutil.rmtree(encode(pictures).path)
+
+    def die(writer: StoreWriter, done: int) -> None:
+        reached(writer, done)
+        if done:
+            raise KeyboardInterrupt
+
+    def count(writer: StoreWriter, first: int, values: Any) -> None:
+        written.append(first)
+        write(writer, first, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "reached", die)
+        with pytest.raises(KeyboardInterrupt):
+            encode(pictures)
+    monkeypatch.setattr(StoreWriter, "write", count)
+    assert encode(pictures).info.content == expected
+    assert written == [16, 32]
+
+
+def test_what_cannot_be_written_is_a_sentence(pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_writer: StoreWriter, _first: int, _values: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "write", full)
+        with pytest.raises(RunError, match=r"could not write latents .* make room, and run the same command to resume"):
+            encode(pictures)
+    monkeypatch.setattr(Haar, "encode", lambda _haar, x: (torch.full((len(x), 12, 4, 4), torch.nan), None))
+    with pytest.raises(UsageError, match=r"--autoencoder haar gives latents of .* that are not finite"):
+        encode(pictures)
+
+
+def test_another_run_that_encodes_is_waited_for(
+    pictures: ImageDataset, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = encode(pictures).path
+    shutil.rmtree(path)
+    lock = lock_of(Path(f"{path}.lock"))
+    lock.acquire()
+    claim = filling._claim
+
+    def release_later(writer: StoreWriter, held: Any, wait: float) -> Any:
+        if wait:
+            lock.release()
+        return claim(writer, held, wait)
+
+    monkeypatch.setattr(filling, "_claim", release_later)
+    assert encode(pictures).path == path
+    assert "waiting for another run that is encoding these latents" in capsys.readouterr().out
+
+
+def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:
+    autoencoders = [save_tiny("AutoencoderKL", tmp_path / str(seed), seed) for seed in (0, 1)]
+    paths = {
+        encode_pictures(each, PretrainedAutoencoder(str(autoencoder)), PartialState(), mirrored=False).path.name[-16:]
+        for each in (pictures, tiny_dataset(tmp_path / "cache", 40))
+        for autoencoder in autoencoders
+    }
+    assert len(paths) == 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same run on one process and on two."""
+    folder = tmp_path_factory.mktemp("latents")
+    data = save_pictures(folder / "pictures", 8)
+    for world_size, batch in ((1, 16), (2, 8)):
+        flags = f"{HAAR} {data} --train_num_steps 6 --save_every 3 --sample_every 6 --batch_size {batch} --use_cfg"
+        train(world_size, f"{flags} --output_dir {folder}/{world_size}")
+    return folder
+
+
+def test_the_same_run_on_one_and_two_processes(trained: Path) -> None:
+    one, two = (losses(trained / str(world_size)) for world_size in (1, 2))
+    assert list(one) == list(range(1, 7))
+    assert two == pytest.approx(one, rel=1e-4)
+    description = json.loads((trained / "1/checkpoints/step_00000006/flow.json").read_text())
+    assert description["space"]["autoencoder"] == {"kind": "Haar", "levels": 2}
+    assert (description["space"]["shape"], description["space"]["image_size"]) == ([48, 2, 2], 8)
+
+
+def test_it_resumes_byte_equal(trained: Path, tmp_path: Path) -> None:
+    for steps in (3, 6):
+        flags = f"{HAAR} {trained}/pictures --save_every 3 --sample_every 6 --batch_size 16 --use_cfg"
+        train(1, f"{flags} --output_dir {tmp_path}/run --train_num_steps {steps}")
+    for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
+        straight, resumed = (
+            folder / "checkpoints/step_00000006" / name for folder in (trained / "1", tmp_path / "run")
+        )
+        assert straight.read_bytes() == resumed.read_bytes(), name
+
+
+def test_previews_are_what_sample_draws(trained: Path, tmp_path: Path) -> None:
+    flags = f"--checkpoint {trained}/1 --steps 2 --num_samples 4 --output_dir {tmp_path}/out"
+    run("sample.py", f"{flags} --save_pretrained {tmp_path}/model")
+    preview, grid = (
+        np.asarray(Image.open(path)) for path in (trained / "1/samples/step_00000006.png", tmp_path / "out/grid.png")
+    )
+    assert np.abs(preview.astype(int) - grid).max() <= 1
+    assert RectifiedFlow.from_pretrained(tmp_path / "model").sample(2, steps=1).shape == (2, 3, 8, 8)
+
+
+def test_a_picture_is_varied(trained: Path, tmp_path: Path) -> None:
+    picture = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(picture).save(tmp_path / "start.png")
+    flags = f"--checkpoint {trained}/1 --from_images {tmp_path}/start.png --noise_level 0.001 --num_samples 1"
+    run("sample.py", f"{flags} --output_dir {tmp_path}/out")
+    varied = np.asarray(Image.open(tmp_path / "out/00000.png")).astype(int)
+    assert np.abs(varied - picture).mean() < 2
+
+
+def test_it_is_evaluated_against_its_pictures(trained: Path, tmp_path: Path) -> None:
+    flags = f"--checkpoint {trained}/1 --num_samples 8 --feature_network efficientnet_lite0 --output_dir {tmp_path}"
+    text = run("evaluate.py", f"{flags} --steps 1")
+    assert "warning" not in text, "they are those that it was trained on"
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert (result["image_size"], result["num_samples"]) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("train_oxford.py", "--reflow_from {teacher} --reflow_pairs 20 --reflow_steps 2"),
+        ("train_mean_flow.py", "--teacher {teacher} --teacher_paths 20 --teacher_steps 2"),
+    ],
+)
+def test_a_teacher_of_latents_needs_no_pixels(trained: Path, tmp_path: Path, script: str, flags: str) -> None:
+    """What is drawn is kept as latents, in the teacher's own scales, and outlives the teacher."""
+    teacher = shutil.copytree(trained / "1", tmp_path / "teacher")
+    more = f"{flags.format(teacher=teacher)} --batch_size 10 --num_samples 0 --log_every 2 --lr_warmup_steps 0"
+    for steps in (2, 4):
+        run(script, f"{more} --output_dir {tmp_path}/run --train_num_steps {steps}")
+        shutil.rmtree(teacher, ignore_errors=True)
+    assert list(losses(tmp_path / "run")) == [2, 4]
+    [files] = [sorted(path.name for path in folder.iterdir()) for folder in tmp_path.glob("run/pa*s")]
+    assert "latents.float16" in files
+    assert "images.uint8" not in files
+    spaces = [
+        json.loads(path.read_text())["space"]
+        for path in (
+            trained / "1/checkpoints/step_00000006/flow.json",
+            tmp_path / "run/checkpoints/step_00000004/flow.json",
+        )
+    ]
+    assert spaces[0] == spaces[1]
+
+
+def journeys(folder: Path) -> dict[str, list[tuple[int, str]]]:
+    """What the programs say of a run by each class, from pictures to samples; in one process, which imports once."""
+    said = {}
+    for kind in TINY:
+        home = folder / kind
+        vae, moved, other = save_tiny(kind, home / "vae"), home / "moved", save_tiny(kind, home / "other", seed=1)
+        script = "train_mean_flow.py" if kind == "AutoencoderKL" else "train_oxford.py"
+        flags = f"--dataset_path {folder}/pictures --image_size 32 --autoencoder {vae} {SMALL} --dim_mults 1"
+        said[kind] = [program(script, f"{flags} --batch_size 4 --train_num_steps 2 --output_dir {home}/run".split())]
+        vae.rename(moved)
+        for remembered in (_find, _load, _fingerprint_of):
+            remembered.cache_clear()
+        for more in ("", f"--autoencoder {other}", f"--autoencoder {moved}"):
+            said[kind].append(program("sample.py", f"--checkpoint {home}/run --num_samples 2 {more}".split()))
+    return said
+
+
+@pytest.fixture(scope="module")
+def journey(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[tuple[int, str]]]]:
+    folder = tmp_path_factory.mktemp("journeys")
+    save_pictures(folder / "pictures", 32)
+    return folder, run_on_ranks(1, journeys, folder)[0]
+
+
+@pytest.mark.parametrize("kind", list(TINY))
+def test_each_class_from_pictures_to_samples(journey: tuple[Path, dict[str, Any]], kind: str) -> None:
+    folder, said = journey
+    (code, text), gone, changed, (again, errors) = said[kind]
+    assert code == 0, text
+    assert (gone[0], changed[0]) == (2, 2)
+    assert f"--autoencoder {folder / kind}/vae cannot be found" in gone[1]
+    assert "has other weights than the flow was trained with" in changed[1]
+    assert again == 0, errors
+    assert Image.open(folder / kind / "run/generated/00001.png").size == (32, 32)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--image_size 10",
+            "--image_size 10 cannot be halved as often as --autoencoder haar does: take a power of two",
+        ),
+        ("--image_size 12", "--image_size 12 has latents of side 3, which is not divisible by 2, as the 2 levels of"),
+    ],
+)
+def test_bad_input(tmp_path: Path, flags: str, sentence: str) -> None:
+    assert_refused("train_oxford.py", 2, f"{HAAR} {tmp_path}/none {flags} --output_dir {tmp_path}/run", sentence)
+
+
+def printed(flags: str) -> str:
+    with redirect_stdout(StringIO()) as output:
+        assert program("train_oxford.py", flags.split())[0] == 0
+    return output.getvalue()
+
+
+def test_a_dry_run_counts_encoding_cache_and_decoder(tmp_path: Path) -> None:
+    flags = f"--dataset synthetic-flowers --image_size 32 --autoencoder haar {SMALL} --dry_run"
+    [text] = run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path}/run")
+    said = dict(row.split(maxsplit=1) for row in text.splitlines() if row)
+    assert said["latents"] == "48 x 8 x 8, 12.3 kB of disk for each picture, with its mirror image"
+    # Two levels, of 12 and 48 channels that each are sums of four, as a multiplication and an addition.
+    assert float(said["decoding"].split()[0]) == pytest.approx(2 * 2 * 4 * 3 * 32 * 32 / 1e9, rel=0.01)
+    assert float(said["encoding"].split()[0]) == pytest.approx(2 * 2 * 2 * 4 * 3 * 32 * 32 / 1e9, rel=0.01)

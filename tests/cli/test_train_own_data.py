@@ -1,0 +1,152 @@
+"""Datasets that are not this project's: any sequence of pictures will do, and what looks wrong is said once."""
+
+import io
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from rectified_flow.condition import Labels
+from rectified_flow.errors import UsageError
+from rectified_flow.flows import Coupling
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, tiny_config
+
+
+def pictures(count: int = 40, seed: int = 0) -> list[Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return list(torch.randint(256, (count, 3, 8, 8), dtype=torch.uint8, generator=source))
+
+
+def train_on(dataset: Any, config: TrainingConfig, coupling: Coupling = "independent") -> tuple[str, int]:
+    """What a run on ``dataset`` prints, and its last step."""
+    torch.manual_seed(0)
+    labelled = isinstance(dataset[0], dict) and "labels" in dataset[0]
+    network = Unet(8, (1, 2), conditions={"labels": Labels(4)} if labelled else None, image_size=8)
+    with redirect_stdout(io.StringIO()) as said:
+        trainer = Trainer(RectifiedFlow(network, coupling=coupling), dataset, config)
+        trainer.train()
+    return said.getvalue(), trainer.state.step
+
+
+def refusal_on(dataset: Any, config: TrainingConfig) -> str:
+    with pytest.raises(UsageError) as refusal:
+        train_on(dataset, config)
+    return str(refusal.value)
+
+
+def test_a_plain_list_of_pictures(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train_num_steps=None, num_epochs=1)
+    [(said, step)] = run_on_ranks(1, train_on, pictures(), config)
+    assert step == 3, "40 pictures in batches of 16"
+    assert "data        40 items of a list\n" in said
+    assert "run         3 steps = 48 images = 1.2 epochs\n" in said
+    assert "oxford" not in said + (tmp_path / "config.json").read_text()
+    assert "warning" not in said
+    [(said, step)] = run_on_ranks(1, train_on, pictures(), tiny_config(tmp_path, train_num_steps=None, num_epochs=2))
+    assert "resume      step 3" in said
+    assert step == 5
+
+
+def test_other_data_of_the_same_length_are_refused(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path, train_num_steps=1, num_samples=0)
+    run_on_ranks(1, train_on, pictures(), config)
+    for sentence in run_on_ranks(2, refusal_on, pictures(seed=1), tiny_config(tmp_path, train_num_steps=2)):
+        assert "step_00000001 was trained on other data or at another size: choose another --output_dir" in sentence
+        assert "\n" not in sentence
+    [(said, step)] = run_on_ranks(1, train_on, pictures(), tiny_config(tmp_path, train_num_steps=2, num_samples=0))
+    assert step == 2, said
+
+
+@pytest.mark.parametrize(
+    ("scale", "offset", "sentence"),
+    [
+        (1.0, 0.0, "warning: the images of the first batch lie in [0, 1]; scale them to [-1, 1]"),
+        (255.0, 0.0, "warning: images reach from 0 to 255; scale floating-point images to [-1, 1]"),
+        (4.0, -2.0, "warning: images reach from -2 to 2; scale floating-point images to [-1, 1]"),
+        (2.0, -1.0, None),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_floats_in_another_range_are_told_once(
+    tmp_path: Path, world_size: int, scale: float, offset: float, sentence: str | None
+) -> None:
+    values = torch.rand(40, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    values[:, 0, 0, 0], values[:, 0, 0, 1] = 0.0, 1.0  # whichever pictures are in the first batch
+    config = tiny_config(tmp_path, train_num_steps=3, num_samples=0)
+    results = run_on_ranks(world_size, train_on, TensorDataset(scale * values + offset), config)
+    said = "".join(text for text, _ in results)
+    assert said.count("warning: ") == (sentence is not None)
+    assert sentence is None or sentence in said
+
+
+class Captioned(Dataset[dict[str, Any]]):
+    """Pictures with labels, and with ``extra`` entries that no flow knows."""
+
+    fingerprint = "captioned"
+
+    def __init__(self, *extra: str) -> None:
+        self.extra, self.pictures = extra, pictures()
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        everything = {"caption": f"picture {index}", "sharpness": torch.tensor(index / 40)}
+        item = {"images": self.pictures[index], "labels": torch.tensor(index % 4)}
+        return item | {name: everything[name] for name in self.extra}
+
+
+@pytest.mark.parametrize(("world_size", "coupling"), [(1, "independent"), (2, "independent"), (2, "ot")])
+def test_entries_that_the_network_does_not_take_are_ignored(
+    tmp_path: Path, world_size: int, coupling: Coupling
+) -> None:
+    for name, dataset in (("without", Captioned()), ("with", Captioned("caption", "sharpness"))):
+        config = tiny_config(tmp_path / name, train_num_steps=4, num_samples=0, log_every=1)
+        run_on_ranks(world_size, train_on, dataset, config, coupling)
+    assert losses(tmp_path / "with") == losses(tmp_path / "without")
+
+
+def test_conditions_that_the_data_lack_and_keys_of_another_name_are_reported(tmp_path: Path) -> None:
+    config = tiny_config(tmp_path / "a", train_num_steps=1, num_samples=0)
+    [said] = run_on_ranks(1, train_without_labels, config)
+    assert said.count("warning: the network takes labels, which the data do not have: it is trained without") == 1
+    items = [{"image": picture} for picture in pictures()]
+    [sentence] = run_on_ranks(1, refusal_on, items, tiny_config(tmp_path / "b"))
+    assert sentence.startswith("a batch has image, but not images, which the flow is trained on")
+
+
+def train_without_labels(config: TrainingConfig) -> str:
+    network = Unet(8, (1, 2), conditions={"labels": Labels(4)}, image_size=8)
+    dataset: Any = pictures()
+    with redirect_stdout(io.StringIO()) as said:
+        Trainer(RectifiedFlow(network), dataset, config).train()
+    return said.getvalue()
+
+
+def test_a_dataset_of_the_hub_library_trains(tmp_path: Path) -> None:
+    """It has a method ``batch`` of its own."""
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"images": [picture.tolist() for picture in pictures()]})
+    config = tiny_config(tmp_path, train_num_steps=2, num_samples=0)
+    [(said, step)] = run_on_ranks(1, train_on_rows, rows, config)
+    assert step == 2, said
+
+
+def train_on_rows(rows: Any, config: TrainingConfig) -> tuple[str, int]:
+    return train_on(rows.cast_column("images", _pixels()).with_format("torch"), config)
+
+
+def _pixels() -> Any:
+    from datasets import Array3D
+
+    return Array3D(shape=(3, 8, 8), dtype="uint8")

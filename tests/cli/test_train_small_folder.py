@@ -1,0 +1,128 @@
+"""The first command on one's own few pictures: whatever they are, it trains, and says what it could not do."""
+
+import os
+import shutil
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from accelerate import PartialState
+from PIL import Image
+
+from rectified_flow.cli.command_line import parse
+from rectified_flow.cli.train import build_heldout_hook, train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.heldout import Split
+from tests.programs import assert_refused
+from tests.ranks import run_on_ranks
+from tests.training.runs import losses, tiny_dataset
+
+TINY = "--image_size 8 --dim 8 --dim_mults 1 2 --train_num_steps 3 --lr_warmup_steps 0 --num_samples 0 --log_every 1"
+
+
+@pytest.fixture(scope="module")
+def one_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """130 noisy pictures, each the only one of its class."""
+    folder = tmp_path_factory.mktemp("one-each")
+    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(130, 8, 8, 3), dtype=np.uint8)):
+        (folder / f"{number:03}").mkdir()
+        Image.fromarray(pixels).save(folder / f"{number:03}/only.png")
+    return folder
+
+
+def train(flags: str) -> str:
+    """What a run prints."""
+    with redirect_stdout(StringIO()) as said:
+        assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags.split()))
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path: Path) -> None:
+    for number in range(5):
+        shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
+    first, *_ = run_on_ranks(
+        world_size, train, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run"
+    )
+    assert "recipe      --augment 0.15, for 5 pictures" in first
+    assert len(losses(tmp_path / "run")) == 3
+
+
+def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
+    """All are on one side: a run of the first command goes on, one that asked for it does not."""
+    (tmp_path / "frames").mkdir()
+    for number in range(130):
+        Image.new("RGB", (8, 8), (100 + number % 2, 100, 100 + number // 2 % 2)).save(tmp_path / f"frames/{number}.png")
+    flags = f"{TINY} --dataset_path {tmp_path}/frames --cache_dir {tmp_path}/cache"
+    [said] = run_on_ranks(1, train, f"{flags} --output_dir {tmp_path}/run")
+    assert "held out    nothing, as --holdout 0.24 leaves " in said
+    assert len(losses(tmp_path / "run")) == 3
+    for asked, named in (
+        ("--holdout 0.5", "--holdout 0.5 leaves"),
+        ("--stop_when_memorising", "--holdout 0.24 leaves"),
+    ):
+        assert_refused("train_oxford.py", 1, f"{flags} {asked} --output_dir {tmp_path}/other", named)
+
+
+def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: Path) -> None:
+    flags = f"{TINY} --dataset_path {one_each} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    [said] = run_on_ranks(1, train, f"{flags} --use_cfg")
+    [warning] = [row for row in said.splitlines() if "is left to train on" in row]
+    [split] = [row for row in said.splitlines() if row.startswith("held out")]
+    held_out = split.partition("train on, ")[2].split()[0]
+    assert warning.startswith(f"warning: no picture is left to train on of {held_out} of the classes: ")
+    [said] = run_on_ranks(1, train, f"{flags}-2")
+    assert "is left to train on" not in said, "nothing is asked for by class"
+
+
+def test_a_share_to_hold_out_is_proposed_by_the_number_of_pictures(one_each: Path, tmp_path: Path) -> None:
+    for number in range(100):
+        shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
+    flags = f"{TINY} --dataset_path {tmp_path}/pictures --stop_when_memorising --output_dir {tmp_path}/run"
+    assert_refused("train_oxford.py", 1, flags, "--stop_when_memorising needs", "pass --holdout 0.3")
+
+
+def train_on_a_folder_of_its_own(folder: Path) -> str:
+    mine = folder / str(os.environ["RANK"])
+    try:
+        return train(f"{TINY} --dataset_path {mine} --cache_dir {mine}-cache --output_dir {folder}/run")
+    except UsageError as error:
+        return str(error)
+
+
+def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) -> None:
+    """Of 130 a recipe holds some out, and of 120 none: the processes would wait for each other."""
+    for number in range(130):
+        for folder in ("0", "1")[: 1 + (number < 120)]:
+            shutil.copytree(one_each / f"{number:03}", tmp_path / folder / str(number))
+    for said in run_on_ranks(2, train_on_a_folder_of_its_own, tmp_path):
+        assert "the number of pictures" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "every"),
+    [
+        ("--train_num_steps 3000", 300),
+        ("--train_num_steps 100000", 1000),
+        ("--train_num_steps 3000 --save_every 0", 300),
+        ("--train_num_steps 5", 1),
+        ("--train_num_steps 3000 --evaluate_every 700 --holdout 0.3 --stop_when_memorising", 700),
+        ("--num_epochs 1000 --global_batch_size 8", 400),
+    ],
+)
+def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, every: int, tmp_path: Path) -> None:
+    PartialState()
+    config, dataset = parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path)
+    split = Split(training=list(range(32)), held_out=list(range(32, 46)), left_out=[])
+    assert build_heldout_hook(config, dataset, split).every == every
+
+
+def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
+    PartialState()
+    flags = "--train_num_steps 3000 --evaluate_every 1000 --holdout 0.3 --stop_when_memorising"
+    split = Split(training=list(range(32)), held_out=list(range(32, 46)), left_out=[])
+    with pytest.raises(UsageError, match="needs 4 measurements, and --evaluate_every 1000 makes 3 in 3000 steps"):
+        build_heldout_hook(parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path), split)

@@ -1,0 +1,215 @@
+"""Where pictures come from: folders, the hub's layouts, and our own drawing."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from rectified_flow.data.build import open_dataset
+from rectified_flow.data.flower_names import FLOWER_NAMES
+from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
+from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
+from rectified_flow.errors import UsageError
+
+
+def save_picture(path: Path, red: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = {".jpg": "JPEG", ".jpeg": "JPEG", ".tif": "TIFF"}.get(path.suffix.lower())
+    Image.new("RGB", (10, 8), (red, 100, 200)).save(path, kind)
+
+
+def hub_layout(folder: Path, names: list[str], labels: list[int]) -> Path:
+    """Parquet files as the hub keeps them, one 10 px picture per label."""
+    pictures = [Image.new("RGB", (10, 10), (10 * label, 0, 0)) for label in labels]
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=names)})
+    rows = datasets.Dataset.from_dict({"image": pictures, "label": labels}, features=features)
+    (folder / "data").mkdir(parents=True)
+    rows.to_parquet(folder / "data/train-00000-of-00001.parquet")
+    return folder
+
+
+def test_a_folder_of_every_kind_and_case(tmp_path: Path) -> None:
+    names = ["a.jpg", "b.JPG", "c.Jpeg", "d.png", "e.WEBP", "f.bmp", "g.tiff", "h.TIF"]
+    for name in names:
+        save_picture(tmp_path / name)
+    for ignored in ("notes.txt", ".hidden.png"):
+        (tmp_path / ignored).write_text("not a picture")
+    folder = ImageFolder(tmp_path)
+    assert sorted(file.name for file in folder.files) == sorted(names)
+    dataset = open_dataset("", tmp_path, image_size=4)
+    assert len(dataset) == len(names)
+    assert dataset.conditions == {}
+    assert dataset.condition_values([0, 1]) == {}
+    assert dataset.description == f"{tmp_path.name}: {len(names)} images of 4 px"
+    assert list(dataset[0]) == ["images"]
+    assert torch.all((dataset.read_batch(range(8))["images"][:, 2].int() - 200).abs() < 8)
+
+
+def test_subfolders_are_classes(tmp_path: Path) -> None:
+    for name in ("rose/1.png", "rose/more/2.png", "daisy/1.png"):
+        save_picture(tmp_path / name)
+    dataset = open_dataset("", tmp_path, image_size=4)
+    assert dataset.class_names == ["daisy", "rose"]
+    assert dataset.labels.tolist() == [0, 1, 1]
+    again = open_dataset(**dataset.recipe | {"cache_dir": str(dataset.path.parent)})
+    assert again.path == dataset.path, "the recipe opens other pictures"
+    with pytest.raises(UsageError, match="is empty: is a variable not set"):
+        open_dataset("", "", image_size=4)
+
+
+def test_a_picture_beside_the_subfolders_means_no_classes(tmp_path: Path) -> None:
+    save_picture(tmp_path / "rose/1.png")
+    save_picture(tmp_path / "loose.png")
+    assert ImageFolder(tmp_path).class_names == []
+
+
+def test_the_hubs_layout(tmp_path: Path) -> None:
+    folder = hub_layout(tmp_path / "set", ["cat", "dog"], [1, 0, 1])
+    dataset = open_dataset("", folder, image_size=4)
+    assert dataset.class_names == ["cat", "dog"]
+    assert dataset.labels.tolist() == [1, 0, 1]
+    assert dataset.images[:, 0, 0, 0].tolist() == [10, 0, 10]
+    with pytest.raises(UsageError, match="has no split 'test', only train"):
+        open_dataset("", folder, image_size=4, split="test")
+
+
+def test_saved_to_disk(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"picture": [Image.new("RGB", (10, 10))] * 3, "label": [2, 0, 1]})
+    rows.cast_column("picture", datasets.Image()).save_to_disk(str(tmp_path / "saved"))
+    dataset = open_dataset("", tmp_path / "saved", image_size=4)
+    assert dataset.class_names == ["0", "1", "2"]
+    assert dataset.labels.tolist() == [2, 0, 1]
+
+
+def test_rows_without_a_label_mean_no_classes(tmp_path: Path) -> None:
+    """A hub's test split often has -1, or nothing, for a label."""
+    for name, labels in (("hidden", [0, -1, 1]), ("missing", [0, None, 1])):
+        rows = datasets.Dataset.from_dict({"image": [Image.new("RGB", (10, 10))] * 3, "label": labels})
+        rows = rows.cast_column("image", datasets.Image())
+        rows.cast_column("label", datasets.ClassLabel(names=["cat", "dog"])).save_to_disk(str(tmp_path / name))
+        dataset = open_dataset("", tmp_path / name, image_size=4)
+        assert len(dataset) == 3
+        assert dataset.conditions == {}
+
+
+def test_a_link_to_nowhere_is_a_broken_image(tmp_path: Path) -> None:
+    save_picture(tmp_path / "a.png")
+    (tmp_path / "b.png").symlink_to(tmp_path / "gone.png")
+    with pytest.raises(UsageError, match=r"broken image .*b\.png"):
+        open_dataset("", tmp_path, image_size=4)
+    assert len(open_dataset("", tmp_path, image_size=4, skip_broken_images=True)) == 1
+
+
+def test_no_image_column(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match="has no image column, only text"):
+        open_dataset("", tmp_path / "saved", image_size=4)
+
+
+def test_a_broken_row_is_named(tmp_path: Path) -> None:
+    features = datasets.Features({"image": datasets.Image(decode=False)})
+    rows = datasets.Dataset.from_dict({"image": [{"bytes": b"no picture", "path": None}]}, features=features)
+    rows.save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(UsageError, match="broken image row 0 of saved train"):
+        open_dataset("", tmp_path / "saved", image_size=4)
+
+
+def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
+    """The hub's class names are Oxford ids in text order: label 1 is id 10."""
+    names = sorted(str(number) for number in range(1, 103))
+    folder = hub_layout(tmp_path / "flowers", names, [0, 1, names.index("54")])
+    dataset = OxfordFlowersDataset(4, source=folder)
+    assert len(dataset.class_names) == len(FLOWER_NAMES) == len(set(FLOWER_NAMES)) == 102
+    shown = [dataset.class_names[label] for label in dataset.labels]
+    assert shown == ["pink primrose", "globe thistle", "sunflower"]
+    assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2, "multiprocessing_context": "spawn"}])
+def test_oxford_flowers_in_torchs_own_loader(tmp_path: Path, settings: dict[str, Any]) -> None:
+    labels = [5, 1, 3, 0, 7, 2]
+    dataset = OxfordFlowersDataset(
+        4, source=hub_layout(tmp_path, list("abcdefgh"), labels), cache_dir=tmp_path / "cache"
+    )
+    batches = list(DataLoader(dataset, batch_size=4, **settings))
+    assert [batch["images"].shape for batch in batches] == [(4, 3, 4, 4), (2, 3, 4, 4)]
+    assert torch.cat([batch["labels"] for batch in batches]).tolist() == labels
+    assert torch.cat([batch["images"] for batch in batches])[:, 0, 0, 0].tolist() == [10 * label for label in labels]
+
+
+def test_synthetic_flowers_are_distinct_and_repeatable() -> None:
+    flowers = SyntheticFlowers(32, count=600)
+    pictures = [np.asarray(flowers.load(index)[0]) for index in range(600)]
+    assert len({picture.tobytes() for picture in pictures}) == 600
+    assert np.array_equal(np.asarray(SyntheticFlowers(32).load(17)[0]), pictures[17])
+    assert not np.array_equal(np.asarray(SyntheticFlowers(32, seed=1).load(17)[0]), pictures[17])
+
+
+def test_synthetic_flowers_show_their_class() -> None:
+    """The mean picture of a class is nearer to its flowers than that of other classes."""
+    flowers = SyntheticFlowers(32, count=600)
+    pictures = np.stack([np.asarray(flowers.load(index)[0], dtype=float).ravel() for index in range(600)])
+    labels = np.arange(600) % len(SPECIES)
+    means = np.stack([pictures[:360][labels[:360] == label].mean(axis=0) for label in range(len(SPECIES))])
+    nearest = ((pictures[360:, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+    assert (nearest == labels[360:]).mean() > 0.9
+
+
+def test_a_folder_given_as_a_name(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"is a folder: pass it as --dataset_path {tmp_path}"):
+        open_dataset(str(tmp_path), image_size=4)
+
+
+def test_a_real_folder_is_read_once_whatever_links_to_it(tmp_path: Path) -> None:
+    """Two links to the folder itself would otherwise never end."""
+    for name in ("cat/1.png", "cat/2.png", "dog/3.png"):
+        save_picture(tmp_path / "pics" / name)
+    (tmp_path / "pics/self").symlink_to(".")
+    (tmp_path / "pics/again").symlink_to(tmp_path / "pics")
+    (tmp_path / "pics/a-cat").symlink_to("cat")  # comes first in the alphabet
+    save_picture(tmp_path / "elsewhere/4.png")
+    (tmp_path / "pics/bird").symlink_to(tmp_path / "elsewhere")
+    folder = ImageFolder(tmp_path / "pics")
+    assert [str(file.relative_to(tmp_path / "pics")) for file in folder.files] == [
+        "bird/4.png",
+        "cat/1.png",
+        "cat/2.png",
+        "dog/3.png",
+    ]
+    assert folder.class_names == ["bird", "cat", "dog"]
+
+
+def test_a_folder_that_cannot_be_read_is_named_or_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("cat/1.png", "dog/2.png"):
+        save_picture(tmp_path / "pics" / name)
+    scandir = os.scandir
+
+    def scan(path: Any) -> Any:  # the rights of a folder do not bind root
+        if str(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UsageError, match=r"the folder .*/pics/dog cannot be read \(Permission denied\)"):
+        open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
+    dataset = open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache", skip_broken_images=True)
+    assert len(dataset) == 1
+    assert "skipped 1 unreadable folders" in capsys.readouterr().out
+
+
+def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> None:
+    """Pillow hands an EPS file to another program."""
+    save_picture(tmp_path / "pics/1.png")
+    eps = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
+    (tmp_path / "pics/2.png").write_text(eps)
+    with pytest.raises(UsageError, match=r"broken image .*2\.png \(cannot identify image file"):
+        open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")

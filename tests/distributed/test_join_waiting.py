@@ -1,0 +1,135 @@
+"""Processes that wait for each other say for whom, and a wait at the start has an end."""
+
+import os
+import socket
+import time
+from contextlib import redirect_stderr
+from datetime import timedelta
+from io import StringIO
+from threading import active_count
+
+import psutil
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from rectified_flow.distributed import join as joining
+from rectified_flow.distributed import join as waiting
+from rectified_flow.distributed.join import Meeting, in_words, reported
+from rectified_flow.errors import RunError
+from tests.ranks import run_on_ranks
+
+PATIENCE = timedelta(seconds=1)
+SOON = 0.1
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_line_comes_after_each_interval_and_none_after_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting, "INTERVAL", SOON)
+    before = active_count()
+    with reported(lambda: "rank 1"):
+        time.sleep(2.5 * SOON)
+    assert capsys.readouterr().err == "waiting for rank 1\n" * 2
+    time.sleep(2 * SOON)
+    assert active_count() == before, "a thread is left"
+    assert capsys.readouterr().err == ""
+
+
+def test_a_short_wait_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with reported(lambda: "rank 1"):
+        time.sleep(SOON)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(waiting, "INTERVAL", SOON)
+    with reported(lambda: str(1 / 0)):
+        time.sleep(1.5 * SOON)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_lowest_rank_that_waits_names_those_that_are_missing() -> None:
+    class Shared(HashStore):
+        def clone(self) -> "Shared":
+            return self
+
+    store = Shared()
+    ranks = [Meeting(store, "start", rank, 4) for rank in range(4)]
+
+    def said() -> list[str | None]:
+        return [ranks[rank]._awaited("to come", lambda: "to get through") for rank in (1, 2)]
+
+    with ranks[1].attended(absent="", slow=str), ranks[2].attended(absent="", slow=str):
+        assert said() == ["ranks 0, 3 (of 4 processes) to come", None]
+        assert not ranks[1].is_complete()
+        with ranks[0].attended(absent="", slow=str):
+            pass
+        with ranks[3].attended(absent="", slow=str):
+            pass
+        assert said() == ["ranks 1, 2 (of 4 processes) to get through", None]
+        assert ranks[1].is_complete()
+
+
+def test_many_ranks_are_cut_short() -> None:
+    assert in_words([3]) == "rank 3"
+    assert in_words(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
+
+
+def start_alone(rank: int, port: int) -> tuple[str, str, dict[str, str]]:
+    """Join as one of two processes whose other one does not come."""
+    joining.STARTUP_TIMEOUT, waiting.INTERVAL = PATIENCE, SOON
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with redirect_stderr(StringIO()) as written, pytest.raises(RunError) as end:
+        joining.join_processes()
+    return str(end.value), written.getvalue(), dict(os.environ)
+
+
+def test_rank_0_names_the_rank_that_does_not_come(port: int) -> None:
+    [(end, lines, environment)] = run_on_ranks(1, start_alone, 0, port)
+    assert f"waiting for rank 1 (of 2 processes) at 127.0.0.1:{port}, where it has not come yet" in lines
+    assert "not all of 2 processes came within 0:00:01" in end
+    assert environment["LOCAL_RANK"] == "0", "accelerate would find no backend for GPUs"
+
+
+def test_another_rank_says_that_nothing_answers(port: int) -> None:
+    [(end, lines, _)] = run_on_ranks(1, start_alone, 1, port)
+    assert f"waiting for rank 0 at 127.0.0.1:{port}, which gives rank 1 on" in lines
+    assert "Connection refused" in lines
+    assert f"no answer from rank 0 at 127.0.0.1:{port} within 0:00:01" in end
+
+
+@pytest.mark.parametrize("own", ["127.0.1.1", "10.66.0.2"])
+def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, port: int, own: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with ... remote=[127.0.1.1]:4711\nmore")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
+    for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    addresses = {"lo": ["127.0.0.1"], "eth7": ["10.66.0.2"]}
+    found = {name: [FakeAddress(each) for each in all_] for name, all_ in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    with pytest.raises(RunError) as end:
+        joining._meet(cpu=True, world_size=1)
+    sentence = str(end.value)
+    assert "rank 0 on" in sentence
+    assert "set GLOO_SOCKET_IFNAME=eth7" in sentence
+    assert ("resolves to 127.0.1.1 on its own machine" in sentence) == (own == "127.0.1.1")
+
+
+class FakeAddress:
+    family = socket.AF_INET
+
+    def __init__(self, address: str) -> None:
+        self.address = address

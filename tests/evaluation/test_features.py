@@ -1,0 +1,37 @@
+"""Features of the training pictures are kept, and computed again when they were altered."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+from rectified_flow.data.build import open_store
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.evaluation.features import Features, reference_features
+
+
+def test_no_byte_of_saved_features_changes_unnoticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dataset = ImageDataset(open_store(SyntheticFlowers(8, count=5), 4, cache_dir=tmp_path))
+    state, seen = PartialState(), list[int]()
+
+    def extract(images: Tensor) -> Tensor:
+        seen.append(len(images))
+        return images.float().mean(dim=(2, 3))
+
+    features = Features("means-1.0", "", "", "", extract)
+    expected = reference_features(dataset, features, state)
+    assert torch.equal(reference_features(dataset, features, state), expected)
+    assert seen == [5], "they were not kept"
+    [path] = dataset.path.glob("features-*.npy")
+    whole = path.read_bytes()
+    assert np.array_equal(np.load(path), expected.numpy())
+    for place in (0, 70, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert torch.equal(reference_features(dataset, features, state), expected)
+        assert f"warning: {path} was altered" in capsys.readouterr().out
+        assert path.read_bytes() == whole, "they were not kept again"
+    assert seen == 5 * [5]

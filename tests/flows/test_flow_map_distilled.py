@@ -1,0 +1,116 @@
+"""Distillation against closed forms, and the points and times that it draws from a path."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.pixels import Pixels
+from tests.analytic import Gaussian, image_gaussian
+from tests.flows.test_mean import Optimal
+
+POINTS = 8
+
+
+def path_of(data: Gaussian, noise: Tensor) -> Tensor:
+    """The exact path from noise to data: all points at times 1, 7/8, ..., 0."""
+    times = (torch.arange(POINTS, -1, -1) / POINTS).reshape(-1, 1, 1, 1, 1)
+    one = torch.ones(())
+    return (noise - (one - times) * data.average_velocity(noise[None], one, times)).transpose(0, 1)
+
+
+def evaluate(reverse: bool = False) -> tuple[float, float]:
+    """The mean squared error of the exact average velocity on exact paths, and the norm of its gradient."""
+    data = image_gaussian().float()
+    torch.manual_seed(0)
+    points = path_of(data, torch.randn(2000, 3, 4, 4))
+    flow = DistilledFlow(Optimal(data), weight_power=0)
+    loss = forward(flow, points.flip(1) if reverse else points)
+    loss.backward()
+    gradient = flow.network.errors.grad
+    assert isinstance(gradient, Tensor)
+    return flow.logged["unweighted_loss"].item(), gradient.norm().item()
+
+
+def forward(flow: DistilledFlow, points: Tensor) -> Tensor:
+    """The loss on paths that are not rounded to pixels."""
+    flow.space.encode = lambda data: data
+    return flow(images=points[:, -1], path=points[:, :-1])
+
+
+def test_the_exact_average_velocity_has_no_error_and_no_gradient() -> None:
+    mean_square, gradient = evaluate()
+    assert mean_square < 1e-9
+    assert gradient < 0.02
+
+
+def test_a_path_in_the_wrong_order_shows() -> None:
+    mean_square, gradient = evaluate(reverse=True)
+    assert mean_square > 0.1
+    assert gradient > 1
+
+
+class Recorder(nn.Module):
+    """Keeps the times and conditions that it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor) -> Tensor:
+        self.seen.append((t, r))
+        return x * self.weight
+
+
+@pytest.mark.parametrize(("fraction", "whole"), [(0.5, 2000), (0.0, 0), (1.0, 4000)])
+def test_the_first_rows_learn_whole_paths_and_the_others_all_parts(fraction: float, whole: int) -> None:
+    flow = DistilledFlow(Recorder(), whole_fraction=fraction)
+    torch.manual_seed(0)
+    forward(flow, torch.randn(4000, POINTS + 1, 1, 1, 1))
+    assert isinstance(flow.network, Recorder)
+    [(t, r)] = flow.network.seen
+    assert (t[:whole] == 1).all()
+    assert (r[:whole] == 0).all()
+    parts = {(round(POINTS * a.item()), round(POINTS * b.item())) for a, b in zip(t[whole:], r[whole:], strict=True)}
+    every = {(later, earlier) for later in range(1, POINTS + 1) for earlier in range(later)}
+    assert parts == (every if whole < 4000 else set())
+
+
+def test_parts_of_a_batch_have_the_gradient_of_the_whole() -> None:
+    torch.manual_seed(0)
+    flow = DistilledFlow(Unet(8, (1, 2), image_size=8, dropout=0.2), space=Pixels((3, 8, 8)))
+    nn.init.normal_(flow.network.conv_out.weight)  # type: ignore[union-attr, arg-type]
+    batch = {
+        "images": torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8),
+        "path": torch.randn(8, 4, 3, 8, 8).half(),
+    }
+
+    def gradient(*parts: slice) -> Tensor:
+        flow.zero_grad()
+        for part in parts:
+            with deterministic(BatchRows(0, 3, 8, part)):
+                loss: Tensor = flow(**{name: values[part] for name, values in batch.items()})
+                (loss / len(parts)).backward()
+        return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
+
+    whole, halves = gradient(slice(None)), gradient(slice(0, None, 2), slice(1, None, 2))
+    assert whole.norm() > 0
+    torch.testing.assert_close(halves, whole, rtol=1e-4, atol=1e-5 * whole.abs().max().item())
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="whole_fraction is 2"):
+        DistilledFlow(nn.Identity(), whole_fraction=2)
+    batch: dict[str, Any] = {"images": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}
+    with pytest.raises(UsageError, match="a batch has none: draw them with --teacher"):
+        DistilledFlow(Recorder())(**batch)
+    one = {"images": batch["images"][:1], "path": torch.zeros(1, 3, 3, 8, 8)}
+    with pytest.raises(UsageError, match=r"0.5 of a micro-batch of 1 is no row, .*: raise --batch_size"):
+        DistilledFlow(Recorder())(**one)
+    DistilledFlow(Recorder()).eval()(**one)

@@ -1,0 +1,68 @@
+"""Guidance: the formula, when it acts, and what it costs."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.condition import Kinds, Labels, Vector
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance, guided
+from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.pixels import Pixels
+
+KINDS: Kinds = {"labels": Labels(9)}
+"""The label 9 stands for none."""
+
+
+class Field:
+    """A velocity equal to the label, whose calls are counted."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def __call__(self, x: Tensor, t: Tensor, labels: Tensor | None) -> Tensor:
+        self.calls.append(len(x))
+        assert len(t) == len(x)
+        assert labels is not None
+        return labels.float()[:, None].expand_as(x)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(0.0, 9.0), (1.0, 2.0), (3.0, -12.0)])
+def test_the_velocity_goes_from_no_label_through_the_label(scale: float, expected: float) -> None:
+    """9 + scale * (2 - 9)"""
+    field = Field()
+    velocity = guided(field, KINDS, {"labels": torch.tensor([2, 2])}, Guidance(scale))
+    assert torch.equal(velocity(torch.zeros(2, 3), 0.5), torch.full((2, 3), expected))
+    assert field.calls == [2 if scale == 1 else 4], "one call, of twice the rows"
+
+
+@pytest.mark.parametrize(("t", "acts"), [(0.1, False), (0.2, True), (0.7, True), (0.8, False)])
+def test_it_acts_inside_the_interval(t: float, acts: bool) -> None:
+    field = Field()
+    velocity = guided(field, KINDS, {"labels": torch.tensor([2])}, Guidance(2.0, (0.2, 0.7)))
+    assert velocity(torch.zeros(1, 1), t).item() == (-5 if acts else 2)
+    assert field.calls == [2 if acts else 1]
+
+
+def test_all_conditions_are_none_together() -> None:
+    """The unconditional rows have neither the label nor the vector."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def field(x: Tensor, t: Tensor, labels: Tensor, place: Tensor) -> Tensor:
+        seen.append((labels, place))
+        return x
+
+    conditions = {"labels": torch.tensor([2]), "place": torch.ones(1, 2)}
+    guided(field, {**KINDS, "place": Vector(2)}, conditions, Guidance(2.0))(torch.zeros(1, 1), 0.5)
+    [(labels, place)] = seen
+    assert labels.tolist() == [2, 9]
+    assert torch.equal(place.isnan(), torch.tensor([[False, False], [True, True]]))
+
+
+def test_it_needs_conditions() -> None:
+    flow = RectifiedFlow(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8)))
+    with pytest.raises(ValueError, match="guidance needs a network that takes conditions"):
+        flow.sample(1, guidance=Guidance(2))
+    labelled = RectifiedFlow(Unet(8, (1,), conditions=KINDS, image_size=8), space=Pixels((3, 8, 8)))
+    with pytest.raises(ValueError, match="guidance needs the conditions of the data"):
+        labelled.encode(torch.zeros(1, 3, 8, 8), guidance=Guidance(2))

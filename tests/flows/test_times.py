@@ -1,0 +1,43 @@
+"""Time distributions against their closed forms."""
+
+import pytest
+import torch
+
+from rectified_flow.flows.times import LogitNormal, Uniform, UShaped
+
+CPU = torch.device("cpu")
+QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_logit_normal_quantiles(shift: float) -> None:
+    times = LogitNormal(-0.5, 1.2, shift).sample(200_000, CPU)
+    z = torch.special.ndtri(QUANTILES)
+    unshifted = torch.sigmoid(-0.5 + 1.2 * z)
+    expected = shift * unshifted / (1 + (shift - 1) * unshifted)
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_uniform_quantiles(shift: float) -> None:
+    times = Uniform(shift).sample(200_000, CPU)
+    expected = shift * QUANTILES / (1 + (shift - 1) * QUANTILES)
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("steepness", [1.0, 4.0])
+def test_u_shaped_quantiles(steepness: float) -> None:
+    """The share of times up to t is the integral of cosh(a (t - 1/2)), divided by that over all of [0, 1]."""
+    times = UShaped(steepness).sample(200_000, CPU)
+    fine = torch.linspace(0, 1, 10_001)
+    density = torch.cosh(steepness * (fine - 0.5))
+    share = torch.cumulative_trapezoid(density, fine) / torch.trapezoid(density, fine)
+    expected = fine[1:][torch.searchsorted(share, QUANTILES)]
+    torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
+    assert 0 <= times.min() < 1e-3
+    assert 1 >= times.max() > 1 - 1e-3

@@ -1,0 +1,366 @@
+"""Checkpoints are whole or absent, found in order, and refused when damaged."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rectified_flow.errors import UsageError
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.manifest import FORMAT, find_damage, write_manifest
+from tests.patience import wait_for
+from tests.system.test_files import refusing
+
+FORK = multiprocessing.get_context("fork")
+
+
+def write(folder: Path, step: int, keep: int = 0, best: bool = False) -> Path:
+    tensors = {"model.safetensors": {"weight": torch.full((64, 64), float(step))}}
+    path = checkpoint.save(folder, step, tensors, {"trainer.json": {"step": step}}, best=best)
+    checkpoint.prune(path, keep)
+    return path
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    path = write(tmp_path, 7)
+    assert path == tmp_path / "step_00000007"
+    assert torch.equal(checkpoint.load_tensors(path, "model.safetensors")["weight"], torch.full((64, 64), 7.0))
+    assert checkpoint.load_document(path, "trainer.json") == {"step": 7}
+    assert find_damage(path) is None
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000007"]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 5, 20, 100):
+        write(tmp_path, step, keep=2)
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["step_00000020", "step_00000100"]
+    assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000100"
+
+
+def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
+    for step in range(10, 90, 10):
+        checkpoint.prune(checkpoint.save(tmp_path, step, {}, {}), keep=1, keep_every=30)
+    kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
+    assert kept == [30, 60, 80]
+
+
+def test_the_best_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:
+    for step, best in ((1, True), (2, False), (3, False), (4, True), (5, False)):
+        write(tmp_path, step, keep=1, best=best)
+        expected = tmp_path / f"step_{1 if step < 4 else 4:08d}"
+        assert checkpoint.best_of(tmp_path) == checkpoint.resolve(tmp_path / "best") == expected
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [4, 5]
+    assert checkpoint.resolve(tmp_path) == tmp_path / "step_00000005", "a run goes on from its newest"
+    shutil.rmtree(tmp_path / "step_00000004")
+    assert checkpoint.best_of(tmp_path) is None
+
+
+def test_folders_of_other_names_are_left_alone(tmp_path: Path) -> None:
+    shutil.copytree(write(tmp_path, 5), tmp_path / "step_best")
+    for step in (6, 7):
+        write(tmp_path, step, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000007", "step_best"]
+
+
+def test_damaged_checkpoints_ahead_do_not_push_out_a_good_one(tmp_path: Path) -> None:
+    """A run went back to step 10 because 20 and 30 are damaged; what it saves next must stay."""
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    for step in (20, 30):
+        cut(tmp_path / f"step_{step:08d}/model.safetensors")
+    written = write(tmp_path, 15, keep=2)
+    assert checkpoint.newest_checkpoint(tmp_path, lambda _: None) == written
+    assert (tmp_path / "step_00000010").exists()
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    weight = torch.rand(3, 3)
+    path = checkpoint.save(tmp_path, 1, {"model.safetensors": {"a": weight, "b": weight, "c": weight.T}}, {})
+    loaded = checkpoint.load_tensors(path, "model.safetensors")
+    assert torch.equal(loaded["a"], loaded["b"])
+    assert torch.equal(loaded["c"], weight.T)
+
+
+class Halves(nn.Module):
+    """A frozen half and a trained one."""
+
+    def __init__(self, value: float, frozen_source: str | None = None) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.full((2,), value), requires_grad=False)
+        self.trained = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("count", torch.tensor(value))
+        self.frozen_source = frozen_source
+
+    @property
+    def values(self) -> list[float]:
+        return [value.mean().item() for value in self.state_dict().values()]
+
+
+def test_averages_are_loaded_over_the_model(tmp_path: Path) -> None:
+    """They have no frozen weights."""
+    averages = {"trained": torch.full((3,), 5.0), "count": torch.tensor(5.0)}
+    model = {checkpoint.MODEL_FILE: checkpoint.own_weights(Halves(1.0))}
+    bare = checkpoint.save(tmp_path, 1, model, {})
+    path = checkpoint.save(tmp_path, 2, {**model, checkpoint.EMA_FILE: averages}, {})
+    assert [checkpoint.has_averages(each) for each in (bare, path)] == [False, True]
+    network = Halves(0.0)
+    for source, expected in ((path, [1.0, 5.0, 5.0]), (bare, [1.0, 1.0, 1.0])):
+        checkpoint.load_averaged(network, source)
+        assert network.values == expected
+
+
+def test_frozen_weights_that_come_from_elsewhere_are_not_saved(tmp_path: Path) -> None:
+    network = Halves(1.0, frozen_source="hub/backbone")
+    assert checkpoint.own_weights(network).keys() == {"trained", "count"}
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: checkpoint.own_weights(network)}, {})
+    other = Halves(7.0, frozen_source="hub/backbone")
+    checkpoint.load_averaged(other, path)
+    assert other.values == [7.0, 1.0, 1.0]
+    with pytest.raises(UsageError, match=r"of another architecture \(frozen is missing there and \(2,\) here\)"):
+        checkpoint.load_averaged(Halves(7.0), path)
+
+
+@pytest.mark.parametrize(
+    ("weights", "sentence"),
+    [
+        ({"trained": torch.zeros(4)}, r"trained is \(4,\) there and \(3,\) here"),
+        ({"more": torch.zeros(1)}, r"more is \(1,\) there and missing here"),
+    ],
+)
+def test_weights_of_another_architecture_are_refused_and_change_nothing(
+    tmp_path: Path, weights: dict[str, torch.Tensor], sentence: str
+) -> None:
+    saved = {**checkpoint.own_weights(Halves(1.0)), **weights}
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: saved}, {})
+    network = Halves(3.0)
+    with pytest.raises(UsageError, match=sentence):
+        checkpoint.load_averaged(network, path)
+    assert network.values == [3.0, 3.0, 3.0]
+
+
+def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
+    assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path) -> None:
+    for step, damage in ((1, flip_bit), (2, cut), (3, Path.unlink)):
+        weights = write(tmp_path, step) / "model.safetensors"
+        damage(weights)
+        assert find_damage(weights.parent) is not None
+    warnings: list[str] = []
+    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
+        checkpoint.newest_checkpoint(tmp_path, warnings.append)
+    assert len(warnings) == 3
+    whole = write(tmp_path, 0)
+    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == whole
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def test_a_failure_while_writing_leaves_the_others(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path, 2, {}, {"trainer.json": object()})
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_a_checkpoint_or_a_run_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "checkpoints", 3)
+    assert (
+        checkpoint.resolve(path) == checkpoint.resolve(tmp_path) == checkpoint.resolve(tmp_path / "checkpoints") == path
+    )
+    flip_bit(path / "model.safetensors")
+    with pytest.raises(UsageError, match=r"is damaged: model\.safetensors was altered"):
+        checkpoint.resolve(path)
+
+
+def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
+    """A pickle where weights are expected does nothing but fail, even with a manifest that vouches for it."""
+    path = write(tmp_path, 1)
+    victim = tmp_path / "executed"
+    weights = path / "model.safetensors"
+    weights.write_bytes(b"cos\nsystem\n(S'touch " + str(victim).encode() + b"'\ntR.")
+    (path / "manifest.json").unlink()
+    write_manifest(path, 1)
+    assert find_damage(path) is None
+    with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
+        checkpoint.load_tensors(path, "model.safetensors")
+    assert not victim.exists()
+
+
+def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
+    for attempt in range(30):
+        folder = tmp_path / str(attempt)
+        writer = FORK.Process(target=write_forever, args=(folder,))
+        writer.start()
+        wait_for("a checkpoint", partial(checkpoint.list_checkpoints, folder), every=0.001)
+        time.sleep(0.0071 * attempt)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+        found = checkpoint.list_checkpoints(folder)
+        assert found
+        assert [find_damage(path) for path in found] == [None] * len(found)
+        write(folder, 10**7)
+        assert not list(folder.glob(f"{checkpoint.STAGE_PREFIX}*")), "what the killed one left was not removed"
+
+
+def write_forever(folder: Path) -> None:
+    for step in range(10**6):
+        write(folder, step, keep=3)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_every_file_has_the_rights_of_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {"trainer.json": {}})
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == dict.fromkeys(
+        ("model.safetensors", "trainer.json", "manifest.json"), oct(0o666 & ~umask)
+    )
+
+
+@pytest.mark.parametrize("name", [checkpoint.MODEL_FILE, "manifest.json"])
+def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    path = checkpoint.save(tmp_path, 1, {checkpoint.MODEL_FILE: {"w": torch.zeros(2)}}, {})
+    words = rf"{name} cannot be read \(Permission denied\): change its rights"
+    with refusing(monkeypatch, name), pytest.raises(UsageError, match=words):
+        checkpoint.newest_checkpoint(tmp_path)
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "../other.json", "folder/model.safetensors", "..", "", "a\0b", ".lock"])
+def test_a_manifest_names_files_of_its_own_folder(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, 1)
+    (tmp_path / "other.json").write_text("{}")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 2, "sha256": sha256(b"{}").hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert "manifest.json is damaged: files." in (find_damage(path) or "")
+
+
+def test_a_file_that_is_in_no_manifest_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 1)
+    (path / "notes.txt").write_text("a user's own")
+    (path / "._model.safetensors").write_text("what macOS adds when it copies to another file system")
+    assert find_damage(path) is None
+    (path / checkpoint.EMA_FILE).write_bytes((path / checkpoint.MODEL_FILE).read_bytes())
+    assert find_damage(path) == "ema.safetensors is not in its manifest"
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_a_device_or_a_pipe_is_not_waited_for(tmp_path: Path, target: str) -> None:
+    path = write(tmp_path, 1)
+    os.mkfifo(tmp_path / "pipe")
+    (path / "trainer.json").unlink()
+    (path / "trainer.json").symlink_to(tmp_path / target)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        checkpoint.load_document(path, "trainer.json")
+    assert find_damage(path) is not None
+
+
+@pytest.mark.parametrize("change", [{"format": FORMAT + 1}, {"hashes": "blake3"}])
+def test_a_checkpoint_of_a_newer_version_is_no_damaged_one(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Else a run would go on from the one before, and remove this one."""
+    write(tmp_path, 1)
+    manifest = write(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | change))
+    with pytest.raises(UsageError, match=r"was written by a newer version of this project .*: upgrade"):
+        checkpoint.newest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"../step_00000001\n", b"\xff\xfe", b"", b"step_00000009", None])
+def test_what_best_may_say(tmp_path: Path, content: bytes | None) -> None:
+    folder, best = tmp_path / "checkpoints", tmp_path / "checkpoints/best"
+    write(tmp_path, 1)
+    newest = write(folder, 2)
+    if content is None:
+        best.mkdir()
+    else:
+        best.write_bytes(content)
+    assert checkpoint.best_of(folder) is None
+    checkpoint.prune(newest, keep=1)
+    with pytest.raises(UsageError, match="there is no checkpoint at"):
+        checkpoint.resolve(best)
+
+
+def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path: Path) -> None:
+    """A run that trains goes on meanwhile: the next one is read, unless the user named this very one."""
+    folder, read = tmp_path / "checkpoints", list[Path]()
+    write(folder, 1)
+
+    def action(source: Path) -> dict[str, Any]:
+        read.append(source)
+        if len(read) < 3:  # between finding and reading it
+            write(folder, checkpoint.step_of(source) + 1, keep=1)
+        checkpoint.load_tensors(source, "model.safetensors")
+        return checkpoint.load_document(source, "trainer.json")
+
+    assert checkpoint.read(tmp_path, action) == {"step": 3}
+    assert [checkpoint.step_of(source) for source in read] == [1, 2, 3]
+    read.clear()
+    with pytest.raises(UsageError, match=r"no checkpoint at .*step_00000003, which its run may have pruned: pass the"):
+        checkpoint.read(folder / "step_00000003", action)
+
+
+def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1)
+
+    def prune_first(path: Path) -> str | None:
+        if checkpoint.step_of(path) < 4:
+            write(tmp_path, checkpoint.step_of(path) + 1, keep=1)
+        return find_damage(path)
+
+    monkeypatch.setattr(checkpoint, "find_damage", prune_first)
+    warnings: list[str] = []
+    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == tmp_path / "step_00000004"
+    assert not warnings
+
+
+def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(UsageError, match=r"nothing\.json is missing"):
+        checkpoint.read(tmp_path, lambda source: checkpoint.load_document(source, "nothing.json"))
+
+
+def test_links_in_the_place_of_a_staging_folder_are_not_followed(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "precious").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for name in ("step_00000001", "step_00000007", "step_00000001.old"):
+        (folder / f"{checkpoint.STAGE_PREFIX}{name}").symlink_to(victim)
+    for _ in range(2):
+        path = write(folder, 1)
+    assert find_damage(path) is None
+    assert [each.name for each in victim.iterdir()] == ["precious"]
+    assert [each.name for each in folder.iterdir()] == ["step_00000001"]
+
+
+def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:
+    (tmp_path / "step_00000009").touch()
+    path = write(tmp_path, 1)
+    assert checkpoint.newest_checkpoint(tmp_path) == path

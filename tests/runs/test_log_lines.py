@@ -1,0 +1,64 @@
+"""Logs have each step once and in order; what is damaged in them is dropped and does not stop a run."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rectified_flow.errors import UsageError
+from rectified_flow.runs.log import LineFile
+from tests.system.test_files import refusing
+
+GOOD = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": "0.1"}]
+
+
+def write(path: Path, *lines: bytes) -> Path:
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    return path
+
+
+def test_lines_of_later_steps_and_the_half_of_a_killed_run_go_without_a_word(tmp_path: Path) -> None:
+    path = write(tmp_path / "metrics.jsonl", *(json.dumps(row).encode() for row in GOOD))
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "lo')
+    log = LineFile(path, 2, warn=pytest.fail)
+    assert [row["step"] for row in log.rows()] == [1, 2]
+    log.add({"step": 3, "loss": 0.3})
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"null", b"[1]", b"7", b'{"loss": 1}', b'{"step": "2"}', b'{"step": 2.5}', b'{"step": true}'),
+        *(b'{"step": 2, "lo', b"\xff\xfe", b'{"step": 2, "name": "\xff"}', 100_000 * b"[", b'{"step": ' + 5000 * b"9"),
+    ],
+    ids=lambda damage: repr(damage[:20]),
+)
+def test_a_damaged_line_is_dropped_with_a_warning(tmp_path: Path, damage: bytes) -> None:
+    good = json.dumps(GOOD[0]).encode()
+    path = write(tmp_path / "metrics.jsonl", damage, good, damage)
+    warnings: list[str] = []
+    log = LineFile(path, 5, warnings.append)
+    assert warnings == [f"warning: dropped 2 damaged lines of {path}"]
+    assert log.rows() == [GOOD[0]]
+    assert path.read_bytes() == good + b"\n"
+
+
+def test_numbers_by_step(tmp_path: Path) -> None:
+    log = LineFile(tmp_path / "evaluations.jsonl", 0)
+    for row in ({"step": 1, "d": 2.0, "of": [1]}, {"step": 2, "d": "3", "of": [1]}, {"step": 3, "d": 4, "of": [2]}):
+        log.add(row)
+    assert log.numbers("d") == {1: 2.0, 3: 4}
+    assert log.numbers("d", {"of": [1]}) == {1: 2.0}
+    assert log.numbers("e") == {}
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "metrics.jsonl", b'{"step": 1}')
+    with refusing(monkeypatch, path.name), pytest.raises(UsageError, match=r"metrics\.jsonl cannot be read .*rights"):
+        LineFile(path, 5)
+    os.mkfifo(tmp_path / "bad_steps.jsonl")
+    with pytest.raises(UsageError, match=r"bad_steps\.jsonl is not a regular file"):
+        LineFile(tmp_path / "bad_steps.jsonl", 5)

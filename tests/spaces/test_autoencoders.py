@@ -1,0 +1,111 @@
+"""Autoencoders: the exact wavelet, and every class of diffusers that encodes pictures."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rectified_flow.errors import UsageError
+from rectified_flow.registry import build, describe
+from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, open_autoencoder
+from tests.spaces.tiny_autoencoders import FRAMES, TINY, save_tiny
+
+KINDS = pytest.mark.parametrize("kind", list(TINY))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a random tiny autoencoder, each saved once."""
+    base = tmp_path_factory.mktemp("autoencoders")
+    return lambda kind: base / kind if (base / kind).exists() else save_tiny(kind, base / kind)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_haar_is_orthonormal_and_exact(levels: int) -> None:
+    pictures = torch.rand(2, 3, 16, 16) * 2 - 1
+    latents, spread = Haar(levels).encode(pictures)
+    assert spread is None
+    assert latents.shape == (2, 3 * 4**levels, 16 // 2**levels, 16 // 2**levels)
+    assert latents.square().sum() == pytest.approx(pictures.square().sum().item(), rel=1e-5)
+    torch.testing.assert_close(Haar(levels).decode(latents), pictures, atol=1e-6, rtol=0)
+
+
+def test_haar_of_four_pixels() -> None:
+    picture = torch.tensor([[1.0, 2.0], [3.0, 5.0]]).expand(1, 3, 2, 2)
+    latents, _ = Haar(1).encode(picture)
+    assert latents[0, :4, 0, 0].tolist() == [5.5, -1.5, -2.5, 0.5], "mean, across, down, diagonal"
+
+
+def test_haar_of_eight_bit_pictures_comes_back_through_float16() -> None:
+    """Which the store has; half a step of a pixel is 1 / 255."""
+    pictures = torch.arange(256.0).reshape(1, 1, 16, 16).expand(-1, 3, -1, -1) / 127.5 - 1
+    latents, _ = Haar().encode(pictures)
+    assert (Haar().decode(latents.half().float()) - pictures).abs().max() < 1 / 255
+
+
+@KINDS
+def test_a_pretrained_one_encodes_and_decodes_as_diffusers_does(folder: Callable[[str], Path], kind: str) -> None:
+    autoencoder = PretrainedAutoencoder(str(folder(kind)))
+    pictures = torch.rand(2, 3, 32, 32) * 2 - 1
+    mean, spread = autoencoder.encode(pictures)
+    module: Any = type(TINY[kind]()).from_pretrained(folder(kind)).eval()
+    with torch.no_grad():
+        encoded = module.encode(pictures[:, :, None] if kind in FRAMES else pictures)
+        distribution = getattr(encoded, "latent_dist", None)
+        expected = encoded[0] if distribution is None else distribution.mean
+        decoded = module.decode(expected).sample
+    assert (spread is None) == (distribution is None)
+    if distribution is not None and spread is not None:
+        torch.testing.assert_close(spread, distribution.std.reshape(spread.shape))
+    torch.testing.assert_close(mean, expected.reshape(mean.shape))
+    torch.testing.assert_close(autoencoder.decode(mean), decoded.reshape(2, 3, 32, 32))
+    assert autoencoder.shape_of(32) == (1 if spread is None else 2, *mean.shape[1:])
+
+
+def test_it_is_described_with_the_fingerprint_of_its_weights(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    autoencoder = PretrainedAutoencoder(str(folder("AutoencoderKL")))
+    description = json.loads(json.dumps(describe(autoencoder)))
+    assert build(description).fingerprint == autoencoder.fingerprint
+    other = save_tiny("AutoencoderKL", tmp_path / "other", seed=1)
+    assert PretrainedAutoencoder(str(other)).fingerprint != autoencoder.fingerprint
+    copied = save_tiny("AutoencoderKL", tmp_path / "copy")
+    assert PretrainedAutoencoder(str(copied)).fingerprint == autoencoder.fingerprint, "wherever it is"
+    with pytest.raises(UsageError, match="other weights than the flow was trained with"):
+        build(description | {"source": str(other)}).prepare(torch.device("cpu"))
+
+
+def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
+    save_tiny("AutoencoderKL", tmp_path / "pipeline/vae")
+    (tmp_path / "pipeline/model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    assert open_autoencoder(str(tmp_path / "pipeline")).shape_of(16) == (2, 4, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"architectures": ["BertModel"]}, "is a BertModel, not an autoencoder of diffusers"),
+        ({"_class_name": "UNet2DModel"}, "is a UNet2DModel, not an autoencoder of diffusers"),
+        ({"_class_name": "AutoModel"}, "is a AutoModel, not an autoencoder of diffusers"),
+        ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
+        ({}, "cannot be found"),
+        (None, "cannot be found"),
+    ],
+)
+def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, sentence: str) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=f"--autoencoder {tmp_path} {sentence}"):
+        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
+
+
+def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
+    wan, wan22 = (PretrainedAutoencoder(str(folder(kind))) for kind in ("AutoencoderKLWan", "Wan2.2"))
+    with pytest.raises(UsageError, match=r"--image_size 30 comes back .* as 24 px: take a power of two, such as 32"):
+        wan.shape_of(30)
+    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as"):
+        wan22.shape_of(30)
+    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as --autoencoder haar does"):
+        Haar().shape_of(30)

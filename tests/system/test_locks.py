@@ -1,0 +1,133 @@
+"""Two programs at once in one folder: the second waits or is refused, whoever started it."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from filelock import FileLock, Timeout
+
+from rectified_flow.cli.evaluate import RESULTS_FILE, _write_down
+from rectified_flow.errors import UsageError
+from rectified_flow.runs import folder
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.folder import RunFolder
+from rectified_flow.system.files import lock_of, locked
+from tests.patience import PATIENCE
+
+FORK = multiprocessing.get_context("fork")
+NOBODY = 65534
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+
+
+@pytest.mark.parametrize(
+    ("folder_mode", "file_mode"), [(0o755, 0o644), (0o700, 0o600), (0o777, 0o666), (0o2775, 0o664)]
+)
+def test_who_may_write_in_a_folder_may_open_its_lock(tmp_path: Path, folder_mode: int, file_mode: int) -> None:
+    tmp_path.chmod(folder_mode)
+    before = os.umask(0o077)
+    try:
+        with lock_of(tmp_path / ".lock"):
+            assert oct((tmp_path / ".lock").stat().st_mode & 0o777) == oct(file_mode)
+    finally:
+        os.umask(before)
+
+
+def as_nobody(pipe: Any, action: Callable[..., str], *arguments: object) -> None:
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    pipe.send(action(*arguments))
+
+
+def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
+    """What ``action`` returns in a process of another user."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=as_nobody, args=(theirs, action, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        return str(ours.recv())
+    finally:
+        process.join(PATIENCE)
+
+
+def claim(path: Path) -> str:
+    try:
+        RunFolder(TrainingConfig(output_dir=path)).claim(lambda _line: None)
+    except UsageError as error:
+        return str(error)
+    return "claimed"
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A run's folders, in which everyone may write; no other user reaches pytest's own."""
+    with TemporaryDirectory() as name:
+        for each in (Path(name), Path(name, "checkpoints")):
+            each.mkdir(exist_ok=True)
+            each.chmod(0o777)
+        yield Path(name)
+
+
+@root_only
+def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "LOCK_TIMEOUT", 0.1)
+    run = RunFolder(TrainingConfig(output_dir=shared))
+    run.claim(lambda _line: None)
+    run.write_status("running", 1, 2)
+    assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
+    run.release()
+    assert said_by_nobody(claim, shared) == "claimed"
+    (shared / ".lock").chmod(0o600)  # as version 0.1 made it
+    assert said_by_nobody(claim, shared) == f"{shared}/.lock cannot be opened (Permission denied): change its rights"
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [(PermissionError(13, "Permission denied"), True), (OSError(37, "No locks available"), False)],
+    ids=str,
+)
+def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, refused: bool
+) -> None:
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(FileLock, "acquire", fail)
+    warnings: list[str] = []
+    if refused:
+        with pytest.raises(UsageError, match=r"\.lock cannot be opened \(Permission denied\): change its rights"):
+            locked(tmp_path / ".lock", 0, warnings.append).__enter__()
+    else:
+        with locked(tmp_path / ".lock", 0, warnings.append):
+            pass
+    assert len(warnings) == (0 if refused else 1)
+
+
+def test_a_lock_is_held_for_the_block_alone(tmp_path: Path) -> None:
+    with locked(tmp_path / ".lock", 0, print), pytest.raises(Timeout):
+        lock_of(tmp_path / ".lock").acquire(timeout=0)
+    with suppress(ZeroDivisionError), locked(tmp_path / ".lock", 0, print):
+        1 / 0  # noqa: B018
+    lock_of(tmp_path / ".lock").acquire(timeout=0)
+
+
+def write_results(path: Path, seed: int) -> None:
+    for steps in range(5):
+        _write_down(path, {"seed": seed, "steps": steps, "distances": {}})
+
+
+def test_results_that_several_processes_write_at_once_are_all_kept(tmp_path: Path) -> None:
+    writers = [FORK.Process(target=write_results, args=(tmp_path, seed)) for seed in range(6)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(PATIENCE)
+        assert writer.exitcode == 0
+    results = json.loads((tmp_path / RESULTS_FILE).read_text())
+    assert sorted((each["seed"], each["steps"]) for each in results) == [(i, j) for i in range(6) for j in range(5)]

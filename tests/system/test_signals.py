@@ -1,0 +1,171 @@
+"""A signal sets a flag; work that can be given up polls it."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from rectified_flow.cli import programs as launch
+from rectified_flow.flows.solvers import integrate
+from rectified_flow.system import signals as interruption
+from rectified_flow.system.signals import (
+    ECHO,
+    STOPPED,
+    Interrupted,
+    defer_signals,
+    exit_on_signals,
+    raise_if_stop_requested,
+    stop_on_signals,
+    stop_requested,
+)
+from tests.patience import PATIENCE, wait_for
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
+def test_signals_set_the_flag_and_are_given_back(name: str) -> None:
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    with stop_on_signals(), defer_signals():
+        raise_if_stop_requested()
+        os.kill(os.getpid(), number)
+        assert stop_requested() == name
+        with pytest.raises(Interrupted, match=name):
+            raise_if_stop_requested()
+    assert stop_requested() is None
+    assert signal.getsignal(number) == before
+
+
+def test_the_same_request_by_two_ways_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interruption, "ECHO", PATIENCE)
+    with stop_on_signals(), defer_signals():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop_requested() == "SIGINT"
+
+
+def test_where_nothing_is_to_be_saved_a_signal_raises() -> None:
+    with stop_on_signals(), pytest.raises(Interrupted, match="SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stop_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop_requested() is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def wait_forever(ready: Path) -> None:
+    with stop_on_signals(), defer_signals():
+        ready.touch()
+        while stop_requested() is None:
+            time.sleep(0.01)
+        ready.unlink()
+        while True:
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path, second: signal.Signals) -> None:
+    """Launchers hand it on as SIGTERM."""
+    ready = tmp_path / "ready"
+    process = FORK.Process(target=wait_forever, args=(ready,))
+    process.start()
+    assert process.pid is not None
+    for present in (True, False):
+        wait_for("the child's mark", ready.exists if present else lambda: not ready.exists())
+        time.sleep(0.0 if present else 1.1 * ECHO)
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGINT if present else second)
+    process.join(PATIENCE)
+    assert process.exitcode == -second
+
+
+def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with stop_on_signals():
+        assert stop_requested() is None
+        monkeypatch.setattr(os, "getppid", lambda: -1)
+        assert stop_requested() == "launcher exited"
+
+
+def test_sampling_is_given_up_between_steps() -> None:
+    calls = 0
+
+    def velocity(x: torch.Tensor, t: float) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return x
+
+    with stop_on_signals(), defer_signals(), pytest.raises(Interrupted):
+        integrate(velocity, torch.ones(1), [1.0, 0.8, 0.6, 0.4, 0.2, 0.0], "euler")
+    assert calls == 3
+
+
+def ended(function: Callable[..., object], *arguments: object) -> int | None:
+    """The exit code of a process that calls it, or the negative number of the signal that killed the process."""
+    process = FORK.Process(target=function, args=arguments)
+    process.start()
+    process.join(PATIENCE)
+    return process.exitcode
+
+
+def import_meanwhile(code: int | None, number: int) -> None:
+    with stop_on_signals(), exit_on_signals(code):
+        try:
+            os.kill(os.getpid(), number)
+        except BaseException:
+            sys.exit(99)  # a module that catches everything
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_is_not_interrupted_but_ended(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    assert ended(import_meanwhile, None, number) == -number
+    assert capfd.readouterr().err == ""
+    assert ended(import_meanwhile, 7, number) == 7
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+
+
+def start_program(folder: Path, flags: list[str]) -> None:
+    sys.argv, sys.path = ["program.py", *flags], [str(folder), *sys.path]
+    launch.run("interrupted_module:main", "rectified_flow.cli.run_flags:SampleConfig", "")
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--interrupted_exit_code", "143"], 143)])
+def test_a_signal_amid_the_imports_of_a_program_is_one_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, flags: list[str], code: int
+) -> None:
+    interrupt = f"import os, signal\ntry:\n os.kill(os.getpid(), signal.{name})\nexcept BaseException: 1 / 0\n"
+    (tmp_path / "interrupted_module.py").write_text(interrupt)
+    assert ended(start_program, tmp_path, flags) == code
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+    assert ended(start_program, tmp_path, [*flags, "--import", "interrupted_module"]) == code
+    assert capfd.readouterr().err == f"{STOPPED}\n"
+
+
+def test_an_error_that_a_library_makes_of_a_request_is_a_request() -> None:
+    def translate() -> None:
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise RecursionError
+
+    with pytest.raises(Interrupted, match="SIGTERM"), stop_on_signals():
+        translate()
+    with pytest.raises(RecursionError), stop_on_signals(), defer_signals():
+        translate()  # the request waits, and the error is one of saving

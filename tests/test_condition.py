@@ -1,0 +1,152 @@
+"""Conditions: their value for none, what is drawn, what is dropped, and how a network takes them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.condition import Condition, Kinds, Labels, Vector, all_none, drop, none_of
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.randomness import BatchRows, Samples, deterministic
+from rectified_flow.registry import build, describe
+
+CPU = torch.device("cpu")
+BOTH: Kinds = {"labels": Labels(3, ("a", "b", "c")), "place": Vector(2)}
+
+
+def values(count: int) -> dict[str, Tensor]:
+    return {"labels": torch.arange(count) % 3, "place": torch.arange(2.0 * count).reshape(count, 2)}
+
+
+@pytest.mark.parametrize("kind", BOTH.values())
+def test_none_is_recognised_and_embedded(kind: Condition) -> None:
+    none = kind.none(4, CPU)
+    assert len(none) == 4
+    assert kind.is_none(none).all()
+    embedded = kind.embedding(7)(none)
+    assert embedded.shape == (4, 7)
+    assert embedded.isfinite().all()
+
+
+def test_values_are_not_none() -> None:
+    for name, each in values(5).items():
+        assert BOTH[name].is_none(each).tolist() == [False] * 5
+
+
+def test_a_single_number_that_is_missing_makes_a_vector_none() -> None:
+    assert Vector(2).is_none(torch.tensor([[1.0, torch.nan], [1.0, 2.0]])).tolist() == [True, False]
+
+
+def test_labels_are_drawn_uniformly_and_by_number() -> None:
+    torch.manual_seed(0)
+    drawn = Labels(3).draw("labels", 3000, CPU, None)
+    assert drawn.bincount(minlength=3).tolist() == pytest.approx([1000] * 3, abs=100)
+    one, again = (Labels(3).draw("labels", 50, CPU, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(one, again)
+    with deterministic(Samples(0, range(20))):
+        whole = Labels(3).draw("labels", 20, CPU, None)
+    with deterministic(Samples(0, [7, 3])):
+        assert torch.equal(Labels(3).draw("labels", 2, CPU, None), whole[[7, 3]])
+
+
+def test_no_vector_is_drawn() -> None:
+    assert Vector(2).is_none(Vector(2).draw("place", 3, CPU, None)).all()
+
+
+def test_the_embedding_of_a_vector_is_linear_where_there_is_one() -> None:
+    torch.manual_seed(0)
+    embedding, x = Vector(2).embedding(5), torch.randn(3, 2)
+    zero = embedding(torch.zeros(1, 2))
+    torch.testing.assert_close(embedding(2 * x) - zero, 2 * (embedding(x) - zero))
+    x[1] = torch.nan
+    embedding(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in embedding.parameters())
+
+
+def test_all_conditions_of_a_row_are_dropped_together() -> None:
+    torch.manual_seed(0)
+    given = values(4000)
+    dropped = drop(BOTH, given, 0.25)
+    gone = {name: BOTH[name].is_none(each) for name, each in dropped.items()}
+    assert torch.equal(gone["labels"], gone["place"])
+    assert gone["labels"].float().mean() == pytest.approx(0.25, abs=0.03)
+    for name, each in dropped.items():
+        assert each.dtype == given[name].dtype
+        assert torch.equal(each[~gone[name]], given[name][~gone[name]])
+    assert torch.equal(all_none(BOTH, dropped), gone["labels"])
+    assert all(not kind.is_none(given[name]).any() for name, kind in BOTH.items()), "the batch itself was changed"
+
+
+def test_what_is_dropped_is_a_function_of_the_row() -> None:
+    def gone(part: slice) -> Tensor:
+        with deterministic(BatchRows(0, 3, 40, part)):
+            some = {name: each[part] for name, each in values(40).items()}
+            return all_none(BOTH, drop(BOTH, some, 0.5))
+
+    whole = gone(slice(None))
+    assert 0 < whole.sum() < 40
+    assert torch.equal(gone(slice(1, None, 4)), whole[1::4])
+
+
+def test_nothing_to_drop() -> None:
+    given = values(3)
+    assert drop(BOTH, given, 0.0) is given
+    assert drop(BOTH, {}, 0.5) == {}
+    certain = drop(BOTH, given, 1.0)
+    assert all_none(BOTH, certain).all()
+
+
+def test_none_of_has_as_many_rows_as_there_are_values() -> None:
+    none = none_of(BOTH, {"place": torch.zeros(5, 2)})
+    assert list(none) == ["place"]
+    assert none["place"].shape == (5, 2)
+    assert none["place"].isnan().all()
+
+
+def test_a_row_is_unconditional_if_nothing_is_left() -> None:
+    given = {"labels": torch.tensor([3, 3, 0]), "place": torch.tensor([[torch.nan] * 2, [0.0, 0.0], [torch.nan] * 2])}
+    assert all_none(BOTH, given).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("kind", BOTH.values())
+def test_kinds_are_described(kind: Condition) -> None:
+    assert build(describe(kind)) == kind
+
+
+def unet(conditions: Kinds) -> Unet:
+    torch.manual_seed(0)
+    network = Unet(8, (1, 2), 3, conditions, image_size=8, attention_sides=(), blocks_per_level=1)
+    for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def test_a_missing_vector_is_as_good_as_none() -> None:
+    network, x, t = unet({"place": Vector(2)}), torch.randn(3, 3, 8, 8), torch.rand(3)
+    place = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [0.0, 0.0]])
+    given, without = network(x, t, place=place), network(x, t)
+    torch.testing.assert_close(given[1], without[1])
+    assert not torch.allclose(given[0], without[0], atol=1e-3)
+    assert not torch.allclose(given[2], without[2], atol=1e-3), "a vector of zeros is a vector"
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+def test_a_flow_learns_with_a_vector(kind: type[RectifiedFlow | MeanFlow]) -> None:
+    flow = kind(unet(BOTH), condition_dropout=0.5)
+    images = torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8)
+    optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, flow.parameters()), lr=1e-3)
+    with deterministic(BatchRows(0, 0, 6, slice(None))):
+        before = flow(images=images, **values(6))
+        before.backward()
+        assert [name for name, p in flow.named_parameters() if p.requires_grad and p.grad is None] == []
+        optimizer.step()
+    with deterministic(BatchRows(0, 0, 6, slice(None))):
+        assert flow(images=images, **values(6)) < before
+    assert flow.sample(2, place=torch.rand(2, 2)).shape == (2, 3, 8, 8)
+
+
+@pytest.mark.parametrize("names", [("time",), ("label", "labels"), ("r",)])
+def test_a_condition_with_the_name_of_another_input_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=f"the condition {names[-1]!r} has the name of another input"):
+        unet({name: Labels(2) for name in names})

@@ -1,0 +1,328 @@
+"""A flow comes back from what was saved of it, without being told anything."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import registry
+from rectified_flow.condition import Labels, Vector
+from rectified_flow.errors import UsageError
+from rectified_flow.flows import RemovedObjective
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow, Variant
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.saved import build_flow, load_flow, network_of
+from rectified_flow.flows.times import LogitNormal, Uniform
+from rectified_flow.networks.unet import Unet
+from rectified_flow.registry import DescriptionError, register
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
+from tests.system.test_files import refusing
+
+OLD_RUNS = Path(__file__).parent / "old_runs"
+"""Runs of version 0.1."""
+LABELS = Labels(2, ("cat", "dog"))
+
+
+def unet() -> Unet:
+    torch.manual_seed(0)
+    conditions = {"labels": LABELS}
+    network = Unet(
+        8, (1, 2), conditions=conditions, image_size=8, attention_sides=(4,), blocks_per_level=1, dropout=0.1
+    )
+    for parameter in network.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return network
+
+
+def settings() -> dict[str, Any]:
+    return {"condition_dropout": 0.2, "space": Pixels((3, 8, 8))}
+
+
+FLOWS = {
+    "rectified": lambda: RectifiedFlow(
+        unet(), prediction="clean", time_distribution=Uniform(2.0), distance="pseudo_huber", **settings()
+    ),
+    "mean": lambda: MeanFlow(
+        unet(), objective="mean_flow", time_distribution=LogitNormal(0.1, 0.9), guidance_scale=1.5, **settings()
+    ),
+}
+
+
+def same(one: Flow, other: Flow) -> None:
+    assert type(one) is type(other)
+    assert one.describe() == other.describe()
+    draws = (flow.sample(3, steps=2, generator=torch.Generator().manual_seed(1)) for flow in (one, other))
+    assert torch.equal(*draws)
+
+
+@pytest.fixture(params=FLOWS)
+def flow(request: pytest.FixtureRequest) -> Flow:
+    return FLOWS[request.param]()
+
+
+def write(flow: Flow, folder: Path, ema: Flow | None = None) -> Path:
+    files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
+    if ema is not None:
+        frozen = {name for name, parameter in ema.network.named_parameters() if not parameter.requires_grad}
+        trained = {name: value for name, value in ema.network.state_dict().items() if name not in frozen}
+        files[checkpoint.EMA_FILE] = trained
+    return checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe()})
+
+
+def test_a_description_holds_all_settings(flow: Flow) -> None:
+    description = json.loads(json.dumps(flow.describe()))
+    built = Flow.from_description(description)
+    assert registry.arguments_of(type(flow))[-3:] == ["space", "condition_dropout", "coupling"]
+    for part in ("network", "space"):
+        one, other = getattr(built, part), getattr(flow, part)
+        assert type(one) is type(other)
+        for name in registry.arguments_of(type(other)):
+            assert getattr(one, name) == getattr(other, name), name
+    for name in set(registry.arguments_of(type(flow))) - {"network", "space"}:
+        assert getattr(built, name) == getattr(flow, name), name
+    assert built.conditions == {"labels": LABELS}
+
+
+def test_from_a_checkpoint_or_its_run(flow: Flow, tmp_path: Path) -> None:
+    path = write(flow, tmp_path)
+    for each in (path, tmp_path, str(tmp_path)):
+        same(Flow.from_checkpoint(each), flow)
+    assert not Flow.from_checkpoint(path).training
+    same(type(flow).from_checkpoint(path), flow)
+
+
+def test_averaged_weights_are_preferred_and_frozen_ones_come_from_the_model(tmp_path: Path) -> None:
+    last, averaged = FLOWS["rectified"](), FLOWS["rectified"]()
+    for parameter in averaged.network.parameters():
+        if parameter.requires_grad:
+            parameter.data += 1
+    path = write(last, tmp_path, averaged)
+    frozen = {"time_embedding.frequencies"}
+    saved = (checkpoint.load_tensors(path, name) for name in (checkpoint.MODEL_FILE, checkpoint.EMA_FILE))
+    model, ema = (weights.keys() for weights in saved)
+    assert model - ema == frozen
+    same(Flow.from_checkpoint(path), averaged)
+
+
+def test_a_checkpoint_of_another_flow_or_none_is_refused(tmp_path: Path) -> None:
+    path = write(FLOWS["mean"](), tmp_path)
+    with pytest.raises(UsageError, match="is a MeanFlow, not a RectifiedFlow"):
+        RectifiedFlow.from_checkpoint(path)
+    with pytest.raises(UsageError, match="no checkpoint at"):
+        Flow.from_checkpoint(tmp_path / "nowhere")
+    bare = checkpoint.save(tmp_path / "bare", 1, {}, {})
+    with pytest.raises(UsageError, match=r"has no flow\.json"):
+        Flow.from_checkpoint(bare)
+
+
+@pytest.mark.parametrize(
+    ("description", "sentence"),
+    [
+        ({"kind": "Pixels"}, "describes a Pixels, not a flow"),
+        ({"kind": "Nowhere"}, r"the kind 'Nowhere' is not registered: pass --import MODULE"),
+        ({"flow": "RectifiedFlow", "network": {"kind": "Unet"}}, "num_classes"),
+        ({"kind": "RectifiedFlow"}, "RectifiedFlow cannot be built from its description"),
+        ({}, "the kind None is not registered"),
+    ],
+)
+def test_a_damaged_description_is_told_with_its_file(
+    tmp_path: Path, description: dict[str, Any], sentence: str
+) -> None:
+    path = checkpoint.save(tmp_path / "checkpoints", 1, {}, {FLOW_FILE: description})
+    with pytest.raises(UsageError, match=sentence) as told:
+        load_flow(tmp_path)
+    assert str(path) in str(told.value)
+
+
+def test_as_the_hub_has_it(flow: Flow, tmp_path: Path) -> None:
+    flow.save_pretrained(tmp_path, model_card_kwargs={"grid": "grid.png", "repo_id": "me/flowers"})
+    same(type(flow).from_pretrained(tmp_path), flow)
+    same(Flow.from_pretrained(str(tmp_path)), flow)
+    card = (tmp_path / "README.md").read_text()
+    assert "![samples](grid.png)" in card
+    assert f'{type(flow).__name__}.from_pretrained("me/flowers")' in card
+    assert "in 2 classes" in card
+    assert "of 8 px" in card
+    assert json.dumps(flow.describe(), indent=1) in card
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"null", r"config\.json is damaged: it is null"),
+        (b"\xff\xfe", r"config\.json cannot be read"),
+        (b"{}", r"config\.json: the kind None is not registered"),
+        (b'{"flow": "RectifiedFlow"}', r"config\.json is damaged: it describes no flow of version 0\.1"),
+        (None, r"config\.json is missing"),
+    ],
+)
+def test_a_damaged_folder_of_the_hub(tmp_path: Path, content: bytes | None, words: str) -> None:
+    FLOWS["rectified"]().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.unlink()
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        Flow.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", checkpoint.MODEL_FILE])
+def test_a_folder_of_the_hub_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    FLOWS["rectified"]().save_pretrained(tmp_path)
+    with refusing(monkeypatch, name), pytest.raises(UsageError, match=rf"{name} cannot be read .*: change its rights"):
+        Flow.from_pretrained(tmp_path)
+
+
+def test_a_model_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = FLOWS["rectified"]()
+    flow.save_pretrained(tmp_path)
+    weights = (tmp_path / checkpoint.MODEL_FILE).read_bytes()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space"):
+            flow.save_pretrained(tmp_path)
+    assert (tmp_path / checkpoint.MODEL_FILE).read_bytes() == weights
+    assert not list(tmp_path.glob(".*"))
+    flow.save_pretrained(tmp_path)
+    same(Flow.from_pretrained(tmp_path), flow)
+
+
+class Own(nn.Module):
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return x
+
+
+def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None:
+    with pytest.raises(DescriptionError, match=r"RectifiedFlow\.network is a Own, neither plain data nor registered"):
+        RectifiedFlow(Own()).describe()
+    with pytest.raises(DescriptionError, match=r"MeanFlow\.objective is a Variant"):
+        MeanFlow(unet(), objective=Variant(blend=0.5)).describe()
+    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own"):
+        RectifiedFlow(Own()).save_pretrained(tmp_path)
+
+
+@pytest.fixture
+def own_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
+    """A network and a space of a user, registered for one test."""
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+
+    @register
+    class Gain(nn.Module):
+        def __init__(self, gain: float) -> None:
+            super().__init__()
+            self.gain, self.conditions = gain, {"place": Vector(2)}
+            self.bias = nn.Parameter(torch.zeros(()))
+
+        def forward(self, x: Tensor, t: Tensor, place: Tensor) -> Tensor:
+            return x * self.gain + self.bias
+
+    @register
+    class Heights(Space):
+        key = "heights"
+
+        def __init__(self, scale: float, shape: tuple[int, ...] | None = None) -> None:
+            self.scale, self.shape = scale, None if shape is None else tuple(shape)
+
+        def encode(self, data: Tensor) -> Tensor:
+            return data / self.scale
+
+        def decode(self, x: Tensor) -> Tensor:
+            return x * self.scale
+
+        def draw(self, data: Tensor) -> Tensor:
+            return data.to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
+
+    return {"network": Gain, "space": Heights}
+
+
+def test_registered_parts_of_your_own_come_back(own_kinds: dict[str, type], tmp_path: Path) -> None:
+    """A network with a condition that is no label, on data that are no pictures and have no channels."""
+    flow = RectifiedFlow(own_kinds["network"](0.5), space=own_kinds["space"](40.0), coupling="ot")
+    heights = 40 * torch.randn(4, 6, 5)
+    flow(heights=heights, place=torch.rand(4, 2)).backward()
+    assert flow.space.shape == (6, 5)
+    back = Flow.from_checkpoint(write(flow, tmp_path))
+    assert vars(back.space) == {"scale": 40.0, "shape": (6, 5)}
+    assert back.network.gain == 0.5
+    same(back, flow)
+
+
+def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:
+    class Tilted(RectifiedFlow):
+        def __init__(self, network: nn.Module) -> None:
+            super().__init__(network)
+            self.tilt = nn.Parameter(torch.zeros(()))
+
+    plain, tilted = RectifiedFlow(Own()), Tilted(unet())
+    assert network_of(plain) is plain.network
+    assert network_of(tilted) is tilted
+
+
+def read_old(name: str) -> dict[str, Any]:
+    [path] = (OLD_RUNS / name).glob(f"checkpoints/*/{FLOW_FILE}")
+    return dict(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize(("name", "kind"), [("rectified", RectifiedFlow), ("mean", MeanFlow)])
+def test_a_description_of_version_0_1(name: str, kind: type[RectifiedFlow | MeanFlow]) -> None:
+    old = read_old(name)
+    flow = kind.from_description(old)
+    assert isinstance(flow.network, Unet)
+    assert flow.conditions == {"labels": Labels(2, ("a", "b"))}
+    assert isinstance(flow.space, Pixels)
+    assert (flow.space.shape, flow.space.horizontal_flip) == ((3, 8, 8), True)
+    assert (flow.condition_dropout, flow.coupling) == (0.1, "independent")
+    network = old["network"]
+    assert (flow.network.dim, flow.network.dropout, flow.network.image_size) == (4, 0.1, 8)
+    for setting in ("dim_mults", "attention_sides"):
+        assert list(getattr(flow.network, setting)) == network[setting]
+    if isinstance(flow, RectifiedFlow):
+        assert (flow.prediction, flow.distance) == ("velocity", "mse")
+        assert flow.time_distribution == LogitNormal(-0.5, 1.2)
+    else:
+        assert (flow.objective, flow.mean_fraction, flow.weight_power) == ("improved_mean_flow", 0.5, 0.75)
+        assert flow.time_distribution == LogitNormal(-0.6, 1.6)
+        assert flow.earlier_distribution == LogitNormal(-4.0, 1.6)
+    assert kind.from_description(json.loads(json.dumps(flow.describe()))).describe() == flow.describe()
+
+
+def test_a_description_of_version_0_1_without_classes() -> None:
+    old = read_old("rectified")
+    old["network"]["num_classes"], old["class_names"], old["loss"] = None, [], "pseudo_huber"
+    flow = RectifiedFlow.from_description(old)
+    assert flow.conditions == {}
+    assert flow.distance == "pseudo_huber"
+
+
+@pytest.mark.parametrize("objective", get_args(RemovedObjective))
+def test_a_mean_flow_of_a_removed_objective_can_be_sampled_and_not_trained(objective: str, tmp_path: Path) -> None:
+    path = write(FLOWS["mean"](), tmp_path)
+    described = json.loads((path / FLOW_FILE).read_text())
+    for description in (described, read_old("mean")):
+        flow = build_flow(description | {"objective": objective}, path)
+        assert isinstance(flow, MeanFlow)
+        assert flow.sample(1, labels=torch.tensor([0])).shape == (1, 3, 8, 8)
+        assert flow.describe()["objective"] == objective
+        with pytest.raises(UsageError, match=f"objective {objective} has been removed: start a new run"):
+            flow(images=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["rectified", "mean"])
+def test_a_checkpoint_of_version_0_1_draws_pictures(name: str) -> None:
+    flow = Flow.from_checkpoint(OLD_RUNS / name)
+    assert flow.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
+    weights = checkpoint.load_tensors(checkpoint.resolve(OLD_RUNS / name), checkpoint.EMA_FILE)
+    assert flow.network.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[key]) for key, value in flow.network.state_dict().items())

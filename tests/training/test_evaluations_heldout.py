@@ -1,0 +1,154 @@
+"""A run that memorises says so or ends, on any number of processes and whatever interrupts it."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rectified_flow.evaluation.heldout import HeldOutPictures
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.runs import checkpoint
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training.evaluations import HeldOutHook
+from rectified_flow.training.trainer import Trainer
+from tests.ranks import run_on_ranks
+from tests.training.runs import IMAGE_SIZE, tiny_config, tiny_dataset
+
+
+class Memorised(HeldOutPictures):
+    """Held-out pictures whose loss falls with that on training pictures to 0.95, and then rises."""
+
+    def losses(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Tensor:
+        held_out = torch.tensor([number < self.count for number in numbers])
+        losses = super().losses(flow, [number % self.count + self.count for number in numbers], **how)
+        return torch.where(held_out, (losses - 0.95).abs(), losses)
+
+
+def train(folder: str, cache: str, kind: type[Any] = RectifiedFlow, *, stops: bool = False, **flags: Any) -> str:
+    """Train with all that serves few pictures; returns what was printed."""
+    torch.manual_seed(0)
+    pictures = tiny_dataset(Path(cache))
+    space = Pixels((3, IMAGE_SIZE, IMAGE_SIZE), horizontal_flip=True, augmentation=0.1)
+    network = Unet(8, (1, 2), conditions=space.conditions, image_size=IMAGE_SIZE, attention_sides=(), dropout=0.1)
+    config = tiny_config(Path(folder), learning_rate=4e-3, ema_decay=0.5, num_samples=0, save_every=6)
+    training = pictures.subset(range(30))
+    hook = HeldOutHook(Memorised(training, pictures.subset(range(30, 46)), seed=0), every=6, stops=stops)
+    with redirect_stdout(StringIO()) as printed:
+        assert Trainer(kind(network, space=space), training, replace(config, **flags), callbacks=[hook]).train()
+    return printed.getvalue()
+
+
+def rows(folder: Path, name: str = "heldout") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path, step: int) -> dict[str, Tensor]:
+    path = folder / "checkpoints" / checkpoint.step_name(step)
+    files = [each.name for each in path.glob("*.safetensors")]
+    return {f"{name} {key}": value for name in files for key, value in checkpoint.load_tensors(path, name).items()}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one process that ends where it memorises."""
+    folder = tmp_path_factory.mktemp("alone")
+    run_on_ranks(1, train_stopping, str(folder / "run"), str(folder / "cache"))
+    return folder
+
+
+def train_stopping(folder: str, cache: str, steps: int = 90) -> str:
+    return train(folder, cache, stops=True, train_num_steps=steps)
+
+
+def test_the_run_ends_and_keeps_the_best(alone: Path) -> None:
+    measured = rows(alone / "run")
+    steps, losses = [row["step"] for row in measured], [row["heldout_loss"] for row in measured]
+    best = steps[losses.index(min(losses))]
+    assert steps == list(range(6, steps[-1] + 1, 6))
+    assert best == steps[-4], "three measurements later"
+    assert 0 < best < steps[-1] < 90
+    kept = checkpoint.best_of(alone / "run/checkpoints")
+    assert kept is not None
+    assert checkpoint.step_of(kept) == best
+    status = json.loads((alone / "run/status.json").read_text())
+    assert (status["state"], status["step"]) == ("finished", steps[-1])
+    last = rows(alone / "run", "metrics")[-1]
+    assert (last["step"], last["heldout_loss"], last["gap"]) == (steps[-1], losses[-1], measured[-1]["gap"])
+
+
+def test_the_same_run_on_two_processes(alone: Path, tmp_path: Path) -> None:
+    run_on_ranks(2, train_stopping, str(tmp_path / "run"), str(alone / "cache"))
+    one, two = rows(alone / "run"), rows(tmp_path / "run")
+    assert len(one) == len(two)
+    for mine, theirs in zip(one, two, strict=True):
+        for name in ("step", "heldout_loss", "seen_loss", "losses"):
+            assert mine[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-4)
+
+
+def test_a_run_that_is_resumed_has_the_same_weights_and_ends_at_the_same_step(alone: Path, tmp_path: Path) -> None:
+    run_on_ranks(1, train_stopping, str(tmp_path), str(alone / "cache"), 6)
+    run_on_ranks(1, train_stopping, str(tmp_path), str(alone / "cache"))
+    assert rows(tmp_path) == rows(alone / "run")
+    last = rows(tmp_path)[-1]["step"]
+    mine, theirs = tensors(tmp_path, last), tensors(alone / "run", last)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_run_that_ended_ends_again(alone: Path) -> None:
+    before = rows(alone / "run")
+    [printed] = run_on_ranks(1, train_stopping, str(alone / "run"), str(alone / "cache"))
+    assert rows(alone / "run") == before
+    assert f"stopped at step {before[-1]['step']}: the network memorises its training pictures" in printed
+
+
+def test_damaged_lines_do_not_count(alone: Path, tmp_path: Path) -> None:
+    shutil.copytree(alone / "run", tmp_path / "run")
+    lines = [{"step": 1}, {"step": 2, "heldout_loss": "low"}, {**rows(alone / "run")[0], "losses": 5}]
+    with (tmp_path / "run/heldout.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    [printed] = run_on_ranks(1, train_stopping, str(tmp_path / "run"), str(alone / "cache"))
+    assert "the network memorises its training pictures" in printed
+
+
+def train_mean(folder: str, cache: str) -> str:
+    return train(folder, cache, MeanFlow, train_num_steps=54)
+
+
+def test_without_the_flag_it_warns_once(alone: Path, tmp_path: Path) -> None:
+    [printed] = run_on_ranks(1, train_mean, str(tmp_path), str(alone / "cache"))
+    assert rows(tmp_path)[-1]["step"] == 54
+    assert printed.count("warning: the network memorises its training pictures") == 1
+    assert "--stop_when_memorising" in printed
+    assert checkpoint.best_of(tmp_path / "checkpoints") is None
+
+
+@pytest.mark.parametrize(("keep_every", "said"), [(0, "was not kept"), (6, "best is the checkpoint of step")])
+def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
+    alone: Path, tmp_path: Path, keep_every: int, said: str
+) -> None:
+    """It began without the flag, so that nothing was marked, and all but the newest checkpoints may be gone."""
+    run_on_ranks(1, train_on, str(tmp_path), str(alone / "cache"), 54, keep_every, False)
+    [printed] = run_on_ranks(2, train_on, str(tmp_path), str(alone / "cache"), 90, keep_every, True)[:1]
+    measured = rows(tmp_path)
+    best = min(measured, key=lambda row: row["heldout_loss"])["step"]
+    [sentence] = [line for line in printed.splitlines() if line.startswith("stopped at step 54")]
+    assert said in sentence
+    assert f"step {best}" in sentence
+    kept = checkpoint.best_of(tmp_path / "checkpoints")
+    assert (kept and checkpoint.step_of(kept)) == (best if keep_every else None)
+
+
+def train_on(folder: str, cache: str, steps: int, keep_every: int, stops: bool) -> str:
+    return train(folder, cache, stops=stops, train_num_steps=steps, keep_every=keep_every)

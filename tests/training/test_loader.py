@@ -1,0 +1,128 @@
+"""Loader processes that fail end the run in a sentence: none is waited for, and none stays behind."""
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.training.loader import explain_loader_errors, load
+from tests.patience import PATIENCE
+from tests.training.runs import tiny_config
+
+
+class Unshareable(torch.Tensor):
+    """A tensor that does not fit into shared memory."""
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def fill_memory() -> torch.Tensor:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def share() -> torch.Tensor:
+    return torch.zeros(3).as_subclass(Unshareable)
+
+
+def open_too_much() -> torch.Tensor:
+    raise OSError(24, "Too many open files")
+
+
+def miss_a_file() -> torch.Tensor:
+    raise UsageError("images.uint8 is missing")
+
+
+def fail() -> torch.Tensor:
+    raise ValueError("of my own")
+
+
+class Failing(Dataset[Any]):
+    """Its items are zeros up to the tenth batch of four."""
+
+    def __init__(self, failure: Callable[[], torch.Tensor]) -> None:
+        self.failure = failure
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        raise NotImplementedError
+
+    def read_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
+        return {"images": self.failure() if 7 in indices else torch.zeros(len(indices), 3)}
+
+
+def read_all(tmp_path: Path, failure: Callable[[], torch.Tensor], workers: int = 2) -> None:
+    config = tiny_config(tmp_path, num_workers=workers, multiprocessing_context="fork")
+    with explain_loader_errors():
+        for batch in load(Failing(failure), 40, config, GlobalBatch(4), 0, 0):
+            assert torch.equal(batch["images"], torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "sentence"),
+    [
+        (share, RunError, r"too little shared memory: give them more \(docker run --shm-size\), or .*No space left"),
+        (
+            fill_memory,
+            RunError,
+            r"ended early, perhaps for want of memory: pass fewer --num_workers.*\(DataLoader work",
+        ),
+        (open_too_much, RunError, r"may not open enough files: raise the limit \(ulimit -n\)"),
+        (miss_a_file, UsageError, "^images.uint8 is missing$"),
+        (fail, ValueError, r"(?s)^Caught ValueError in DataLoader worker process.*of my own"),
+    ],
+)
+def test_a_loader_process_that_fails(tmp_path: Path, failure: Any, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence) as refusal:
+        read_all(tmp_path, failure)
+    assert kind is ValueError or "\n" not in str(refusal.value)
+    assert multiprocessing.active_children() == [], "a loader process stays behind"
+
+
+@pytest.mark.parametrize("started", [0, 1])
+def test_loader_processes_that_cannot_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forks, fork = [None] * started, os.fork
+
+    def refuse() -> int:
+        if not forks:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        forks.pop()
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refuse)
+    with pytest.raises(
+        RunError, match=r"could not be started \(Resource temporarily unavailable\): pass fewer --num_w"
+    ):
+        read_all(tmp_path, fail)
+    gc.collect()
+    assert capsys.readouterr().err == "", "torch's clean-up failed"
+    for child in multiprocessing.active_children():
+        child.join(PATIENCE)
+    assert multiprocessing.active_children() == [], "a loader process stays behind"
+
+
+def test_shared_memory_without_room_for_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: Any, **_options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
+    with pytest.raises(RunError, match=r"could not be started \(No space left on device\)"):
+        read_all(tmp_path, fail)
+
+
+def test_errors_of_others_pass() -> None:
+    for error in (RuntimeError("out of shared memory"), RunError("too many bad steps"), OSError(24, "Too many open")):
+        with pytest.raises(type(error)) as raised, explain_loader_errors():
+            raise error
+        assert raised.value is error
