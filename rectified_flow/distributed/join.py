@@ -27,7 +27,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch.distributed import (  # type: ignore[attr-defined]
     PrefixStore,
-    Store,  # type: ignore[attr-defined]
+    Store,
     TCPStore,
 )
 
