@@ -33,7 +33,7 @@ from tests.programs import program
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS: dict[str, type] = {
     "train_oxford.py": TrainRectifiedFlow,
     "train_mean_flow.py": TrainMeanFlow,
