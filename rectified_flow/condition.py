@@ -101,7 +101,7 @@ class Vector:
         return _VectorEmbedding(self.size, dim)
 
 
-@register
+@register(formerly="Told")
 @dataclass(frozen=True)
 class AugmentationLabels:
     """Numbers, float32 ``[b, size]``, that tell what was done to the data of a row; zeros for nothing.

@@ -1,53 +1,107 @@
-"""Kinds by name, so that a checkpoint can say what it holds and be built again without naming code.
+"""Classes and functions by name, for checkpoints and for the command line.
 
-A description is plain JSON: the name of a registered class under ``kind``, and the arguments of its constructor. A
-class takes part by :func:`register` and by keeping every argument in an attribute of the same name. Nothing is ever
-imported because a file names it, and only registered classes are called.
+:func:`register` gives a class or function its name. The names serve two purposes:
+
+- *Descriptions.* A checkpoint describes its flow as plain JSON: the name of a registered class under ``kind``, and the
+  arguments of its constructor. :func:`describe` reads each argument from the attribute of the same name, and
+  :func:`build` calls the constructor. No module is ever imported because a file names it, and only registered classes
+  are called.
+- *Flags.* A flag such as ``--optimizer`` takes a name, and :func:`find` returns what has been registered under it.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints, overload
 
 from rectified_flow.errors import UsageError
-from rectified_flow.system.files import misfit
 
-C = TypeVar("C", bound=type)
+Role = Literal["dataset", "optimizer", "metric", "degradation"]
+"""The purpose of a registered function, or of a class that is called as one."""
+T = TypeVar("T", bound=Callable[..., Any])
 _KINDS: dict[str, type] = {}
+_FORMER: dict[str, str] = {}
+_BY_ROLE: dict[str, dict[str, Callable[..., Any]]] = {}
 _Plain = bool | int | float | str | None
 
 
 class DescriptionError(UsageError):
-    """An object cannot be described, or a description cannot be built."""
+    """An object that cannot be described, or a description that cannot be built."""
 
 
-def register(kind: C) -> C:
-    """Class decorator: let checkpoints name this class.
+@overload
+def register(target: T, /) -> T: ...
+@overload
+def register(*, role: Role | None = None, formerly: str | None = None) -> Callable[[T], T]: ...
+def register(target: T | None = None, /, *, role: Role | None = None, formerly: str | None = None) -> Any:
+    """Register a class or function under its own name. This is a decorator, with or without arguments.
+
+    Args:
+        target: the class or function.
+        role: the purpose of a function, or of a class that is called like one. Without a role, the target is a class
+            that checkpoints describe: a network, flow, space, condition, time distribution or autoencoder.
+        formerly: the name of the class in older checkpoints, which :func:`build` takes too.
 
     Raises:
-        ValueError: if another class has the same name.
+        ValueError: if another class or function of this role has the same name.
     """
-    known = _KINDS.get(kind.__name__)
-    if known is not None and _source(known) != _source(kind):
-        raise ValueError(f"{kind.__name__} is registered already, by {known.__module__}: choose another name")
-    _KINDS[kind.__name__] = kind
-    return kind
+    if target is None:
+        return lambda target: _register(target, role, formerly)
+    return _register(target, role, formerly)
+
+
+def _register(target: T, role: Role | None, formerly: str | None) -> T:
+    registered: dict[str, Any] = _KINDS if role is None else _BY_ROLE.setdefault(role, {})
+    name = target.__name__
+    known = registered.get(name)
+    if known is not None and _source(known) != _source(target):
+        raise ValueError(f"{name} is registered already, by {known.__module__}: choose another name")
+    registered[name] = target
+    if formerly is not None:
+        _FORMER[formerly] = name
+    return target
+
+
+def names(role: Role | type) -> list[str]:
+    """Return the registered names of a role, or of the subclasses of a class."""
+    if isinstance(role, str):
+        return sorted(_BY_ROLE.get(role, ()))
+    return sorted(name for name, kind in _KINDS.items() if issubclass(kind, role))
+
+
+def find(role: Role | type, name: str) -> Any:
+    """Return the function or class that is registered under ``name``.
+
+    Args:
+        role: the purpose of a function, or the base class of a class.
+        name: its registered name.
+
+    Raises:
+        UsageError: if nothing of this role has that name; the sentence lists the names.
+    """
+    known = names(role)
+    if name not in known:
+        noun = role if isinstance(role, str) else role.__name__.lower()
+        raise UsageError(
+            f"the {noun} {name!r} is not registered: choose one of {', '.join(known) or '(none)'}, or pass --import "
+            "MODULE with the Python module that registers it"
+        )
+    return _BY_ROLE[role][name] if isinstance(role, str) else _KINDS[name]
 
 
 def is_registered(value: object) -> bool:
-    """Whether the class of ``value`` is a registered kind."""
+    """Return whether the class of ``value`` is registered, as the classes in a description must be."""
     return _KINDS.get(type(value).__name__) is type(value)
 
 
 def describe(value: object) -> dict[str, Any]:
-    """Describe a registered object as JSON can hold it.
+    """Describe an object of a registered class as JSON can hold it.
 
     Raises:
         DescriptionError: if it, or one of its arguments, is neither registered nor plain data.
     """
     if not is_registered(value):
         raise DescriptionError(
-            f"{type(value).__name__} is not registered, so a checkpoint cannot say how to build it: decorate the class "
+            f"{type(value).__name__} is not registered, so a checkpoint cannot describe it: decorate the class "
             "with @rectified_flow.register"
         )
     return {"kind": type(value).__name__} | {
@@ -57,44 +111,50 @@ def describe(value: object) -> dict[str, Any]:
 
 
 def build(description: Mapping[str, Any]) -> Any:
-    """Build what :func:`describe` described.
+    """Build the object that :func:`describe` described.
 
     Raises:
-        DescriptionError: if a kind is not registered, or the arguments do not fit it.
+        DescriptionError: if a class is not registered, or the arguments do not fit it.
     """
-    kind = description.get("kind")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    name = description.get("kind")
+    kind = _KINDS.get(_FORMER.get(name, name)) if isinstance(name, str) else None
+    if kind is None:
         raise DescriptionError(
-            f"the kind {kind!r} is not registered: pass --import MODULE with the Python module that defines it"
+            f"the kind {name!r} is not registered: pass --import MODULE with the Python module that defines it"
         )
     arguments = {name: _built(value) for name, value in description.items() if name != "kind"}
-    _check_arguments(_KINDS[kind], arguments)
+    _check_arguments(kind, arguments)
     try:
-        return _KINDS[kind](**arguments)
+        return kind(**arguments)
     except UsageError:
         raise
-    except Exception as error:  # the constructor's own
-        raise DescriptionError(f"{kind} cannot be built from its description ({error})") from error
+    except Exception as error:  # of any type: the constructor may be a user's
+        raise DescriptionError(f"{kind.__name__} cannot be built from its description ({error})") from error
 
 
 def arguments_of(kind: type) -> list[str]:
-    """The names of the constructor's arguments; ``**settings`` stands for those of the base class."""
-    names: list[str] = []
+    """Return the names of the constructor's arguments; ``**settings`` stands for those of the base class."""
+    found: list[str] = []
     for each in kind.__mro__:
         if "__init__" not in vars(each):
             continue
         parameters = list(inspect.signature(vars(each)["__init__"]).parameters.values())[1:]
-        names += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        found += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(found))
 
 
 def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
-    """Raise a DescriptionError unless a class takes the arguments, and those of this package's have the right types.
+    """Check the names of the arguments, and for classes of this package the types, too.
 
-    Others may annotate loosely, and refuse for themselves what they cannot take.
+    Classes outside of the package may have loose annotations, and check the values themselves.
+
+    Raises:
+        DescriptionError: if an argument is unknown or has another type.
     """
+    from rectified_flow.system.files import misfit  # loads pydantic, which model code does without
+
     unknown = arguments.keys() - arguments_of(kind)
     if unknown:
         raise DescriptionError(
@@ -114,7 +174,7 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
 
 
 def _with_tuples(value: Any) -> Any:
-    """Lists as tuples, which any annotation of a sequence takes."""
+    """Return lists as tuples, which fit any annotation of a sequence."""
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
@@ -142,10 +202,9 @@ def _built(value: Any) -> Any:
     return value
 
 
-def _source(kind: type) -> tuple[str, str | None]:
-    """Where a class is written: a program's own module may be imported twice, once as ``__main__``."""
-    find: Callable[[type], str | None] = inspect.getsourcefile
+def _source(target: Any) -> tuple[str, str | None]:
+    """Return the place of a definition: a program's own module may be imported twice, once as ``__main__``."""
     try:
-        return kind.__qualname__, find(kind)
+        return target.__qualname__, inspect.getsourcefile(target)
     except (OSError, TypeError):
-        return kind.__qualname__, None
+        return target.__qualname__, None

@@ -12,13 +12,24 @@ import pytest
 
 from rectified_flow import registry
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import DescriptionError, arguments_of, build, describe, is_registered, register
+from rectified_flow.registry import (
+    DescriptionError,
+    arguments_of,
+    build,
+    describe,
+    find,
+    is_registered,
+    names,
+    register,
+)
 
 
 @pytest.fixture(autouse=True)
 def _own_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test registers is forgotten after it."""
     monkeypatch.setattr(registry, "_KINDS", {})
+    monkeypatch.setattr(registry, "_FORMER", {})
+    monkeypatch.setattr(registry, "_BY_ROLE", {})
     for kind in (Wheel, Vehicle, Car):
         register(kind)
 
@@ -119,6 +130,54 @@ def test_nothing_is_imported_or_called_because_a_file_names_it(
 def test_a_kind_that_is_no_name(kind: Any) -> None:
     with pytest.raises(DescriptionError, match="is not registered"):
         build({"kind": kind})
+
+
+def test_a_class_is_built_by_the_name_that_it_had() -> None:
+    @register(formerly="Coach")
+    class Tram(Vehicle):
+        """A vehicle that older files know as a coach."""
+
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+
+    tram = build({"kind": "Coach", "speed": 2.0})
+    assert isinstance(tram, Tram)
+    assert describe(tram)["kind"] == "Tram"
+    assert "Coach" not in names(Vehicle)
+
+
+def test_classes_are_found_by_their_base() -> None:
+    assert names(Vehicle) == ["Car", "Vehicle"]
+    assert find(Vehicle, "Car") is Car
+    with pytest.raises(
+        UsageError, match="the vehicle 'Wheel' is not registered: choose one of Car, Vehicle, or pass --import"
+    ):
+        find(Vehicle, "Wheel")
+
+
+def test_functions_are_found_by_their_role() -> None:
+    @register(role="metric")
+    def length(rows: list[int]) -> int:
+        return len(rows)
+
+    assert names("metric") == ["length"]
+    assert find("metric", "length") is length
+    assert length([1, 2]) == 2
+    with pytest.raises(DescriptionError, match="'length' is not registered"):
+        build({"kind": "length"})
+    with pytest.raises(UsageError, match=r"the optimizer 'length' is not registered: choose one of \(none\), or pass"):
+        find("optimizer", "length")
+
+
+def test_two_functions_of_one_role_and_name_are_refused() -> None:
+    def other() -> None: ...
+
+    register(role="dataset")(other)
+    other_again = lambda: None  # noqa: E731
+    other_again.__name__ = "other"
+    register(role="metric")(other_again)
+    with pytest.raises(ValueError, match=r"other is registered already, by tests\.test_registry"):
+        register(role="dataset")(other_again)
 
 
 def test_two_classes_of_one_name_are_refused() -> None:
