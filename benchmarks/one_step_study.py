@@ -49,7 +49,7 @@ from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.trainer import Trainer
 
 IMAGE_SIZE = 32
-RESULTS = Path(__file__).with_suffix(".jsonl")
+RESULTS = Path(__file__).parent.parent / "studies/results" / "one_step_factors.jsonl"
 CALLS = (1, 2, 4, 16)
 CONTROL = "control"
 DISTANCE = "efficientnet_lite0_{}_distance"

@@ -43,7 +43,7 @@ from rectified_flow.training.trainer import Trainer
 
 BATCH = 8
 NETWORK: Mapping[str, Any] = {"dim": 24, "dim_mults": (1, 2, 3), "attention_sides": (8,), "blocks_per_level": 1}
-RESULTS = Path(__file__).with_suffix(".jsonl")
+RESULTS = Path(__file__).parent.parent / "studies/results" / "small_data.jsonl"
 KERNEL = "efficientnet_lite0_kernel_distance"
 UNSEEN = 200
 """Pictures of the drawn flowers that no case is trained on; of the emoji, the test split."""

@@ -298,7 +298,7 @@ def to_device(module: M, device: torch.device, precision: str) -> M:
 
     The format is channels-last on a GPU, whose matrix units read images in this order, and on a CPU in float32. On a
     CPU in bf16 it is contiguous: the operations between convolutions would lose more than the convolutions gain
-    (benchmarks/log.md).
+    (docs/measurements/speed.md).
 
     Args:
         module: a flow, or any other module.

@@ -12,7 +12,7 @@ from rectified_flow.errors import require
 
 CGROUPS = Path("/sys/fs/cgroup")
 SPIN_COUNT = "10000"
-"""Of GNU OpenMP's threads; measured in benchmarks/log.md, "Busy machines"."""
+"""Of GNU OpenMP's threads; measured in docs/measurements/speed.md, "Busy machines"."""
 
 ENOUGH_OPEN_FILES, FEWEST_OPEN_FILES = 4096, 64
 

@@ -183,5 +183,5 @@ def moved(batch: Batch, device: torch.device) -> Batch:
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # else CUDA may wait for the work before, to stage the copy (benchmarks/log.md)
+        value = value.pin_memory()  # else CUDA may wait for earlier work, to stage it (docs/measurements/speed.md)
     return value.to(device, non_blocking=True)
