@@ -41,7 +41,7 @@ from rectified_flow.cli.parts import build_mean_flow, build_rectified_flow, open
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import DataConfig, MeanFlowConfig, TrainMeanFlow, TrainRectifiedFlow, UnetConfig
 from rectified_flow.distributed.join import join_processes
-from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow, exponential_step
 from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import BatchRows, deterministic
@@ -191,9 +191,9 @@ def compare_with_cpu(bench: Bench, kind: Kind, precision: Precision) -> Result:
 def compare_pictures(bench: Bench) -> Result:
     """Pictures of the same numbers: their noise is drawn on the CPU for every device."""
     flow = fill_zeros(build_flow("rectified", bench.full))
-    [(_, expected)] = draw(flow, range(4), steps=4)
+    [(_, expected)] = sample_batches(flow, range(4), steps=4)
     to_device(flow, bench.device, "no")
-    [(_, found)] = draw(flow, range(4), steps=4)
+    [(_, found)] = sample_batches(flow, range(4), steps=4)
     largest = int((found.cpu().int() - expected.int()).abs().max())
     return judge(largest <= 4, f"values differ by up to {largest} of 255, as to the CPU (bound 4)")
 

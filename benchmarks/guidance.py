@@ -24,7 +24,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe, read_config
@@ -97,7 +97,7 @@ def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Modul
     numbers = evaluator.distances(generated) | evaluator.scores(generated)
     classes = torch.arange(len(class_names(flow)))
     wanted = range(flags.num_samples)
-    drawn = draw(flow, wanted, seed=flags.seed, conditions={"labels": classes}, **how)
+    drawn = sample_batches(flow, wanted, seed=flags.seed, conditions={"labels": classes}, **how)
     images = torch.cat([pictures for _, pictures in drawn])
     labels = torch.arange(len(images)) % len(classes)
     rows = min(8, len(images) // len(classes))

@@ -112,7 +112,7 @@ def evaluate(flags: Flags, space: str) -> dict[str, Any]:
     )
     generated = evaluator.generate(flow, steps=flags.steps)
     with randomness.deterministic(randomness.Samples(0, range(16))):
-        grid = to_grid(flow.space.draw(flow.sample(16, steps=flags.steps)))
+        grid = to_grid(flow.space.render(flow.sample(16, steps=flags.steps)))
     write_picture(config.run.output_dir / "grid.png", grid)
     distances = evaluator.distances(generated)
     known.write_text(json.dumps(distances))

@@ -74,13 +74,13 @@ class StudyFlow(MeanFlow):
 
     def forward(self, **batch: Any) -> Tensor:
         x_0, noise, conditions = self.draw_batch(batch)
-        t = self.time_distribution.sample(len(x_0), x_0.device)
+        t = self.time_distribution.draw(len(x_0), x_0.device)
         if self.paths is not None:
             loss = self._follow(x_0, noise, t, self.paths)
             return loss if self.critic is None else loss + self._match(noise)
-        earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
+        earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")
         if self.share:
-            earlier = t * Uniform().sample(len(x_0), x_0.device, "earlier time")
+            earlier = t * Uniform().draw(len(x_0), x_0.device, "earlier time")
         if self.growing:
             earlier = t - (t - earlier) * min(1.0, self.progress / 0.8)
         count = round(self.mean_fraction * len(x_0))
@@ -130,7 +130,7 @@ class StudyFlow(MeanFlow):
         assert self.critic is not None
         assert self.teacher is not None
         count = math.ceil(self.matching * len(noise))
-        t = 0.02 + 0.96 * Uniform().sample(len(noise), noise.device, "time of matching")[:count]
+        t = 0.02 + 0.96 * Uniform().draw(len(noise), noise.device, "time of matching")[:count]
         added = randomness.randn("noise of matching", noise.shape, noise.device)[:count]
         drawn = noise[:count] - self.average_velocity(noise[:count], torch.ones(count), torch.zeros(count))
         x_t = torch.lerp(drawn.detach(), added, expand(t, drawn))

@@ -70,7 +70,7 @@ def main(flags: Flags) -> None:
         print(f"| {name} | {' | '.join(cells)} |")
         with randomness.deterministic(randomness.Samples(flags.seed, range(36))):
             write_picture(
-                folder.with_name(f"{folder.name}-{name}.png"), to_grid(flow.space.draw(flow.sample(36, steps=1)))
+                folder.with_name(f"{folder.name}-{name}.png"), to_grid(flow.space.render(flow.sample(36, steps=1)))
             )
 
 

@@ -219,7 +219,7 @@ def measure(case: Case) -> None:
     for name, (each, how) in runs.items():
         result[name] = evaluator.distances(evaluator.generate(each, **how))
         with randomness.deterministic(randomness.Samples(0, range(36))):
-            grids.append(to_grid(flow.space.draw(each.sample(36, **how))))
+            grids.append(to_grid(flow.space.render(each.sample(36, **how))))
     write_picture(case.folder.with_suffix(".png"), torch.cat([torch.as_tensor(grid) for grid in grids], dim=1).numpy())
     line = {**case.key, "seconds_a_step": seconds and round(seconds, 4), "distances": result}
     with flags.results.open("a") as file:

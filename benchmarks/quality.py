@@ -190,7 +190,7 @@ def evaluate(case: Case, who: str) -> dict[str, Any]:
     write_picture(known.with_name("neighbours.png"), to_grid(beside.flatten(0, 1), beside.shape[1]))
     with randomness.deterministic(randomness.Samples(case.seed, range(64))):
         pictures = flow.sample(64, steps=case.flags.calls // 2)
-    write_picture(known.with_name("grid.png"), to_grid(flow.space.draw(pictures)))
+    write_picture(known.with_name("grid.png"), to_grid(flow.space.render(pictures)))
     result = {
         "images": images,
         "parameters": sum(p.numel() for p in flow.parameters()),

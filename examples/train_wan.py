@@ -330,7 +330,7 @@ class ClipLatents(StoredLatents):
     def decode(self, x: Tensor) -> Tensor:
         return self.unscaled(x)
 
-    def draw(self, data: Tensor) -> Tensor:
+    def render(self, data: Tensor) -> Tensor:
         raise UsageError("latents of clips are drawn by the pipeline")
 
 

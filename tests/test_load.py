@@ -241,7 +241,7 @@ def own_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
         def decode(self, x: Tensor) -> Tensor:
             return x * self.scale
 
-        def draw(self, data: Tensor) -> Tensor:
+        def render(self, data: Tensor) -> Tensor:
             return data.to(torch.uint8)[:, None].expand(-1, 3, -1, -1)
 
     return {"network": Gain, "space": Heights}

@@ -59,7 +59,7 @@ def _look(output_dir: Path, pictures: ImageDataset, space: Pixels, near_duplicat
     chosen = spread(pictures.labels, SHOWN)
     with deterministic(Samples(0, chosen)):
         data, _ = space.augment(pictures.read_batch(chosen)["images"])
-    drawn = space.draw(space.decode(space.encode(data)))
+    drawn = space.render(space.decode(space.encode(data)))
     path = write_picture(prepare_folder("output_dir", output_dir) / SHEET_FILE, to_grid(drawn))
     tqdm.write(line("sheet", f"{path}: {len(chosen)} pictures as they are trained on"))
 

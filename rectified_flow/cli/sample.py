@@ -34,7 +34,7 @@ from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import RunError, UsageError, first_line, require
-from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -69,8 +69,8 @@ class Plan:
     """What the model's card says of its run, if the model is saved."""
 
     def draw(self, numbers: Sequence[int], config: SampleConfig, **more: Any) -> Any:
-        """The pictures with these numbers, as :func:`draw` yields them."""
-        return draw(
+        """The pictures with these numbers, as :func:`sample_batches` yields them."""
+        return sample_batches(
             self.flow,
             numbers,
             seed=config.pictures.seed,
@@ -285,7 +285,7 @@ def _draw_path(config: SampleConfig, plan: Plan) -> Path:
     space = plan.flow.space
 
     def watch(_t: float, x: Tensor) -> None:
-        frames.append(space.draw(space.decode(x)).cpu())
+        frames.append(space.render(space.decode(x)).cpu())
 
     list(plan.draw(range(min(PATH_PICTURES, config.pictures.num_samples)), config, watch=watch))
     if config.pictures.path == "gif":

@@ -252,7 +252,7 @@ class ImageDataset(StoreDataset):
         if self.info.framing is None:
             return images
         space = Pixels(self.info.framing.shape)
-        return space.draw(space.decode(space.encode(images)))
+        return space.render(space.decode(space.encode(images)))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

@@ -23,7 +23,7 @@ from rectified_flow.evaluation.distances import (
     share_of_copies,
 )
 from rectified_flow.evaluation.features import Features, average_colours, load_features, reference_features
-from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.system.terminal import progress_bar
 
@@ -163,7 +163,7 @@ class Evaluator:
         features, real = generated[0], self.real[0]
         worst = nearness(features, *self.real).argsort()[:SHOWN]
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
-        [(_, drawn)] = draw(flow, worst.tolist(), **options)
+        [(_, drawn)] = sample_batches(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((drawn.cpu()[:, None], shown), dim=1)
@@ -171,7 +171,9 @@ class Evaluator:
     def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> list[Tensor]:
         parts: list[list[Tensor]] = [[] for _ in self.features]
         how = {"steps": flow.default_steps} | how
-        batches = draw(flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how)
+        batches = sample_batches(
+            flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how
+        )
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
         main = self.state.is_main_process
         with progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not main) as bar:

@@ -235,7 +235,7 @@ def _groups(conditions: Values) -> Tensor | None:
     return columns.nan_to_num(nan=1e300).unique(dim=0, return_inverse=True)[1]
 
 
-def draw(
+def sample_batches(
     flow: Flow,
     numbers: Sequence[int],
     *,
@@ -259,7 +259,7 @@ def draw(
         options: further arguments of ``flow.sample``.
     """
     device = next(flow.parameters()).device
-    to_picture = flow.space.draw_with_alpha if with_alpha else flow.space.draw
+    to_picture = flow.space.render_with_alpha if with_alpha else flow.space.render
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
         given = {name: _rows(values, some).to(device) for name, values in (conditions or {}).items()}

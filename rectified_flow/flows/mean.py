@@ -127,8 +127,8 @@ class MeanFlow(FlowMap):
         if self.objective in REMOVED:
             raise UsageError(f"the objective {self.objective} has been removed: start a new run with --init_from")
         x_0, noise, conditions = self.draw_batch(batch)
-        t = self.time_distribution.sample(len(x_0), x_0.device)
-        earlier = self.earlier_distribution.sample(len(x_0), x_0.device, "earlier time")
+        t = self.time_distribution.draw(len(x_0), x_0.device)
+        earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")
         count = self.rows_of(self.mean_fraction, len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
         step = self.variant.step_at(self.progress)

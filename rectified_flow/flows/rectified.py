@@ -50,7 +50,7 @@ class RectifiedFlow(Flow):
     def forward(self, **batch: Any) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)
-        t = self.time_distribution.sample(len(x_0), x_0.device)
+        t = self.time_distribution.draw(len(x_0), x_0.device)
         return self.loss(x_0, noise, t, conditions)
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values) -> Tensor:

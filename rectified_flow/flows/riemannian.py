@@ -69,7 +69,7 @@ class RiemannianFlow(Flow):
         x_0, noise, conditions = self.draw_batch(batch)
         weights = _shares_of(batch)
         start = self.couple(x_0, self.space.geometry.from_normal(noise), weights)
-        t = self.time_distribution.sample(len(x_0), x_0.device)
+        t = self.time_distribution.draw(len(x_0), x_0.device)
         return self.loss(x_0, start, t, conditions, weights)
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values, weights: Tensor | None = None) -> Tensor:

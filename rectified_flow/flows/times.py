@@ -4,9 +4,9 @@ The family includes the logit-normal distribution and the resolution shift ``t' 
 2024, arXiv:2403.03206, sections 3.1 and 5.3.2): the shift adds ``log s`` to the logit.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import erfc, inf, log, sinh
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,27 +16,29 @@ from rectified_flow.flows import TimeGrid
 from rectified_flow.registry import register
 
 
-@runtime_checkable
-class TimeDistribution(Protocol):
-    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        """Draw times ``[count]`` in [0, 1]."""
+class TimeDistribution(ABC):
+    """A distribution of the times at which a flow is trained. Register a subclass, and checkpoints can name it."""
+
+    @abstractmethod
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1] with :mod:`rectified_flow.randomness`, in the stream named ``purpose``."""
 
 
 @register
 @dataclass(frozen=True)
-class Uniform:
-    """Uniform times; ``shift > 1`` moves them towards the noise."""
+class Uniform(TimeDistribution):
+    """Uniform times; a ``shift`` above 1 moves them towards the noise."""
 
     shift: float = 1.0
 
-    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         t = randomness.rand(purpose, (count,), device)
         return self.shift * t / (1 + (self.shift - 1) * t)
 
 
 @register
 @dataclass(frozen=True)
-class LogitNormal:
+class LogitNormal(TimeDistribution):
     """Times whose logit is normal with mean ``mean + log(shift)`` and standard deviation ``std``.
 
     The default extrapolates published settings, (-1.2, 1.2) at 32 px and (0.8, 0.8) at 256 px, to 64 px.
@@ -46,15 +48,15 @@ class LogitNormal:
     std: float = 1.2
     shift: float = 1.0
 
-    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         z = randomness.randn(purpose, (count,), device)
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
 
 
 @register
 @dataclass(frozen=True)
-class TruncatedLogitNormal:
-    """Logit-normal times, as :class:`LogitNormal`, given that they lie in ``[low, high]``."""
+class TruncatedLogitNormal(TimeDistribution):
+    """The times of :class:`LogitNormal` on the condition that they lie in ``[low, high]``."""
 
     mean: float = 0.0
     std: float = 1.0
@@ -66,7 +68,7 @@ class TruncatedLogitNormal:
         if not 0 <= self.low < self.high <= 1:
             raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
 
-    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         centre = self.mean + log(self.shift)
         low, high = (_normal_share((_logit(end) - centre) / self.std) for end in (self.low, self.high))
         share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
@@ -79,13 +81,13 @@ def _logit(t: float) -> float:
 
 
 def _normal_share(z: float) -> float:
-    """The share of a standard normal distribution below ``z``."""
+    """Return the share of a standard normal distribution below ``z``."""
     return erfc(-z / 2**0.5) / 2
 
 
 @register
 @dataclass(frozen=True)
-class UShaped:
+class UShaped(TimeDistribution):
     """Times near both ends, with density proportional to ``cosh(steepness (t - 1/2))``.
 
     Suited to pairs whose paths are already straight, where only the two ends are hard (Lee et al. 2024,
@@ -94,7 +96,7 @@ class UShaped:
 
     steepness: float = 4.0
 
-    def sample(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
         u = randomness.rand(purpose, (count,), device)
         return 0.5 + torch.asinh((2 * u - 1) * sinh(self.steepness / 2)) / self.steepness
 
@@ -104,7 +106,7 @@ SIGMA_MIN, SIGMA_MAX, RHO = 0.002, 80.0, 7.0
 
 
 def time_grid(steps: int, kind: TimeGrid = "uniform", start: float = 1.0) -> list[float]:
-    """The times that bound ``steps`` intervals, from the noise level ``start`` down to data (0).
+    """Return the times that bound ``steps`` intervals, from the noise level ``start`` down to data (0).
 
     Args:
         steps: number of intervals.

@@ -116,8 +116,8 @@ class Latents(StoredLatents):
         parts = self.unscaled(x).split(self._at_once)
         return self._pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
 
-    def draw(self, data: Tensor) -> Tensor:
-        return self._pixels.draw(data)
+    def render(self, data: Tensor) -> Tensor:
+        return self._pixels.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
         """A single variant ``[b, 1, k, c, h, w]``, some at a time."""

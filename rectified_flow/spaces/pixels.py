@@ -66,7 +66,7 @@ class Pixels(Space):
         """Float32 in [0, 1], values outside clipped."""
         return x.float().add(1).div(2).clamp(0, 1)
 
-    def draw(self, data: Tensor) -> Tensor:
+    def render(self, data: Tensor) -> Tensor:
         """uint8; one channel becomes grey, RGBA is put over white, and channels after the third are left out else."""
         if data.shape[1] == RGBA:
             colours, alpha = data.split((RGB, 1), dim=1)
@@ -74,8 +74,8 @@ class Pixels(Space):
         pictures = _to_uint8(data)
         return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
 
-    def draw_with_alpha(self, data: Tensor) -> Tensor:
-        return _to_uint8(data) if data.shape[1] == RGBA else self.draw(data)
+    def render_with_alpha(self, data: Tensor) -> Tensor:
+        return _to_uint8(data) if data.shape[1] == RGBA else self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
         return pictures

@@ -35,7 +35,7 @@ class Points(Space):
         """Points of the geometry, float32."""
         return self.geometry.project(x.float())
 
-    def draw(self, data: Tensor) -> Tensor:
+    def render(self, data: Tensor) -> Tensor:
         """White points on black; of a sphere, seen from its last axis, those on the far side are grey."""
         places, near = self._view(data)
         columns, rows = (places * SIDE).long().clamp(0, SIDE - 1).unbind(dim=-1)

@@ -47,12 +47,12 @@ class Space(ABC):
         """``x`` ``[b, ...]`` to generated data as a user wants it; what :meth:`Flow.sample` returns."""
 
     @abstractmethod
-    def draw(self, data: Tensor) -> Tensor:
+    def render(self, data: Tensor) -> Tensor:
         """A picture, uint8 ``[b, 3, h, w]``, of each row of what :meth:`decode` returned."""
 
-    def draw_with_alpha(self, data: Tensor) -> Tensor:
-        """As :meth:`draw`, but ``[b, 4, h, w]``, RGBA, if the data have transparency."""
-        return self.draw(data)
+    def render_with_alpha(self, data: Tensor) -> Tensor:
+        """As :meth:`render`, but ``[b, 4, h, w]``, RGBA, if the data have transparency."""
+        return self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
         """Pictures of :attr:`picture_shape`, uint8 ``[b, c, h, w]``, as data that a dataset might store.

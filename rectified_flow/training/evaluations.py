@@ -59,7 +59,7 @@ def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConf
 
     def drawn(part: Sequence[int]) -> Tensor:
         with deterministic(Samples(config.seed, part), accelerator.device):
-            return space.draw(sample(len(part), **steps)).to(accelerator.device)
+            return space.render(sample(len(part), **steps)).to(accelerator.device)
 
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted):
         pictures = torch.cat([drawn(part) for part in parts])

@@ -18,7 +18,7 @@ from PIL import Image
 from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.export import export
 from rectified_flow.cli.run_flags import ExportConfig
-from rectified_flow.flows.flow import Flow, draw
+from rectified_flow.flows.flow import Flow, sample_batches
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS, write
 
@@ -153,7 +153,7 @@ def looking_at(browser: Any, address: str) -> Iterator[Shown]:
 def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
     """What sample.py draws."""
     options.setdefault("steps", flow.default_steps)
-    [(_, pictures)] = draw(flow, range(numbers), seed=seed, **options)
+    [(_, pictures)] = sample_batches(flow, range(numbers), seed=seed, **options)
     return pictures.permute(0, 2, 3, 1).numpy().astype(int)
 
 

@@ -233,9 +233,9 @@ def test_captions_are_dropped_for_the_empty_one() -> None:
 
 def test_times_of_one_expert_are_those_of_all_within_its_range() -> None:
     torch.manual_seed(0)
-    everything = TruncatedLogitNormal(0.0, 1.0, 3.0).sample(200_000, torch.device("cpu"))
+    everything = TruncatedLogitNormal(0.0, 1.0, 3.0).draw(200_000, torch.device("cpu"))
     within = everything[(everything > 0.875) & (everything < 1)]
-    drawn = TruncatedLogitNormal(0.0, 1.0, 3.0, 0.875, 1.0).sample(50_000, torch.device("cpu"))
+    drawn = TruncatedLogitNormal(0.0, 1.0, 3.0, 0.875, 1.0).draw(50_000, torch.device("cpu"))
     assert drawn.min() >= 0.875
     shares = torch.linspace(0.05, 0.95, 10)
     torch.testing.assert_close(drawn.quantile(shares), within.quantile(shares), atol=2e-3, rtol=0)

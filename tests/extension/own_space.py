@@ -23,7 +23,7 @@ class Clouds(Space):
     def decode(self, x: Tensor) -> Tensor:
         return x * self.scale
 
-    def draw(self, data: Tensor) -> Tensor:
+    def render(self, data: Tensor) -> Tensor:
         places = ((data / self.scale + 2) / 4 * SIDE).long().clamp(0, SIDE - 1)
         pictures = torch.zeros(len(data), SIDE * SIDE, dtype=torch.uint8, device=data.device)
         pictures.scatter_(1, places[..., 1] * SIDE + places[..., 0], 255)

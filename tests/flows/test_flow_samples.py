@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.flows.flow import draw
+from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -19,7 +19,7 @@ def flow() -> RectifiedFlow:
 
 
 def pictures(numbers: Sequence[int], batch_size: int = 64, **how: object) -> dict[int, Tensor]:
-    drawn = draw(flow(), numbers, batch_size=batch_size, steps=2, **how)  # type: ignore[arg-type]
+    drawn = sample_batches(flow(), numbers, batch_size=batch_size, steps=2, **how)  # type: ignore[arg-type]
     return {i: picture for some, batch in drawn for i, picture in zip(some, batch, strict=True)}
 
 
@@ -50,7 +50,7 @@ def test_from_pictures(kind: type[RectifiedFlow | MeanFlow]) -> None:
     drawn = {
         i: picture
         for level in (0.001, 0.5)
-        for some, batch in draw(silent, range(3), start=given, noise_level=level)
+        for some, batch in sample_batches(silent, range(3), start=given, noise_level=level)
         for i, picture in zip((f"{j} {level}" for j in some), batch, strict=True)
     }
     for i in range(3):

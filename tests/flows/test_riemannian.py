@@ -204,11 +204,11 @@ def test_it_comes_back_from_its_description() -> None:
 
 def test_pictures_of_clouds() -> None:
     corner = torch.tensor([[[0.0, 0.0], [0.99, 0.5]]])
-    picture = Points(FlatTorus(2)).draw(corner)
+    picture = Points(FlatTorus(2)).render(corner)
     assert picture.shape == (1, 3, 64, 64)
     assert picture[0, 0, 63, 0] == picture[0, 1, 31, 63] == 255
     assert (picture[0, 0] > 0).sum() == 2
-    poles = Points(Sphere(3)).draw(torch.tensor([[[0.0, 0.0, -1.0]], [[0.0, 0.0, 1.0]]]))
+    poles = Points(Sphere(3)).render(torch.tensor([[[0.0, 0.0, -1.0]], [[0.0, 0.0, 1.0]]]))
     assert poles[:, 0].amax(dim=(1, 2)).tolist() == [90, 255]
 
 

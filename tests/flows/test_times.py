@@ -16,7 +16,7 @@ def _seed() -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_logit_normal_quantiles(shift: float) -> None:
-    times = LogitNormal(-0.5, 1.2, shift).sample(200_000, CPU)
+    times = LogitNormal(-0.5, 1.2, shift).draw(200_000, CPU)
     z = torch.special.ndtri(QUANTILES)
     unshifted = torch.sigmoid(-0.5 + 1.2 * z)
     expected = shift * unshifted / (1 + (shift - 1) * unshifted)
@@ -25,7 +25,7 @@ def test_logit_normal_quantiles(shift: float) -> None:
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_uniform_quantiles(shift: float) -> None:
-    times = Uniform(shift).sample(200_000, CPU)
+    times = Uniform(shift).draw(200_000, CPU)
     expected = shift * QUANTILES / (1 + (shift - 1) * QUANTILES)
     torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
 
@@ -33,7 +33,7 @@ def test_uniform_quantiles(shift: float) -> None:
 @pytest.mark.parametrize("steepness", [1.0, 4.0])
 def test_u_shaped_quantiles(steepness: float) -> None:
     """The share of times up to t is the integral of cosh(a (t - 1/2)), divided by that over all of [0, 1]."""
-    times = UShaped(steepness).sample(200_000, CPU)
+    times = UShaped(steepness).draw(200_000, CPU)
     fine = torch.linspace(0, 1, 10_001)
     density = torch.cosh(steepness * (fine - 0.5))
     share = torch.cumulative_trapezoid(density, fine) / torch.trapezoid(density, fine)

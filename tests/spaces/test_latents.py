@@ -32,7 +32,7 @@ def test_pictures_come_back() -> None:
     space, pictures = space_of_two(), torch.randint(256, (5, 3, 4, 4), dtype=torch.uint8)
     stored = space.from_pictures(pictures)
     assert stored.shape == (5, 1, 1, 12, 2, 2)
-    assert torch.equal(space.draw(space.decode(space.encode(stored))), pictures)
+    assert torch.equal(space.render(space.decode(space.encode(stored))), pictures)
 
 
 def test_decoding_is_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ def test_every_value_survives_the_way_there_and_back() -> None:
     x = space.encode(images)
     assert x.dtype == torch.float32
     assert (x.min().item(), x.max().item()) == (-1, 1)
-    assert torch.equal(space.draw(space.decode(x)), images.expand(-1, 3, -1, -1))
+    assert torch.equal(space.render(space.decode(x)), images.expand(-1, 3, -1, -1))
 
 
 def test_floating_point_pictures_are_taken_as_they_are() -> None:
@@ -31,14 +31,14 @@ def test_values_outside_are_clipped() -> None:
 
 
 def test_a_single_channel_is_drawn_grey() -> None:
-    picture = Pixels().draw(torch.tensor([0.0, 0.2, 1.0]).reshape(1, 1, 1, 3))
+    picture = Pixels().render(torch.tensor([0.0, 0.2, 1.0]).reshape(1, 1, 1, 3))
     assert picture.dtype == torch.uint8
     assert picture.tolist() == [[[[0, 51, 255]]] * 3]
 
 
 def test_channels_after_the_third_are_not_drawn() -> None:
     data = torch.rand(2, 5, 5, 5)
-    picture = Pixels().draw(data)
+    picture = Pixels().render(data)
     assert picture.shape == (2, 3, 5, 5)
     assert torch.equal(picture, data[:, :3].mul(255).round().to(torch.uint8))
 
@@ -86,10 +86,10 @@ def test_transparency_is_shown_over_white_and_kept_in_files() -> None:
     space = Pixels((4, 1, 3))
     stored = torch.tensor([[10, 10, 10], [20, 20, 20], [30, 30, 30], [255, 0, 51]], dtype=torch.uint8)[None, :, None]
     data = space.decode(space.encode(stored))
-    assert space.draw(data)[0, :, 0].T.tolist() == [[10, 20, 30], [255, 255, 255], [206, 208, 210]]
-    assert torch.equal(space.draw_with_alpha(data), stored)
+    assert space.render(data)[0, :, 0].T.tolist() == [[10, 20, 30], [255, 255, 255], [206, 208, 210]]
+    assert torch.equal(space.render_with_alpha(data), stored)
     assert torch.equal(space.to_stored(space.encode(stored)), stored)
-    assert Pixels((3, 1, 3)).draw_with_alpha(data[:, :3]).shape == (1, 3, 1, 3)
+    assert Pixels((3, 1, 3)).render_with_alpha(data[:, :3]).shape == (1, 3, 1, 3)
     assert (space.picture_shape, Pixels((1, 8, 8)).picture_shape) == ((4, 1, 3), None)
 
 
