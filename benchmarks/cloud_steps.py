@@ -15,13 +15,13 @@ import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/clouds"))
 
 import train_point_clouds
-from train_point_clouds import CloudConfig, Digits, Distances, draw_clouds, matched
-
-from rectified_flow import RiemannianFlow, randomness
+from rectified_flow import randomness
 from rectified_flow.flows.solvers import Guidance
+from riemannian import RiemannianFlow
+from train_point_clouds import CloudConfig, Digits, Distances, draw_clouds, matched
 
 WAYS = ((1, 1.0), (4, 1.0), (16, 1.0), (16, 2.0))
 """Euler steps, and guidance."""

@@ -18,11 +18,13 @@ import tyro
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/clouds"))
 
-
-from rectified_flow import Euclidean, Points, RiemannianFlow, SetTransformer
-from rectified_flow.flows.couplings import sinkhorn
-from rectified_flow.flows.riemannian import PointCoupling, equal_shares
+from geometry import Euclidean
+from points import Points
+from riemannian import PointCoupling, RiemannianFlow, equal_shares
+from set_transformer import SetTransformer
+from transport import sinkhorn
 
 TOLERANCE = 1e-2
 

@@ -22,8 +22,9 @@ import psutil
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/text"))
 
-from rectified_flow.data.line_store import LineStore, open_lines
+from line_store import LineStore, open_lines
 
 WORDS = (
     "sun",

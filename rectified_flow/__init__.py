@@ -9,9 +9,7 @@ if TYPE_CHECKING:
     from rectified_flow.data.build import open_dataset as open_dataset
     from rectified_flow.data.latents import LatentDataset as LatentDataset
     from rectified_flow.data.latents import encode_pictures as encode_pictures
-    from rectified_flow.data.line_store import open_lines as open_lines
     from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
-    from rectified_flow.data.point_clouds import PointClouds as PointClouds
     from rectified_flow.data.store import ImageDataset as ImageDataset
     from rectified_flow.errors import RunError as RunError
     from rectified_flow.errors import UsageError as UsageError
@@ -20,21 +18,15 @@ if TYPE_CHECKING:
     from rectified_flow.flows.flow_map import DistilledFlow as DistilledFlow
     from rectified_flow.flows.mean import MeanFlow as MeanFlow
     from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
-    from rectified_flow.flows.riemannian import RiemannianFlow as RiemannianFlow
     from rectified_flow.flows.saved import load_flow as load_flow
-    from rectified_flow.networks.set_transformer import SetTransformer as SetTransformer
     from rectified_flow.networks.unet import Unet as Unet
     from rectified_flow.registry import register as register
     from rectified_flow.runs.config import TrainingConfig as TrainingConfig
     from rectified_flow.spaces.autoencoders import Autoencoder as Autoencoder
     from rectified_flow.spaces.autoencoders import Haar as Haar
     from rectified_flow.spaces.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
-    from rectified_flow.spaces.geometry import Euclidean as Euclidean
-    from rectified_flow.spaces.geometry import FlatTorus as FlatTorus
-    from rectified_flow.spaces.geometry import Sphere as Sphere
     from rectified_flow.spaces.latents import Latents as Latents
     from rectified_flow.spaces.pixels import Pixels as Pixels
-    from rectified_flow.spaces.points import Points as Points
     from rectified_flow.spaces.space import Space as Space
     from rectified_flow.training.callbacks import Callback as Callback
     from rectified_flow.training.callbacks import Measurement as Measurement
@@ -45,10 +37,8 @@ _HOMES = {
     "Autoencoder": "spaces.autoencoders",
     "Callback": "training.callbacks",
     "DistilledFlow": "flows.flow_map",
-    "Euclidean": "spaces.geometry",
     "EvaluationHook": "training.evaluations",
     "Evaluator": "evaluation.evaluator",
-    "FlatTorus": "spaces.geometry",
     "Flow": "flows.flow",
     "Haar": "spaces.autoencoders",
     "ImageDataset": "data.store",
@@ -59,15 +49,10 @@ _HOMES = {
     "Measurement": "training.callbacks",
     "OxfordFlowersDataset": "data.oxford_flowers",
     "Pixels": "spaces.pixels",
-    "PointClouds": "data.point_clouds",
-    "Points": "spaces.points",
     "PretrainedAutoencoder": "spaces.autoencoders",
     "RectifiedFlow": "flows.rectified",
-    "RiemannianFlow": "flows.riemannian",
     "RunError": "errors",
-    "SetTransformer": "networks.set_transformer",
     "Space": "spaces.space",
-    "Sphere": "spaces.geometry",
     "Trainer": "training.trainer",
     "TrainingConfig": "runs.config",
     "Unet": "networks.unet",
@@ -76,7 +61,6 @@ _HOMES = {
     "encode_pictures": "data.latents",
     "load_flow": "flows.saved",
     "open_dataset": "data.build",
-    "open_lines": "data.line_store",
     "register": "registry",
 }
 """The public names and their modules, imported when first used: ``--help`` needs none of them."""

@@ -21,9 +21,8 @@ HUB_CONFIG = "config.json"
 LIBRARY = "rectified-flow-trainer"
 TASK = "unconditional-image-generation"
 OWN_KINDS = (
-    *("flows.rectified", "flows.mean", "flows.flow_map", "flows.riemannian"),
-    *("networks.unet", "networks.set_transformer", "spaces.pixels", "spaces.points"),
-    *("spaces.autoencoders", "spaces.latents"),
+    *("flows.rectified", "flows.mean", "flows.flow_map", "networks.unet"),
+    *("spaces.pixels", "spaces.autoencoders", "spaces.latents"),
 )
 """Modules that register the project's own kinds, which import this one."""
 

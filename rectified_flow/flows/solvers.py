@@ -12,14 +12,13 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds, Values, none_of
 from rectified_flow.flows import Solver
-from rectified_flow.spaces.geometry import Euclidean, Geometry
 from rectified_flow.system.signals import raise_if_stop_requested
 
 FixedStep = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
 FreshNoise = Callable[[Tensor, float], Tensor]
-Step = Callable[[Velocity, Tensor, float, float, Geometry], Tensor]
+Step = Callable[[Velocity, Tensor, float, float], Tensor]
 
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
@@ -28,7 +27,6 @@ CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stoc
 CHURN = 1.0
 TOLERANCE = 1e-4
 LAST_STEP = 1e-3
-FLAT = Euclidean()
 
 
 def default_noise(x: Tensor, t: float) -> Tensor:
@@ -45,7 +43,7 @@ def integrate(
     fresh_noise: FreshNoise = default_noise,
     watch: Watch | None = None,
     evaluate_at_data: bool = True,
-    geometry: Geometry = FLAT,
+    step: Step | None = None,
 ) -> Tensor:
     """Carry ``x`` ``[b, ...]`` from ``times[0]`` to ``times[-1]``, one step per interval.
 
@@ -62,8 +60,8 @@ def integrate(
         watch: called with time and ``x`` at the start and after each interval.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
             the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
-        geometry: of the last axis of ``x``, for solvers of fixed steps: they follow its straightest lines, and move
-            velocities in parallel to where they are used.
+        step: called with ``velocity``, ``x``, the time and the length of the interval, in place of the solver's own
+            step: on a sphere or a torus, a straight step would leave the data's space.
     """
     if solver == "adaptive":
         return _adaptive(velocity, x, times, watch, evaluate_at_data)
@@ -71,31 +69,30 @@ def integrate(
         watch(times[0], x)
     for t, t_next in pairwise(times):
         raise_if_stop_requested()
-        if solver == "stochastic":
+        if step is not None:
+            x = step(velocity, x, t, t_next - t)
+        elif solver == "stochastic":
             x = _stochastic(velocity, x, t, t_next, fresh_noise)
         elif solver == "heun" and t_next == 0 and not evaluate_at_data:
-            x = _euler(velocity, x, t, t_next - t, geometry)
+            x = _euler(velocity, x, t, t_next - t)
         else:
-            x = _STEPS[solver](velocity, x, t, t_next - t, geometry)
+            x = _STEPS[solver](velocity, x, t, t_next - t)
         if watch is not None:
             watch(t_next, x)
     return x
 
 
-def _euler(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
-    return geometry.exp(x, dt * velocity(x, t))
+def _euler(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+    return x + dt * velocity(x, t)
 
 
-def _midpoint(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
-    middle = geometry.exp(x, dt / 2 * velocity(x, t))
-    return geometry.exp(x, dt * geometry.transport(middle, x, velocity(middle, t + dt / 2)))
+def _midpoint(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+    return x + dt * velocity(x + dt / 2 * velocity(x, t), t + dt / 2)
 
 
-def _heun(velocity: Velocity, x: Tensor, t: float, dt: float, geometry: Geometry) -> Tensor:
+def _heun(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
     start = velocity(x, t)
-    there = geometry.exp(x, dt * start)
-    end = geometry.transport(there, x, velocity(there, t + dt))
-    return geometry.exp(x, dt / 2 * (start + end))
+    return x + dt / 2 * (start + velocity(x + dt * start, t + dt))
 
 
 _STEPS: dict[FixedStep, Step] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
@@ -124,7 +121,7 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     options = {"step_t": stops}
     path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
     if ends_at_data:
-        path[-1] = _euler(velocity, path[-1], end, -end, FLAT)
+        path[-1] = _euler(velocity, path[-1], end, -end)
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)

@@ -14,8 +14,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 60
 RUN = f"--train_num_steps {STEPS} --save_every 5 --log_every 5 --batch_size 4 --measure_every 20"
 TINY = {
-    "train_masked_text.py": "--text lines.txt --vocabulary 40 --length 8 --width 32 --layers 1 --measured_lines 20",
-    "train_point_clouds.py": "--geometry torus --points 10 --width 32 --layers 1 --measured_clouds 10",
+    "text/train_masked_text.py": (
+        "--text lines.txt --vocabulary 40 --length 8 --width 32 --layers 1 --measured_lines 20"
+    ),
+    "clouds/train_point_clouds.py": "--geometry torus --points 10 --width 32 --layers 1 --measured_clouds 10",
 }
 
 
@@ -46,7 +48,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(example: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("example", "package"),
-    [("train_masked_text.py", "tokenizers"), pytest.param("train_point_clouds.py", "sklearn", marks=pytest.mark.slow)],
+    [
+        ("text/train_masked_text.py", "tokenizers"),
+        pytest.param("clouds/train_point_clouds.py", "sklearn", marks=pytest.mark.slow),
+    ],
 )
 def test_a_package_that_is_missing_is_named(example: str, package: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("sun and sea\n" * 60)

@@ -1,23 +1,24 @@
 """Flows of clouds: rectified flow in the plane, closed forms elsewhere, and weights that weigh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from geometry import Euclidean, FlatTorus, Geometry, Sphere
+from points import Points
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow
 from rectified_flow.flows.saved import build_flow
 from rectified_flow.flows.solvers import FixedStep, Guidance, integrate
 from rectified_flow.flows.times import Uniform
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import register
-from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
-from rectified_flow.spaces.points import Points
+from riemannian import STEPS, PointCoupling, RiemannianFlow
 
 GEOMETRIES = [Euclidean(2), Sphere(3), FlatTorus(2)]
 
@@ -118,7 +119,7 @@ def test_orders_of_the_solvers_on_the_sphere(solver: FixedStep, order: int) -> N
     errors = []
     for steps in (16, 32):
         times = [1 - i / steps for i in range(steps + 1)]
-        there = integrate(turn, x, times, solver, geometry=Sphere(3))
+        there = integrate(turn, x, times, step=partial(STEPS[solver], Sphere(3)))
         errors.append((there - exact).norm(dim=-1).max().item())
     assert errors[0] / errors[1] == pytest.approx(2**order, rel=0.15)
 

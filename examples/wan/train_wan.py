@@ -28,13 +28,13 @@ from einops import rearrange
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from clips import Clip, clips_fingerprint, find_clips
 from rectified_flow import Callback, Measurement, RectifiedFlow, Trainer, TrainingConfig
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import DataConfig, ProgramConfig, check_folders
 from rectified_flow.condition import Condition
 from rectified_flow.data.build import default_cache_dir
-from rectified_flow.data.clips import Clip, clips_fingerprint, find_clips
 from rectified_flow.data.latents import LatentDataset
 from rectified_flow.data.store import LATENTS_FILE
 from rectified_flow.data.store_writer import StoreWriter

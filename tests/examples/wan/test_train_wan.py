@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,21 +17,18 @@ from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
 
+import train_wan as example
+from clips import find_clips
 from rectified_flow.cli.command_line import parse
 from rectified_flow.condition import drop
-from rectified_flow.data.clips import find_clips
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.randomness import BatchRows, deterministic
-from tests.examples.tiny_wan import save_clips, save_pipeline
+from tests.examples.wan.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_wan.py"
-sys.path.insert(0, str(EXAMPLE.parent))
-import train_wan as example  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("wan")
 SIZE = "--frames 9 --height 32 --width 32"

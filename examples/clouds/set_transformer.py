@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from geometry import Geometry
 from rectified_flow.condition import Kinds
 from rectified_flow.networks.unet import TimeEmbedding, zero_init
 from rectified_flow.registry import register
-from rectified_flow.spaces.geometry import Geometry
 
 HEAD = 32
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from geometry import FlatTorus, Geometry, Sphere
 from rectified_flow.registry import register
-from rectified_flow.spaces.geometry import FlatTorus, Geometry, Sphere
 from rectified_flow.spaces.space import Space
 
 SIDE = 64

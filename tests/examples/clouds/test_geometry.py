@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
+from geometry import Euclidean, FlatTorus, Geometry, Sphere
 
 GEOMETRIES = [Euclidean(2), Sphere(2), Sphere(3), Sphere(5), FlatTorus(1), FlatTorus(2)]
 each = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from geometry import Euclidean, FlatTorus, Geometry, Sphere
+from point_clouds import PointClouds
 from rectified_flow.condition import Labels
-from rectified_flow.data.point_clouds import PointClouds
 from rectified_flow.errors import UsageError
-from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
 
 CLOUDS = [torch.rand(3, 2), torch.rand(5, 2), torch.rand(1, 2)]
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import line_store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from text_lines import make_text, memory_of_readers
 
-from rectified_flow.data import line_store
-from rectified_flow.data.line_store import LineStore, open_lines
+from line_store import LineStore, open_lines
 from rectified_flow.errors import UsageError
 
 TEXTS = {

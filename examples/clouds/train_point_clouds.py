@@ -23,19 +23,21 @@ import torch.nn.functional as F
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from rectified_flow import Labels, Measurement, SetTransformer, Trainer, TrainingConfig, randomness
+from geometry import Euclidean, FlatTorus, Geometry, Sphere
+from point_clouds import PointClouds
+from points import Points
+from rectified_flow import Labels, Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
-from rectified_flow.data.point_clouds import PointClouds
 from rectified_flow.errors import require, require_fraction, require_positive
-from rectified_flow.flows.couplings import cloud_costs, optimal_pairs
-from rectified_flow.flows.riemannian import PointCoupling, RiemannianFlow, shares
+from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
-from rectified_flow.spaces.points import Points
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.pictures import draw_lines
+from riemannian import PointCoupling, RiemannianFlow, shares
+from set_transformer import SetTransformer
+from transport import cloud_costs
 
 DIGITS, SIDE = 10, 8
 GEOMETRIES: dict[str, Geometry] = {"plane": Euclidean(2), "sphere": Sphere(3), "torus": FlatTorus(2)}

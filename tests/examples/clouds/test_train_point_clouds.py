@@ -1,22 +1,18 @@
 """The example on point clouds: the network's symmetries, the trainer's promises, and what it learns."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import train_point_clouds as example
+from geometry import Euclidean
+from point_clouds import PointClouds
 from rectified_flow.cli.command_line import parse
-from rectified_flow.data.point_clouds import PointClouds
 from rectified_flow.errors import UsageError
-from rectified_flow.spaces.geometry import Euclidean
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_point_clouds.py"
-sys.path.insert(0, str(EXAMPLE.parent))
-import train_point_clouds as example  # noqa: E402
 
 FLAGS = (
     "--points 12 --width 32 --layers 1 --train_num_steps 8 --save_every 4 --log_every 2 --measure_every 4"

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from geometry import Geometry
+from points import Points
 from rectified_flow.condition import Condition
 from rectified_flow.errors import UsageError
-from rectified_flow.spaces.geometry import Geometry
-from rectified_flow.spaces.points import Points
 
 
 class PointClouds(Dataset[dict[str, Tensor]]):

@@ -24,11 +24,11 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from line_store import LineStore, open_lines
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness, register
 from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
-from rectified_flow.data.line_store import LineStore, open_lines
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError, require, require_positive
 from rectified_flow.system.files import replace_file

@@ -15,7 +15,7 @@ from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_masked_text.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples/text/train_masked_text.py"
 WORDS = {"the": ["sun", "sea", "sky"], "a": ["cat", "dog", "owl"]}
 FLAGS = (
     "--vocabulary 60 --length 8 --width 32 --layers 1 --train_num_steps 8 --save_every 4 --log_every 2"
@@ -35,7 +35,6 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(words: str) -> None:
-    sys.path.insert(0, str(EXAMPLE.parent))
     import train_masked_text
 
     train_masked_text.train(parse(train_masked_text.Flags, "", words.split()))
@@ -88,7 +87,6 @@ def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) 
     ("flags", "sentence"), [("", "--text is missing"), ("--text {text} --width 33", "it must be a multiple of 32")]
 )
 def test_bad_flags_are_a_sentence(text: Path, flags: str, sentence: str) -> None:
-    sys.path.insert(0, str(EXAMPLE.parent))
     import train_masked_text
 
     with pytest.raises(UsageError, match=sentence):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from rectified_flow.condition import Vector
-from rectified_flow.networks.set_transformer import SetTransformer
-from rectified_flow.spaces.geometry import Euclidean, FlatTorus, Geometry, Sphere
+from set_transformer import SetTransformer
 
 
 def network(geometry: Geometry) -> SetTransformer:

@@ -1,19 +1,22 @@
 """Flows between clouds of points, in the plane, on the sphere or on the torus."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from geometry import Geometry
+from points import Points
 from rectified_flow.condition import Values
 from rectified_flow.flows import TimeGrid
-from rectified_flow.flows.couplings import barycentric, cloud_costs, drawn_targets, sinkhorn
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import NO_GUIDANCE
-from rectified_flow.flows.solvers import FixedStep, Guidance, Watch, guided, integrate
+from rectified_flow.flows.solvers import FixedStep, Guidance, Velocity, Watch, guided, integrate
 from rectified_flow.flows.times import TimeDistribution, Uniform, time_grid
 from rectified_flow.registry import register
-from rectified_flow.spaces.points import Points
+from transport import barycentric, cloud_costs, drawn_targets, sinkhorn
 
 PointCoupling = Literal["independent", "barycentric", "drawn"]
 
@@ -37,7 +40,7 @@ class RiemannianFlow(Flow):
         point_coupling: which point of the noise each point comes from: any, or by optimal transport inside of the pair
             of clouds (Haviv et al. 2024, arXiv:2411.00698), ``barycentric`` the mean of those that the plan names, or
             ``drawn`` one of them.
-        regularisation: of that transport, see :func:`sinkhorn <rectified_flow.flows.couplings.sinkhorn>`. With 0.02, a
+        regularisation: of that transport, see :func:`sinkhorn <transport.sinkhorn>`. With 0.02, a
             quarter of the noise's points is drawn by none of 40, and they are missed where sampling starts; with the
             default, 8%.
         settings: those of :class:`Flow`; the coupling ``ot`` pairs whole clouds with noise, at the transport's cost.
@@ -142,7 +145,7 @@ class RiemannianFlow(Flow):
         Raises:
             ValueError: as :meth:`RectifiedFlow.sample`, or if the solver follows no lines of a geometry.
         """
-        if solver not in ("euler", "midpoint", "heun"):
+        if solver not in STEPS:
             raise ValueError(f"the solver {solver} knows no geometry: take euler, midpoint or heun")
         if guidance.scale != 1 and not self.conditions:
             raise ValueError("guidance needs a network that takes conditions")
@@ -157,12 +160,32 @@ class RiemannianFlow(Flow):
         with self.evaluating():
             field = guided(velocity, self.conditions, values, guidance)
             start = self.space.geometry.from_normal(z)
-            x = integrate(field, start, times, solver, watch=watch, geometry=self.space.geometry)
+            x = integrate(field, start, times, watch=watch, step=partial(STEPS[solver], self.space.geometry))
         return self.space.decode(x)
 
     def _velocity(self, x: Tensor, t: Tensor, weights: Tensor | None, conditions: Values) -> Tensor:
         given = conditions if weights is None else {**conditions, "weights": weights}
         return self.space.geometry.to_tangent(x, self.network(x, t, **given).float())
+
+
+def _euler(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+    return geometry.exp(x, dt * velocity(x, t))
+
+
+def _midpoint(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+    middle = geometry.exp(x, dt / 2 * velocity(x, t))
+    return geometry.exp(x, dt * geometry.transport(middle, x, velocity(middle, t + dt / 2)))
+
+
+def _heun(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+    start = velocity(x, t)
+    there = geometry.exp(x, dt * start)
+    end = geometry.transport(there, x, velocity(there, t + dt))
+    return geometry.exp(x, dt / 2 * (start + end))
+
+
+STEPS: dict[FixedStep, Callable[..., Tensor]] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
+"""The solvers along geodesics: a velocity is transported in parallel to the point where it is used."""
 
 
 def shares(weights: Tensor) -> Tensor:
