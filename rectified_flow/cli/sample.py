@@ -42,6 +42,7 @@ from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.pictures import open_picture, over_white, to_grid, write_motion, write_picture
+from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import line, lines, progress_bar
 
 LOCK_FILE = ".sample.lock"
@@ -108,6 +109,7 @@ def _draw_pictures(config: SampleConfig, plan: Plan, state: PartialState) -> Non
     mine = range(state.process_index, count, state.num_processes)
     with (
         plan.flow.network.register_forward_hook(count_rows),
+        interruptible(plan.flow),
         autocast(config.model, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):

@@ -32,6 +32,7 @@ from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import lock_of, prepare_folder
+from rectified_flow.system.signals import interruptible
 from rectified_flow.training.accelerator import choose_precision
 
 PATH_FILE = "path.float16"
@@ -262,7 +263,8 @@ class _Drawing:
 
     def draw(self, done: int) -> None:
         """Draw all from number ``done`` on."""
-        fill(self.writer, self.state, done, self._rows, doing="drawing", batch_size=BATCH_SIZE)
+        with interruptible(self.teacher):
+            fill(self.writer, self.state, done, self._rows, doing="drawing", batch_size=BATCH_SIZE)
 
     def finish(self) -> None:
         """Give the store its name."""

@@ -24,7 +24,7 @@ from rectified_flow.evaluation.distances import (
 )
 from rectified_flow.evaluation.features import Features, average_colours, load_features, reference_features
 from rectified_flow.flows.flow import Flow, sample_batches
-from rectified_flow.system.signals import Interrupted
+from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import progress_bar
 
 SPLIT = "train"
@@ -176,7 +176,8 @@ class Evaluator:
         )
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
         main = self.state.is_main_process
-        with progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not main) as bar:
+        bar = progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not main)
+        with bar, interruptible(flow):
             for numbers, pictures in batches:
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     for part, each in zip(parts, self.features, strict=True):

@@ -17,7 +17,7 @@ from rectified_flow.evaluation.distances import near_duplicates, perceptual_hash
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
-from rectified_flow.system.signals import raise_if_stop_requested
+from rectified_flow.system.signals import interruptible
 
 FEWEST = 8
 """Of held-out pictures: the loss of fewer says nothing."""
@@ -118,14 +118,13 @@ class HeldOutPictures:
             Interrupted: if a stop was requested meanwhile.
         """
         parts = []
-        with flow.evaluating():
+        with flow.evaluating(), interruptible(flow):
             for start in range(0, len(numbers), AT_ONCE):
                 parts.append(self._losses(flow, numbers[start : start + AT_ONCE]))
                 progress(len(parts[-1]))
         return torch.cat(parts)
 
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
-        raise_if_stop_requested()
         items = [self._sides[number // self.count][number % self.count] for number in numbers]
         batch = {name: torch.stack([item[name] for item in items]).to(flow.device) for name in items[0]}
         data = batch[flow.space.key] if flow.space.key in batch else flow.space.from_pictures(batch["images"])

@@ -6,7 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
 ECHO = 1.0
@@ -106,6 +109,36 @@ def raise_if_stop_requested() -> None:
     request = stop_requested()
     if request is not None:
         raise Interrupted(request)
+
+
+@contextmanager
+def interruptible(module: "nn.Module") -> Iterator[None]:
+    """Inside the block, abandon a forward or backward pass through ``module`` as soon as a stop is requested.
+
+    The request is polled before each submodule runs, and before its gradient is computed. The hooks read no value and
+    replace none, so the results are the same bit for bit.
+
+    Raises:
+        Interrupted: if a stop was requested.
+    """
+    # Imported here, as programs parse their flags before torch is imported.
+    from torch import Tensor, compiler, nn
+
+    def poll(*_arguments: object) -> None:
+        if not compiler.is_compiling():  # a compiled graph cannot poll, and a polling one would break in two
+            raise_if_stop_requested()
+
+    def poll_backward(_module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, Tensor) and output.grad_fn is not None and not compiler.is_compiling():
+            output.register_hook(poll)
+
+    hooks = [each.register_forward_pre_hook(poll) for each in module.modules()]
+    hooks += [each.register_forward_hook(poll_backward) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def leave_signals_to_parent(_worker: int) -> None:

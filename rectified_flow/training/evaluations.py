@@ -19,7 +19,7 @@ from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.signals import Interrupted
+from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Callback
 
@@ -61,7 +61,7 @@ def draw_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConf
         with deterministic(Samples(config.seed, part), accelerator.device):
             return space.render(sample(len(part), **steps)).to(accelerator.device)
 
-    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted):
+    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
         pictures = torch.cat([drawn(part) for part in parts])
     if any_rank(accelerator, pictures is None) or pictures is None:
         return None

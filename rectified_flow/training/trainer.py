@@ -28,7 +28,7 @@ from rectified_flow.networks.unet import to_device
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import data_description, run_document
 from rectified_flow.runs.run import Run
-from rectified_flow.system.signals import defer_signals, stop_requested
+from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.callbacks import Callback
@@ -116,6 +116,7 @@ class Trainer:
         self.measured: dict[str, float] = {}
         """Values of callbacks that are logged with the metrics, as last measured."""
         self._is_best = False
+        self._saved_step = 0
 
     @property
     def averaged_flow(self) -> nn.Module:
@@ -161,7 +162,8 @@ class Trainer:
             while self.state.step < self.total_steps and not stop:
                 if hasattr(self.flow, "progress"):
                     self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
-                self.stepper.take(batches)
+                if not self._take_step(batches):
+                    break
                 bar.update()
                 with self.throughput.paused():
                     for callback in self.callbacks:
@@ -175,9 +177,8 @@ class Trainer:
                     if self.is_due(self.config.sample_every):
                         places |= self._draw_samples()
                 stop = any_rank(self.accelerator, stop_requested() is not None)  # the slowest rank: no pause
-                if stop and not saves:
-                    with self.throughput.paused():
-                        self._save()
+        if self._saved_step != self.state.step:
+            self._save()
         set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
         places |= on_main(self.accelerator, self.run.finish)
         for name, place in places.items():
@@ -204,6 +205,7 @@ class Trainer:
         self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
         self.stepper.total_steps = self.total_steps
+        self._saved_step = self.state.step
 
     def _report_start(self, path: Path | None) -> None:
         data = data_description(self.dataset)
@@ -235,6 +237,27 @@ class Trainer:
             buffer.copy_(before)  # running means, for example
         set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
+
+    def _take_step(self, batches: Iterator[Batch]) -> bool:
+        """Take a step; return False if a requested stop abandoned it, which leaves the state of the step before.
+
+        A step may take minutes on a CPU. One process alone can abandon it between two layers, since the weights,
+        averages and counters change only after the last backward pass. Several processes would have to agree first:
+        they finish the step.
+        """
+        if self.device.type != "cpu" or self.accelerator.num_processes > 1 or self.config.compile:
+            self.stepper.take(batches)
+            return True
+        buffers = [buffer.clone() for buffer in self.flow.buffers()]
+        try:
+            with interruptible(self.flow):
+                self.stepper.take(batches)
+        except Interrupted:
+            self.state.optimizer.zero_grad()
+            for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
+                buffer.copy_(before)  # running means, for example
+            return False
+        return True
 
     # At intervals
 
@@ -284,6 +307,7 @@ class Trainer:
         self._is_best = False
         counters = state.counters(gather_scalars(self.accelerator, state.sums))
         # In a row of bad steps the weights before them are in doubt, and older ones must not go.
+        self._saved_step = state.step
         path = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
         for callback in self.callbacks:
             callback.on_checkpoint(self, path)

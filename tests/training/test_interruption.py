@@ -80,6 +80,49 @@ def test_a_signal_on_any_rank_ends_all_at_the_same_step(tmp_path: Path, flowers:
     assert status(stopped)["step"] == 40
 
 
+def train_with_signal_in_pass(output_dir: Path, dataset: ImageDataset, step: int, backward: bool) -> tuple[int, int]:
+    """Train in one process, which gets a signal in the forward or backward pass of a step."""
+    trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
+    steps_seen = torch.zeros(1)
+    trainer.flow.register_buffer("steps_seen", steps_seen, persistent=False)
+
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stop_in_pass(*_: Any) -> None:
+        steps_seen.add_(1)  # as a running mean is updated
+        if trainer.state.step == step - 1 and not backward:
+            stop()
+
+    def stop_in_backward(_module: Any, _inputs: Any, loss: Tensor) -> None:
+        if trainer.state.step == step - 1 and backward:
+            loss.register_hook(stop)
+
+    trainer.flow.register_forward_pre_hook(stop_in_pass)
+    trainer.flow.register_forward_hook(stop_in_backward)
+    with stop_on_signals():
+        assert not trainer.train()
+    assert all(parameter.grad is None for parameter in trainer.flow.parameters())
+    return trainer.state.step, int(steps_seen)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_one_process_on_a_cpu_abandons_a_step(tmp_path: Path, flowers: ImageDataset, backward: bool) -> None:
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 1, backward) == [(0, 0)]
+    assert not (stopped / "checkpoints").exists() or not list((stopped / "checkpoints").glob("step_*"))
+    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 6)]
+    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 0)], "resumed"
+    assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000006"]
+    assert status(stopped)["state"] == "interrupted"
+    run_on_ranks(1, train, tiny_config(stopped, num_samples=0), flowers)
+    run_on_ranks(1, train, tiny_config(straight, num_samples=0), flowers)
+    for name in NOW:
+        one, other = (run / "checkpoints/step_00000040" / name for run in (straight, stopped))
+        assert one.read_bytes() == other.read_bytes(), name
+    assert losses(straight) == losses(stopped)
+
+
 def test_a_preview_is_given_up_on_all_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
     assert run_on_ranks(2, train_with_signal_in_preview, tmp_path, flowers) == [(False, 8)] * 2
     assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
@@ -118,7 +161,7 @@ def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
 def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDataset) -> None:
     assert run_on_ranks(1, train_into_a_pipe, tmp_path, flowers.path) == [False]
     assert status(tmp_path)["state"] == "interrupted"
-    assert (tmp_path / "checkpoints/step_00000007/manifest.json").exists()
+    assert (tmp_path / "checkpoints/step_00000006/manifest.json").exists()
 
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
