@@ -24,8 +24,9 @@ from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, GlobalBatch, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.runs.config import GlobalBatch
 
 FLOWERS = 8189
 """Number of images in Oxford Flowers."""

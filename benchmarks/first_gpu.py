@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import describe_machine
 
-from rectified_flow.cli.parts import build_mean_flow, build_rectified_flow, open_pictures
+from rectified_flow.cli import parts
+from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import DataConfig, MeanFlowConfig, TrainMeanFlow, TrainRectifiedFlow, UnetConfig
+from rectified_flow.cli.train_flags import DataConfig, MeanFlowConfig, NetworkConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow, exponential_step
@@ -350,11 +351,11 @@ CHECKS: Mapping[str, Check] = {
 def build_flow(kind: Kind, size: Size) -> Flow:
     """A flow on the CPU, with the weights of a seed."""
     torch.manual_seed(0)
-    data, network = DataConfig(image_size=size.image_size), UnetConfig(size.dim, size.dim_mults)
+    data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
     if kind == "rectified":
-        return build_rectified_flow(TrainRectifiedFlow(data, network), {})
+        return parts.build_flow(TrainRectifiedFlow(data, network), {})
     flags = MeanFlowConfig() if kind == "mean" else MeanFlowConfig(objective=kind)
-    return build_mean_flow(TrainMeanFlow(data, network, flags), {})
+    return parts.build_flow(TrainMeanFlow(data, network, flags), {})
 
 
 def fill_zeros(flow: nn.Module) -> Any:
@@ -462,7 +463,9 @@ def train(bench: Bench, name: str, steps: int) -> Path:
         output_dir=bench.folder / name,
     )
     with quiet():
-        train_rectified_flow(TrainRectifiedFlow(bench.data(size), UnetConfig(size.dim, size.dim_mults), run=run))
+        train_rectified_flow(
+            TrainRectifiedFlow(bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults), run=run)
+        )
     return run.output_dir
 
 

@@ -24,13 +24,12 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow import randomness
-from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.parts import build_rectified_flow, open_pictures
+from rectified_flow.cli.parts import build_flow, open_pictures
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.flags import command_line
+from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.training.costs import gradient_time
@@ -76,7 +75,7 @@ def config_of(flags: Flags, space: str, steps: int = 1) -> TrainRectifiedFlow:
 def measure_steps(flags: Flags) -> dict[str, float]:
     """Seconds that a step's loss and gradient take in each space, one thread, the spaces taking turns."""
     torch.set_num_threads(1)
-    flows = {space: build_rectified_flow(config_of(flags, space), {}) for space in NETWORKS}
+    flows = {space: build_flow(config_of(flags, space), {}) for space in NETWORKS}
     seconds = {space: list[float]() for space in NETWORKS}
     for _ in range(TURNS):
         for space, flow in flows.items():

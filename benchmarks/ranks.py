@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import Row, Times, describe_machine, print_rows, ratio
 
-from rectified_flow.cli.parts import build_rectified_flow
-from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
+from rectified_flow.cli.parts import build_flow
+from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.build import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
@@ -64,9 +64,9 @@ def measure_here(flags: Flags, write_to: Path) -> None:
         sample_steps=flags.sample_steps,
         output_dir=write_to.parent / "run",
     )
-    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), UnetConfig(dim=flags.dim), run=run)
+    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size)
-    trainer = Trainer(build_rectified_flow(config, {}), pictures, run)
+    trainer = Trainer(build_flow(config, {}), pictures, run)
     batches = trainer._warm_up_ddp(trainer._batches())
 
     def step() -> None:

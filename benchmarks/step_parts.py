@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_device
 
-from rectified_flow.cli.parts import build_rectified_flow
-from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
+from rectified_flow.cli.parts import build_flow
+from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.build import open_dataset
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 from rectified_flow.training.trainer import Trainer
@@ -55,9 +55,9 @@ def open_trainer(flags: Flags, folder: Path) -> Trainer:
         output_dir=folder,
         num_samples=16,
     )
-    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), UnetConfig(dim=flags.dim), run=run)
+    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size, cache_dir=folder)
-    trainer = Trainer(build_rectified_flow(config, {}), pictures, run)
+    trainer = Trainer(build_flow(config, {}), pictures, run)
     trainer.run.folder.claim(print)
     path = trainer.run.choose_checkpoint()
     trainer.run._open()

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from peer import PEER
 from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
-from rectified_flow.cli.parts import build_rectified_flow, open_pictures
-from rectified_flow.cli.train_flags import DataConfig, TrainRectifiedFlow, UnetConfig
+from rectified_flow.cli.parts import build_flow, open_pictures
+from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
@@ -72,7 +72,7 @@ def write_photographs(folder: Path, count: int) -> None:
 def train_ours(config: TrainRectifiedFlow, turns: Turns) -> None:
     """Train with this project's Trainer, a round of steps at a time."""
     join_processes()
-    flow = build_rectified_flow(config, {})
+    flow = build_flow(config, {})
     trainer = Trainer(flow, open_pictures(config.data), config.run)
     turns.facts["parameters"] = sum(parameter.numel() for parameter in flow.parameters())
     turns.facts["flops"] = 3 * trainer.flops
@@ -141,7 +141,7 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
     data = DataConfig(dataset_path=photographs, image_size=image_size, cache_dir=folder / "cache")
     never = TrainingConfig(train_num_steps=NEVER, num_samples=0, save_every=0, resume="never")
 
-    def ours(precision: Literal["no", "bf16"], network: UnetConfig, **settings: Any) -> Contender:
+    def ours(precision: Literal["no", "bf16"], network: NetworkConfig, **settings: Any) -> Contender:
         output_dir = Path(tempfile.mkdtemp(dir=folder))
         run = replace(never, mixed_precision=precision, output_dir=output_dir, **settings)
         return partial(train_ours, TrainRectifiedFlow(data, network, run=run))
@@ -152,10 +152,10 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
         return {
             PEER: partial(train_peer, shipped),
             PEER_TUNED: partial(train_peer, tuned),
-            "bf16, compiled": ours("bf16", UnetConfig(), compile=True),
-            "bf16": ours("bf16", UnetConfig()),
+            "bf16, compiled": ours("bf16", NetworkConfig(), compile=True),
+            "bf16": ours("bf16", NetworkConfig()),
         }
-    small = UnetConfig(dim=flags.dim)
+    small = NetworkConfig(dim=flags.dim)
     return {
         PEER: partial(train_peer, PeerSetup(photographs, image_size, flags.peer_dim, flags.batch_size)),
         "float32": ours("no", small, batch_size=flags.batch_size),

@@ -1,29 +1,135 @@
-"""How a dataclass becomes flags: one dataclass a group, its docstrings the help, and plain data again.
+"""Dataclasses of flags: read from a command line and a file, checked in one place, and written as plain data.
 
-Nothing here or in a module of flags imports torch, so that ``--help`` and a mistyped flag answer at once.
+A group of flags is a frozen dataclass that derives from :class:`Flags`. Each field is a flag: its docstring is the help
+text, and its annotation has the type and the bounds. Nothing here imports torch, and pydantic is imported only once a
+value differs from its default, so that ``--help`` answers at once.
 """
 
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import argparse
+import io
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
+from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.system.files import check_document, usable_path
+from rectified_flow.errors import UsageError, require
+from rectified_flow.system.files import check_document, read_document, usable_path
+
+C = TypeVar("C")
+Positive = Annotated[int, Gt(0)]
+Natural = Annotated[int, Ge(0)]
+AtLeastTwo = Annotated[int, Ge(2)]
+Seed = Annotated[int, Interval(ge=0, lt=2**32)]
+PositiveNumber = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
+Probability = Annotated[float, Ge(0), Le(1)]
+NoiseLevel = Annotated[float, Gt(0), Le(1)]
+IN_WORDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+    " after validation": "",
+}
+"""Words of pydantic's messages, and those of the error sentences here."""
+
+OVERRIDES = {
+    "train_num_steps": ("num_epochs",),
+    "num_epochs": ("train_num_steps",),
+    "dataset": ("dataset_path",),
+    "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
+}
+"""Flags in the file of ``--config`` that another flag on the command line overrides, too."""
+NOT_RECORDED = ("config", "dry_run", "look")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A group of flags, checked when it is made.
+
+    Raises:
+        UsageError: if a value violates its annotation, or is a path that cannot exist.
+    """
+
+    def __post_init__(self) -> None:
+        changed = [each for each in fields(self) if not _is_default(self, each)]
+        hints = get_type_hints(type(self), include_extras=True) if changed else {}
+        for each in changed:
+            value = _validated(flag_name(each.name), getattr(self, each.name), hints[each.name])
+            object.__setattr__(self, each.name, value)
 
 
 def default_is(text: str) -> Any:
-    """Annotate a flag whose default is None with the default that a person should read."""
+    """Annotate a flag whose default is None with the default in words for ``--help``."""
     return tyro.conf.arg(help_behavior_hint=lambda own: f"(default: {text if own in ('None', '') else own})")
 
 
+def parse(config_class: type[C], description: str, arguments: Sequence[str] | None = None, *, quiet: bool = False) -> C:
+    """Return the config that the command line gives, on top of the flags in the file of ``--config``.
+
+    ``--help`` and errors exit, silently if ``quiet``. A ``program`` in the config gets the names of all given flags.
+
+    Raises:
+        UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _refuse_empty(arguments)
+    typed = _given(arguments)
+    flags = _from_file(config_class, arguments, typed)
+    if {"num_epochs", "train_num_steps"} <= set(names(config_class)) and "num_epochs" in typed | flags.keys():
+        arguments = ["--train_num_steps", "None", *arguments]  # in place of a program's own default
+    explanation = io.StringIO()
+    default: dict[str, Any] = {"default": replaced(config_class(), flags)} if flags else {}
+    try:
+        with redirect_stderr(explanation):
+            config = tyro.cli(
+                config_class,
+                args=arguments,
+                **default,
+                description=description,
+                config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
+                use_underscores=True,
+                console_outputs=not quiet,
+            )
+    except SystemExit as end:
+        refusal = _usage_error(end)
+        if refusal is not None:
+            raise refusal from None
+        if not quiet:
+            sys.stderr.write(explanation.getvalue())
+        raise
+    if hasattr(config, "program"):
+        given = typed | {name for name, value in flags.items() if value not in (None, ())}
+        object.__setattr__(config.program, "given", frozenset(given))
+    return config
+
+
+def replaced(config: C, flags: Mapping[str, Any]) -> C:
+    """Return the config with other values of some flags, whichever of its nested configs they are in."""
+    changes: dict[str, Any] = {}
+    for each in fields(config):  # type: ignore[arg-type]
+        value = getattr(config, each.name)
+        if is_dataclass(value):
+            new = replaced(value, flags)
+            changes |= {} if new is value else {each.name: new}
+        elif flag_name(each.name) in flags:
+            changes[each.name] = flags[flag_name(each.name)]
+    return replace(config, **changes) if changes else config  # type: ignore[type-var]
+
+
 def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
-    """All flags of a config by name, also of configs nested in it, as JSON and trackers can hold them.
+    """Return all flags by name, also those of nested configs, as JSON and trackers can hold them.
 
     Args:
         config: a dataclass of flags.
-        paths: also those that are set to a path.
+        paths: include the flags that are set to a path.
     """
     values: dict[str, Any] = {}
     for each in fields(config):
@@ -31,22 +137,27 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
         if is_dataclass(value):
             values |= plain(value, paths=paths)
         elif paths or not isinstance(value, Path):
-            values[flag_name(each.name)] = _plain(value)
+            values[flag_name(each.name)] = as_plain(value)
     return values
 
 
+def recorded(config: Any) -> dict[str, Any]:
+    """Return the flags that a run's ``config.json`` keeps, to start the run again."""
+    return {name: value for name, value in plain(config).items() if name not in NOT_RECORDED}
+
+
 def names(config_class: type) -> list[str]:
-    """The names of all flags of a config, also of configs nested in it."""
+    """Return the names of all flags of a config, also of those in nested configs."""
     return list(_types(config_class))
 
 
 def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
-    """Flags that were read back from a file, with the types of the fields that they set.
+    """Return flags that were read from a file, with the types of the fields that they set.
 
     Args:
         config_class: the config, whose nested ones have fields too.
         flags: as :func:`plain` made them; those that the config does not have are left out.
-        source: what an error names.
+        source: the name of the file for an error.
 
     Raises:
         DamageError: if one has another type.
@@ -58,35 +169,8 @@ def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dic
     }
 
 
-def _types(config_class: Any) -> dict[str, Any]:
-    """The types of all flags by name."""
-    kinds: dict[str, Any] = {}
-    hints = get_type_hints(config_class)
-    for each in fields(config_class):
-        kind = hints[each.name]
-        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
-    return kinds
-
-
-def flag_name(field: str) -> str:
-    """The flag of a field: ``import`` for ``import_``, which Python reserves."""
-    return field.removesuffix("_")
-
-
-def check_paths(config: object) -> None:
-    """Expand ``~`` in the flags of this dataclass that are paths.
-
-    Raises:
-        UsageError: if one is none that may exist, see :func:`rectified_flow.system.files.usable_path`.
-    """
-    for each in fields(config):  # type: ignore[arg-type]
-        value = getattr(config, each.name)
-        if isinstance(value, Path):
-            object.__setattr__(config, each.name, usable_path(f"--{flag_name(each.name)}", value))
-
-
 def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """The words that set these flags on a command line; None and empty lists leave a flag out."""
+    """Return the words that set these flags on a command line; None and empty lists leave a flag out."""
     words: list[str] = []
     for name, value in flags.items():
         if isinstance(value, bool):
@@ -98,7 +182,94 @@ def command_line(flags: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def _plain(value: Any) -> Any:
+def flag_name(field: str) -> str:
+    """Return the flag of a field: ``import`` for ``import_``, which Python reserves."""
+    return field.removesuffix("_")
+
+
+def in_words(problem: Mapping[str, Any]) -> str:
+    """Return the requirement in one of pydantic's errors as the end of a sentence, such as ``be above 0``."""
+    text = problem["msg"].partition(" should ")[2] or problem["msg"]
+    for theirs, ours in IN_WORDS.items():
+        text = text.replace(theirs, ours)
+    return str(text)
+
+
+def _validated(name: str, value: Any, hint: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+    try:
+        value = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise UsageError(f"--{name} is {problem['input']}; it must {in_words(problem)}") from None
+    return usable_path(f"--{name}", value) if isinstance(value, Path) else value
+
+
+def _is_default(config: Any, each: Any) -> bool:
+    value = getattr(config, each.name)
+    default = each.default_factory() if each.default_factory is not MISSING else each.default
+    return is_dataclass(value) or (type(value) is type(default) and value == default)
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Refuse an empty value: a shell variable was not set, and as a path it would mean the current folder."""
+    for word, value in pairwise([*arguments, "end"]):
+        if word.startswith("--") and (value == "" or word.endswith("=")):
+            raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
+
+
+def _given(arguments: Sequence[str]) -> set[str]:
+    """Return the names of the flags on the command line."""
+    words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
+    return {word.removeprefix("no_") for word in words}
+
+
+def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) -> dict[str, Any]:
+    """Return the flags in the file of ``--config``, without those that ``typed`` flags override."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config", type=Path, nargs="?")
+    path = finder.parse_known_args(arguments)[0].config
+    known = names(config_class)
+    if path is None or "config" not in known:
+        return {}
+    flags = read_document(path, dict[str, Any])
+    if "run" in flags:  # a run's config.json; any other file has flags alone
+        require("flags" in flags, f"{path} is of a run that no program started, so it has no flags of data and network")
+        parts = {name: flags[name] for name in ("run", "flags")}
+        parts = check_document(parts, dict[str, dict[str, Any]], path)
+        flags = parts["run"] | parts["flags"]
+    unknown = [name for name in flags if name not in known]
+    require(not unknown, f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
+    modules = flags.pop("import", None)
+    require(
+        not modules or "import" in typed,
+        f"--config {path} is of a run with --import {' '.join(modules or ())}: pass that again, as no file makes a "
+        "program import code",
+    )
+    overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
+    return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
+
+
+def _usage_error(error: BaseException | None) -> UsageError | None:
+    """Return the UsageError that led to ``error``: tyro prints those of a config in a box."""
+    while error is not None and not isinstance(error, UsageError):
+        error = error.__context__
+    return error
+
+
+def _types(config_class: Any) -> dict[str, Any]:
+    """Return the types of all flags by name."""
+    kinds: dict[str, Any] = {}
+    hints = get_type_hints(config_class)
+    for each in fields(config_class):
+        kind = hints[each.name]
+        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
+    return kinds
+
+
+def as_plain(value: Any) -> Any:
+    """Return a value as JSON can hold it."""
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [as_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value

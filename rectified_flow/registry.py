@@ -11,6 +11,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
 from rectified_flow.errors import UsageError
@@ -134,15 +135,38 @@ def build(description: Mapping[str, Any]) -> Any:
 
 def arguments_of(kind: type) -> list[str]:
     """Return the names of the constructor's arguments; ``**settings`` stands for those of the base class."""
-    found: list[str] = []
-    for each in kind.__mro__:
+    return list(parameters_of(kind))
+
+
+def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a function or constructor by name, with their annotations resolved.
+
+    ``**settings`` of a constructor stands for the parameters of the base class.
+    """
+    if not isinstance(target, type):
+        return _parameters(target)
+    found: dict[str, inspect.Parameter] = {}
+    for each in target.__mro__:
         if "__init__" not in vars(each):
             continue
-        parameters = list(inspect.signature(vars(each)["__init__"]).parameters.values())[1:]
-        found += [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        function = vars(each)["__init__"]
+        own = _parameters(function)
+        own.pop(next(iter(own), ""), None)  # self
+        found |= {name: parameter for name, parameter in own.items() if name not in found}
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
             break
-    return list(dict.fromkeys(found))
+    return found
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    hints: dict[str, Any] = {}
+    with suppress(Exception):  # a user's annotation may name what is imported for type checks only
+        hints = get_type_hints(function)
+    return {
+        name: parameter.replace(annotation=hints.get(name, Any))
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
 
 
 def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:

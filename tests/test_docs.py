@@ -22,13 +22,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data import build as catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import names
+from rectified_flow.flags import names, parse
 from tests.programs import program
 from tests.ranks import run_on_ranks
 

@@ -9,7 +9,7 @@ measured, and so is the share of clouds that a classifier takes for the digit as
 from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
-    run("train_point_clouds:train", "train_point_clouds:Flags", __doc__)
+    run("train_point_clouds:train", "train_point_clouds:CloudFlags", __doc__)
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,10 +27,10 @@ from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from point_clouds import PointClouds
 from points import Points
 from rectified_flow import Labels, Measurement, Trainer, TrainingConfig, randomness
-from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
-from rectified_flow.errors import require, require_fraction, require_positive
+from rectified_flow.errors import require
+from rectified_flow.flags import AtLeastTwo, Flags, Fraction, Positive, recorded
 from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.system.files import replace_file
@@ -47,34 +47,32 @@ TRANSPORT: dict[str, Any] = {"regularisation": 0.02, "tolerance": 1e-2, "max_ite
 
 
 @dataclass(frozen=True)
-class CloudConfig:
+class CloudConfig(Flags):
     """The clouds and the network."""
 
     geometry: Literal["plane", "sphere", "torus"] = "plane"
     """Where the points are."""
-    points: int = 48
+    points: AtLeastTwo = 48
     """Points of a cloud, at most; the least is half of that."""
     point_coupling: PointCoupling = "drawn"
     """Which point of the noise each point comes from."""
     coupling: Literal["independent", "ot"] = "independent"
     """Which noise each cloud is trained with: any, or the best match over the global batch."""
-    condition_dropout: float = 0.1
+    condition_dropout: Fraction = 0.1
     """Share of clouds that are trained without their digit, for guidance."""
-    width: int = 96
+    width: Positive = 96
     """Channels of a point."""
-    layers: int = 3
+    layers: Positive = 3
     """Layers of attention."""
     guidance_scale: float = 1.0
     """Guidance of the clouds that are measured."""
-    measure_every: int = 500
+    measure_every: Positive = 500
     """Steps between measurements."""
-    measured_clouds: int = 100
+    measured_clouds: Positive = 100
     """Clouds that are measured, a multiple of 10."""
 
     def __post_init__(self) -> None:
-        require_positive(self, "width", "layers", "measure_every", "measured_clouds")
-        require_fraction(self, "condition_dropout")
-        require(self.points >= 2, f"--points is {self.points}; a cloud needs at least 2")
+        super().__post_init__()
         require(self.width % 32 == 0, f"--width is {self.width}; it must be a multiple of 32")
         require(
             self.measured_clouds % DIGITS == 0 and self.measured_clouds <= 500,
@@ -83,7 +81,7 @@ class CloudConfig:
 
 
 @dataclass(frozen=True)
-class Flags:
+class CloudFlags:
     clouds: CloudConfig = field(default_factory=CloudConfig)
     run: TrainingConfig = field(
         default_factory=partial(
@@ -274,7 +272,7 @@ def draw_clouds(path: Path, digits: Digits, real: dict[str, Tensor], clouds: Ten
     replace_file(path, content.getvalue())
 
 
-def train(flags: Flags) -> bool:
+def train(flags: CloudFlags) -> bool:
     """Train; returns whether it finished."""
     join(flags)
     set_seed(flags.run.seed)

@@ -8,7 +8,7 @@ finds is measured as it trains. Needs `pip install -e ".[text]"`.
 from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
-    run("train_masked_text:train", "train_masked_text:Flags", __doc__)
+    run("train_masked_text:train", "train_masked_text:TextFlags", __doc__)
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ from torch.utils.data import Dataset
 
 from line_store import LineStore, open_lines
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness, register
-from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import UsageError, require, require_positive
+from rectified_flow.errors import UsageError, require
+from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.pictures import draw_lines
 from rectified_flow.system.terminal import progress_bar
@@ -43,38 +43,36 @@ TOKENIZER_LINES = 200_000
 
 
 @dataclass(frozen=True)
-class TextConfig:
+class TextConfig(Flags):
     """The text and the model."""
 
     text: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
     """UTF-8 text files, one text a line."""
-    max_samples: int | None = None
+    max_samples: Positive | None = None
     """Use the first lines only."""
     skip_empty: bool = True
     """Leave empty lines out."""
-    vocabulary: int = 4000
+    vocabulary: Positive = 4000
     """Different tokens, at most."""
-    length: int = 32
+    length: Positive = 32
     """Tokens of a line; the rest of a longer line is left out."""
-    width: int = 128
+    width: Positive = 128
     """Channels of a token."""
-    layers: int = 2
+    layers: Positive = 2
     """Layers of attention."""
-    measure_every: int = 250
+    measure_every: Positive = 250
     """Steps between measurements on lines that are held out."""
-    measured_lines: int = 512
+    measured_lines: Positive = 512
     """Lines that are held out and measured."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(bool(self.text), "--text is missing: pass one or more text files")
-        require_positive(
-            self, "max_samples", "vocabulary", "length", "width", "layers", "measure_every", "measured_lines"
-        )
         require(self.width % 32 == 0, f"--width is {self.width}; it must be a multiple of 32")
 
 
 @dataclass(frozen=True)
-class Flags:
+class TextFlags:
     text: TextConfig = field(default_factory=TextConfig)
     run: TrainingConfig = field(
         default_factory=partial(
@@ -230,7 +228,7 @@ class Accuracy(Measurement):
         draw_lines(trainer.config.output_dir / "accuracy.png", curves, title, "step", "share that is found")
 
 
-def train(flags: Flags) -> bool:
+def train(flags: TextFlags) -> bool:
     """Train; returns whether it finished."""
     state = join(flags)
     set_seed(flags.run.seed)
@@ -246,7 +244,7 @@ def train(flags: Flags) -> bool:
     return Trainer(model, lines, flags.run, callbacks=[accuracy], flags=recorded(flags)).train()
 
 
-def read_tokenizer(flags: Flags, store: LineStore, count: int) -> str:
+def read_tokenizer(flags: TextFlags, store: LineStore, count: int) -> str:
     """The tokenizer of the run, as JSON; trained on the first lines if there is none yet."""
     path = flags.run.output_dir / "tokenizer.json"
     if not path.exists():

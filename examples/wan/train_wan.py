@@ -8,7 +8,7 @@ Needs `pip install -e ".[latent]"`.
 from rectified_flow.cli.programs import run
 
 if __name__ == "__main__":  # before the rest, which is imported by its name
-    run("train_wan:train", "train_wan:Flags", __doc__)
+    run("train_wan:train", "train_wan:WanFlags", __doc__)
 
 import importlib
 import shutil
@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from clips import Clip, clips_fingerprint, find_clips
 from rectified_flow import Callback, Measurement, RectifiedFlow, Trainer, TrainingConfig
-from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import join
-from rectified_flow.cli.train_flags import DataConfig, ProgramConfig, check_folders
+from rectified_flow.cli.train_flags import ProgramConfig, check_folders
 from rectified_flow.condition import Condition
 from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.latents import LatentDataset
@@ -40,8 +39,8 @@ from rectified_flow.data.store import LATENTS_FILE
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill_once
-from rectified_flow.errors import UsageError, first_line, require, require_finite, require_positive
-from rectified_flow.flags import check_paths, default_is, plain
+from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.flags import Flags, Natural, Positive, PositiveNumber, Probability, default_is, plain, recorded
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.runs import checkpoint
@@ -66,61 +65,56 @@ STRIP_FRAMES = 8
 
 
 @dataclass(frozen=True)
-class WanConfig:
+class WanConfig(Flags):
     """The model, the clips and what is learned of them."""
 
     model: str = ""
     """Folder or hub id of a Wan pipeline in the form of diffusers, such as Wan-AI/Wan2.2-TI2V-5B-Diffusers."""
     dataset_path: Path | None = None
     """Folder of clips with captions."""
-    frames: int = 81
+    frames: Positive = 81
     """Frames of a clip; 1 more than a multiple of 4."""
-    height: int = 480
+    height: Positive = 480
     """Height of a frame [px]."""
-    width: int = 832
+    width: Positive = 832
     """Width of a frame [px]."""
-    fps: float = 16.0
+    fps: PositiveNumber = 16.0
     """Frames a second; of a faster video, some are left out."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
     """Where encoded clips are kept."""
     train: Literal["lora", "full"] = "lora"
     """Train low-rank additions to the attention's weights, or all weights."""
-    lora_rank: int = 32
+    lora_rank: Positive = 32
     """Rank of the additions."""
-    lora_alpha: Annotated[float | None, default_is("the rank")] = None
+    lora_alpha: Annotated[PositiveNumber | None, default_is("the rank")] = None
     """They are multiplied by this over the rank."""
     noise_range: tuple[float, float] = (0.0, 1.0)
     """Least and greatest noise level of training; one expert of a model of two has 0.875 1 or 0 0.875."""
-    time_shift: Annotated[float | None, default_is("of the model's scheduler")] = None
+    time_shift: Annotated[PositiveNumber | None, default_is("of the model's scheduler")] = None
     """Move times towards the noise (above 1)."""
     first_frame: bool = False
     """Learn to continue a first frame, which is given without noise; needs tokens with times of their own."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
-    caption_dropout: float = 0.1
+    caption_dropout: Probability = 0.1
     """Probability of training a clip without its caption."""
-    preview_clips: int = 2
+    preview_clips: Natural = 2
     """Clips that are drawn every --sample_every steps, with the first captions; 0 for none."""
-    preview_steps: int = 30
+    preview_steps: Positive = 30
     """Steps of the pipeline's own scheduler."""
     preview_guidance: float = 5.0
     """Guidance scale of previews."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
+        super().__post_init__()
         require(bool(self.model), "--model is missing: pass the folder or hub id of a Wan pipeline of diffusers")
         require(self.dataset_path is not None, "--dataset_path is missing: pass a folder of clips with captions")
-        require_positive(self, "frames", "height", "width", "fps", "lora_rank", "lora_alpha", "time_shift")
-        require_positive(self, "preview_steps")
-        require(self.preview_clips >= 0, f"--preview_clips is {self.preview_clips}; it must not be negative")
         low, high = self.noise_range
         require(0 <= low < high <= 1, f"--noise_range is {low:g} {high:g}; it must be two numbers from 0 to 1, rising")
-        require(0 <= self.caption_dropout <= 1, f"--caption_dropout is {self.caption_dropout}; it must be in [0, 1]")
 
 
 @dataclass(frozen=True)
-class Flags:
+class WanFlags:
     wan: WanConfig = field(default_factory=WanConfig)
     run: TrainingConfig = field(
         default_factory=partial(
@@ -140,7 +134,7 @@ class Flags:
 
     def __post_init__(self) -> None:
         require(self.run.num_samples == 0, "--num_samples is for pictures: pass --preview_clips instead")
-        check_folders(DataConfig(dataset_path=self.wan.dataset_path, cache_dir=self.wan.cache_dir), self.run)
+        check_folders(self.run, self.wan.dataset_path, self.wan.cache_dir)
 
 
 # The model
@@ -374,7 +368,7 @@ class WanNetwork(nn.Module):
         self.frozen_source = source
         self.conditions = {"text": Captions(empty)}
 
-    def forward(self, x: Tensor, t: Tensor, text: Tensor, *, known_frames: int = 0, **others: Tensor) -> Tensor:
+    def forward(self, x: Tensor, t: Tensor, text: Tensor, *, known_frames: Positive = 0, **others: Tensor) -> Tensor:
         """The velocity at ``x`` ``[b, c, f, h, w]`` and times ``t`` ``[b]``.
 
         Args:
@@ -624,7 +618,7 @@ IDENTITY = ("model", "train", "lora_rank", "lora_alpha", "noise_range", "time_sh
 """Flags that make a run another one if they change."""
 
 
-def check_same_run(flags: Flags) -> None:
+def check_same_run(flags: WanFlags) -> None:
     """Raise a UsageError if the newest checkpoint is of a run with another model or objective."""
     now = plain(flags)
     for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
@@ -637,7 +631,7 @@ def check_same_run(flags: Flags) -> None:
             )
 
 
-def train(flags: Flags) -> bool:
+def train(flags: WanFlags) -> bool:
     """Train; returns whether it finished."""
     state, config = join(flags), flags.wan
     set_seed(flags.run.seed)

@@ -1,88 +1,83 @@
-"""From flags to parts: pictures, space, network and flow."""
+"""From flags to the parts of a run: dataset, space, network and flow."""
 
 from typing import Any
 
 from accelerate import PartialState
+from torch import nn
 
-from rectified_flow.cli.train_flags import DataConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.choices import Choice, arguments_from, choose, typed_options
+from rectified_flow.cli.train_flags import (
+    DataConfig,
+    FlowConfig,
+    NetworkConfig,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+)
 from rectified_flow.condition import Kinds
 from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import require
 from rectified_flow.flags import plain
-from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.times import LogitNormal, TimeDistribution, Uniform, UShaped
+from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.networks.unet import Unet
-from rectified_flow.spaces.autoencoders import open_autoencoder
+from rectified_flow.registry import names, parameters_of
+from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
 CONDITION_DROPOUT = 0.1
 DEFAULT_WHOLE_FRACTION = 0.5
+TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
+"""Short names of time distributions."""
+UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
+TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
+WEIGHT_FLAGS = {"weight_power": "weight_power", "weight_epsilon": "weight_epsilon"}
+MEAN_FLOW_FLAGS = WEIGHT_FLAGS | {
+    name: name for name in ("objective", "mean_fraction", "guidance_scale", "guidance_mixing")
+}
+"""Flags by the argument of the constructor that they set."""
 
 
-def build_rectified_flow(config: TrainRectifiedFlow, conditions: Kinds, space: Space | None = None) -> RectifiedFlow:
-    """The flow of the flags, on a Unet that takes ``conditions`` if ``--use_cfg`` is given.
+def join(config: Any) -> PartialState:
+    """Join the processes of this launch, and check that all were started with the same flags, paths aside.
 
-    Args:
-        config: all flags.
-        conditions: of the data.
-        space: of the flow; :func:`planned_space` if not given.
+    Raises:
+        UsageError: if they were not, or cannot work together.
+        RunError: if other processes do not join, or cannot be reached.
     """
-    flags, space = config.rectified_flow, space or planned_space(config)
-    times: dict[str, TimeDistribution] = {
-        "logit_normal": LogitNormal(flags.time_mean, flags.time_std, flags.time_shift),
-        "uniform": Uniform(flags.time_shift),
-        "u_shaped": UShaped(),
-    }
-    return RectifiedFlow(
-        build_network(config, conditions, space),
-        prediction=flags.prediction,
-        time_distribution=times[config.times],
-        distance=flags.loss or ("mse" if config.reflow.reflow_from is None else "pseudo_huber"),
-        space=space,
-        **_shared_settings(config),
-    )
+    state = join_processes()
+    check_equal(state, lambda: {f"--{name}": value for name, value in plain(config, paths=False).items()})
+    return state
 
 
-def build_mean_flow(config: TrainMeanFlow, conditions: Kinds, space: Space | None = None) -> FlowMap:
-    """The flow of the flags, as :func:`build_rectified_flow`."""
-    flags, space = config.mean_flow, space or planned_space(config)
-    network = build_network(config, conditions, space)
-    if config.teacher.teacher is not None:
-        fraction = config.teacher.whole_fraction
-        return DistilledFlow(
-            network,
-            whole_fraction=DEFAULT_WHOLE_FRACTION if fraction is None else fraction,
-            weight_power=flags.weight_power,
-            weight_epsilon=flags.weight_epsilon,
-            space=space,
-        )
-    return MeanFlow(
-        network,
-        objective=flags.objective,
-        mean_fraction=flags.mean_fraction,
-        weight_power=flags.weight_power,
-        weight_epsilon=flags.weight_epsilon,
-        time_distribution=LogitNormal(flags.time_mean, flags.time_std),
-        earlier_distribution=LogitNormal(flags.earlier_mean, flags.earlier_std),
-        guidance_scale=flags.guidance_scale,
-        guidance_mixing=flags.guidance_mixing,
-        space=space,
-        **_shared_settings(config),
+def open_registered(config: DataConfig) -> Any:
+    """Return the dataset or image source that a registered ``--dataset`` opens; None if it names none."""
+    if config.dataset_path is None and config.dataset in names("dataset"):
+        choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
+        return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
+    require(
+        not config.dataset_options,
+        f"--dataset_options has no effect: --dataset {config.dataset} is not a registered dataset; leave it out",
     )
+    return None
 
 
 def open_pictures(config: DataConfig) -> ImageDataset:
     """Open the training pictures, decoding them first if they are not in a store yet.
 
     Raises:
-        UsageError: if they cannot be found, read or stored.
+        UsageError: if they cannot be found, read or stored, or the registered dataset returns no image source.
     """
+    source = open_registered(config)
+    require(not is_items(source), f"--dataset {config.dataset} is no dataset of pictures")
     return open_dataset(
         config.dataset,
         config.dataset_path,
@@ -92,67 +87,147 @@ def open_pictures(config: DataConfig) -> ImageDataset:
         aspect_ratio=config.aspect_ratio,
         crop=config.crop,
         alpha=config.alpha,
+        source=source,
     )
+
+
+def is_items(registered: object) -> bool:
+    """Return whether a registered dataset has items to train on, and is not an image source for a store."""
+    return registered is not None and not hasattr(registered, "load")
+
+
+def build_space(config: TrainConfig, items: Any = None) -> Space:
+    """Build the space of the flags; that of latents does not know their scales yet.
+
+    Args:
+        config: all flags.
+        items: a registered dataset of items, the first of which has the shape of the data.
+
+    Raises:
+        UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
+    """
+    data = config.data
+    if data.space is not None:
+        choice = choose("space", Space, data.space, data.space_options)
+        shape = (
+            data.framing.shape
+            if items is None
+            else tuple(Batches(items).__getitems__([0])[choice.target.key].shape[1:])
+        )
+        space: Space = choice.build(
+            shape=shape, horizontal_flip=data.horizontal_flip, augmentation=data.augment, image_size=data.image_size
+        )
+        return space
+    if data.autoencoder is None:
+        return picture_space(data)
+    if data.autoencoder in names(Autoencoder):
+        choice = choose("autoencoder", Autoencoder, data.autoencoder, data.autoencoder_options)
+        latents = Latents(choice.build(), data.image_size)
+    else:
+        latents = Latents(open_autoencoder(data.autoencoder), data.image_size)
+    config.network.check_side(data.image_size, (latents.shape or (0,))[-1])
+    return latents
 
 
 def picture_space(config: DataConfig) -> Pixels:
-    """The space of the pictures themselves."""
+    """Return the space of the pictures themselves."""
     return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip, augmentation=config.augment)
 
 
-def planned_space(config: TrainRectifiedFlow | TrainMeanFlow) -> Space:
-    """The space of the flags; that of latents does not know their scales yet.
+def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> Flow:
+    """Build the network and flow of the flags.
+
+    Args:
+        config: all flags.
+        conditions: conditions of the data, which the network takes with ``--use_cfg``.
+        space: the space of the flow; :func:`build_space` if not given.
 
     Raises:
-        UsageError: if there is no such autoencoder, or the size of the pictures does not suit it or the network.
+        UsageError: if a name is not registered, or an argument does not fit.
     """
-    data = config.data
-    if data.autoencoder is None:
-        return picture_space(data)
-    space = Latents(open_autoencoder(data.autoencoder), data.image_size)
-    config.network.check_side(data.image_size, (space.shape or (0,))[-1])
-    return space
+    network, flow = choose_network(config.network), choose_flow(config)
+    space = space or build_space(config)
+    settings = {"space": space, "condition_dropout": CONDITION_DROPOUT, "coupling": config.flow.coupling}
+    built: Flow = flow.build(network=build_network(config.network, network, conditions, space), **settings)
+    return built
 
 
-def build_network(config: TrainRectifiedFlow | TrainMeanFlow, conditions: Kinds, space: Space) -> Unet:
-    """The Unet of the flags, for the ``x`` of ``space``.
+def build_network(config: NetworkConfig, choice: Choice, conditions: Kinds, space: Space) -> nn.Module:
+    """Build the chosen network for the ``x`` of ``space``.
 
     Raises:
-        UsageError: if ``--use_cfg`` is given and there are no conditions.
+        UsageError: if ``--use_cfg`` is given and there are no conditions, or an argument does not fit.
     """
-    flags = config.network
-    channels, *sides = space.shape or ()
-    if flags.use_cfg and not conditions:
-        raise UsageError(
-            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
-        )
-    network = Unet(
-        flags.dim,
-        flags.dim_mults,
-        channels=channels,
-        conditions={**(conditions if flags.use_cfg else {}), **space.conditions},
-        image_size=min(sides),
-        dropout=flags.dropout,
+    require(
+        bool(conditions) or not config.use_cfg,
+        "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own",
     )
-    network.gradient_checkpointing = flags.gradient_checkpointing
+    shape = space.shape or ()
+    network: nn.Module = choice.build(
+        shape=shape,
+        channels=shape[0] if shape else None,
+        image_size=min(shape[1:], default=None),
+        conditions={**(conditions if config.use_cfg else {}), **space.conditions},
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+    if isinstance(network, Unet):
+        network.gradient_checkpointing = config.gradient_checkpointing
     return network
 
 
-def _shared_settings(config: TrainRectifiedFlow | TrainMeanFlow) -> dict[str, Any]:
-    """The settings of every flow on pictures."""
-    return {
-        "condition_dropout": CONDITION_DROPOUT,
-        "coupling": config.coupling.coupling,
-    }
-
-
-def join(config: Any) -> PartialState:
-    """Join the processes of this launch, and check that all were started with the same flags, paths aside.
+def choose_network(config: NetworkConfig) -> Choice:
+    """Return the network of the flags.
 
     Raises:
-        UsageError: if they were not, or cannot work together.
-        RunError: if the others do not come, or no connection to them is possible.
+        UsageError: if it is not registered, or a flag does not fit it.
     """
-    state = join_processes()
-    check_equal(state, lambda: {f"--{name}": value for name, value in plain(config, paths=False).items()})
-    return state
+    choice = choose("network", nn.Module, config.network, config.network_options)
+    flags = arguments_from(config, choice.target, Unet, UNET_FLAGS)
+    return Choice(choice.flag, choice.target, flags | dict(choice.arguments))
+
+
+def choose_flow(config: TrainConfig) -> Choice:
+    """Return the flow of the flags, with its time distribution.
+
+    Raises:
+        UsageError: if one is not registered, or a flag does not fit it.
+    """
+    flags, taught = config.flow, config.teacher.source is not None
+    ours: type[Flow] = RectifiedFlow
+    if isinstance(config, TrainMeanFlow):
+        ours = DistilledFlow if taught else MeanFlow
+    choice = choose("flow", Flow, flags.flow or ours.__name__, flags.flow_options)
+    if isinstance(config, TrainRectifiedFlow):
+        arguments = arguments_from(flags, choice.target, ours, {"prediction": "prediction", "distance": "loss"})
+        if "distance" in arguments:
+            arguments["distance"] = flags.loss or ("pseudo_huber" if taught else "mse")
+    else:
+        known = WEIGHT_FLAGS if taught else MEAN_FLOW_FLAGS
+        arguments = arguments_from(flags, choice.target, ours, known)
+        if taught and "whole_fraction" in parameters_of(choice.target):
+            fraction = config.teacher.whole_fraction
+            arguments["whole_fraction"] = DEFAULT_WHOLE_FRACTION if fraction is None else fraction
+    parameters = parameters_of(choice.target)
+    require(
+        "coupling" in parameters or flags.coupling == "independent",
+        f"--coupling has no effect: {choice.target.__name__} has no argument coupling; leave it out",
+    )
+    if "time_distribution" in parameters:
+        arguments["time_distribution"] = _build_times(flags, "u_shaped" if taught else "logit_normal")
+    require(
+        "time_distribution" in parameters or not flags.time_distribution,
+        f"--time_distribution has no effect: {choice.target.__name__} has no argument time_distribution; leave it out",
+    )
+    if "earlier_distribution" in parameters and isinstance(config, TrainMeanFlow):
+        arguments["earlier_distribution"] = LogitNormal(flags.earlier_mean, flags.earlier_std)
+    return Choice(choice.flag, choice.target, arguments | dict(choice.arguments))
+
+
+def _build_times(flags: FlowConfig, default: str) -> TimeDistribution:
+    """Build the distribution of the training times, which :data:`TIME_FLAGS` may set."""
+    name = getattr(flags, "time_distribution", None) or default
+    target = choose("time_distribution", TimeDistribution, TIMES.get(name, name)).target
+    known = {argument: flag for argument, flag in TIME_FLAGS.items() if hasattr(flags, flag)}
+    arguments = arguments_from(flags, target, LogitNormal, known) | typed_options("time", target, flags.time_options)
+    times: TimeDistribution = Choice("time_distribution", target, arguments).build()
+    return times

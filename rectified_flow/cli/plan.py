@@ -11,8 +11,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.recipe import may_choose
-from rectified_flow.cli.teacher import Request, request_of
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.teacher import calls_of, files_of
+from rectified_flow.cli.train_flags import TeacherData, TrainConfig
 from rectified_flow.data.report import describe_pictures
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, row_size
 from rectified_flow.distributed.collectives import on_main
@@ -87,10 +87,8 @@ LARGEST_SIDE_MEASURED = 64
 SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 """As many images are measured as take that long at best [s], and at most so many."""
 
-Config = TrainRectifiedFlow | TrainMeanFlow
 
-
-def print_plan(config: Config, flow: Flow) -> None:
+def print_plan(config: TrainConfig, flow: Flow) -> None:
     """Print every flag with its resolved value, and the size, memory and time of the run."""
     run = config.run
     accelerator = build_accelerator(run, supports_bf16=getattr(flow, "supports_bf16", True))
@@ -111,30 +109,30 @@ def print_plan(config: Config, flow: Flow) -> None:
     accelerator.print()
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
     accelerator.print(summarize(run, accelerator, flow, flops, data, None))
-    request = request_of(config)
+    taught = config.teacher_data
     if may_choose(config):
         chosen = "--augment, --holdout and a shorter run may be chosen when the folder is opened (docs/small_data.md)"
-        taught = "as many images as the teacher's run, where no flag gives the length (docs/mean_flow.md)"
-        accelerator.print(line("recipe", chosen if request is None else taught))
-    if request is not None:
-        accelerator.print(_describe_drawing(request, flow.space))
+        teachers = "as many images as the teacher's run, where no flag gives the length (docs/mean_flow.md)"
+        accelerator.print(line("recipe", chosen if taught is None else teachers))
+    if taught is not None:
+        accelerator.print(_describe_drawing(taught, flow.space))
     if isinstance(flow.space, Latents):
         accelerator.print(_describe_latents(config, flow.space))
     accelerator.print(_describe_memory(config, accelerator, flow))
     accelerator.print(_describe_time(config, accelerator, flow, flops))
 
 
-def _describe_drawing(request: Request, space: Space) -> str:
+def _describe_drawing(taught: TeacherData, space: Space) -> str:
     """A line on what a teacher draws before the training."""
-    size = request.count * sum(row_size(name, shape) for name, shape in request.files(space).items())
+    size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
     return line(
-        request.rows,
-        f"{request.count:,} in {request.steps} steps each, drawn first with {request.calls:,} calls of the teacher's "
-        f"network: {size / 1e9:.2f} GB in {request.folder}",
+        taught.rows,
+        f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls_of(taught):,} calls of the teacher's "
+        f"network: {size / 1e9:.2f} GB in {taught.folder}",
     )
 
 
-def _describe_latents(config: Config, space: Latents) -> str:
+def _describe_latents(config: TrainConfig, space: Latents) -> str:
     """Lines on what the autoencoder takes."""
     moments, *shape = space.autoencoder.shape_of(space.image_size)
     variants = 1 + config.data.horizontal_flip
@@ -155,7 +153,7 @@ def _describe_latents(config: Config, space: Latents) -> str:
     )
 
 
-def _describe_memory(config: Config, accelerator: Accelerator, flow: Flow) -> str:
+def _describe_memory(config: TrainConfig, accelerator: Accelerator, flow: Flow) -> str:
     """A line on the memory that a step takes."""
     count, sides = config.run.split_batch(accelerator.num_processes).per_process, _sides_measured(config, flow)
     item = _blank(config, flow, sides, accelerator.device)
@@ -169,7 +167,7 @@ def _describe_memory(config: Config, accelerator: Accelerator, flow: Flow) -> st
     )
 
 
-def _describe_time(config: Config, accelerator: Accelerator, flow: Flow, flops: int) -> str:
+def _describe_time(config: TrainConfig, accelerator: Accelerator, flow: Flow, flops: int) -> str:
     """Lines on the time that a step takes, and the least it can take."""
     batch, sides = config.run.split_batch(accelerator.num_processes), _sides_measured(config, flow)
     item = _blank(config, flow, sides, accelerator.device)
@@ -202,7 +200,7 @@ def _sides_of(flow: Flow) -> Sequence[int]:
     return (flow.space.shape or (0, 0, 0))[1:]
 
 
-def _sides_measured(config: Config, flow: Flow) -> Sequence[int]:
+def _sides_measured(config: TrainConfig, flow: Flow) -> Sequence[int]:
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
     return [min(side, largest) for side in _sides_of(flow)]
 
@@ -215,11 +213,11 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
 
 
-def _blank(config: Config, flow: Flow, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+def _blank(config: TrainConfig, flow: Flow, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
     """A batch of one datum that is 0 everywhere, with its path where those are learned from."""
     zeros = torch.zeros(1, (flow.space.shape or (0,))[0], *sides, device=device)
     batch = {flow.space.key: flow.space.to_stored(zeros)}
-    request = request_of(config)
-    if request is not None and request.rows == "paths":
-        batch["path"] = zeros[:, None].expand(-1, request.points, -1, -1, -1).half()
+    taught = config.teacher_data
+    if taught is not None and taught.rows == "paths":
+        batch["path"] = zeros[:, None].expand(-1, taught.points, -1, -1, -1).half()
     return batch

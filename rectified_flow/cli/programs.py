@@ -94,7 +94,7 @@ def _program() -> str:
 
 
 def _parse(config_class: str, description: str) -> Any:
-    from rectified_flow.cli.command_line import parse
+    from rectified_flow.flags import parse
     from rectified_flow.system.machine import allow_open_files
 
     speaks = os.environ.get("RANK", "0") == "0"

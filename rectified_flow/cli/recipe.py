@@ -2,24 +2,22 @@
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
 from accelerate import PartialState
 
-from rectified_flow.cli.teacher import request_of
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.train_flags import TrainConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.flags import checked, command_line
+from rectified_flow.flags import checked, command_line, replaced
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.system.terminal import line
 
-Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
+Config = TypeVar("Config", bound=TrainConfig)
 
 
 FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
@@ -89,12 +87,12 @@ def _share_of_enough(count: int) -> float:
     return ceil(100 * HELD_OUT / count) / 100
 
 
-def may_choose(config: TrainRectifiedFlow | TrainMeanFlow) -> bool:
+def may_choose(config: TrainConfig) -> bool:
     """Whether flags may be chosen: for pictures of one's own folder, and for what a teacher draws.
 
     Nothing is chosen for a data set of the hub, or for a run by the flags of a file.
     """
-    chooses = config.data.dataset_path is not None or request_of(config) is not None
+    chooses = config.data.dataset_path is not None or config.teacher_data is not None
     return chooses and config.program.config is None
 
 
@@ -118,20 +116,20 @@ def with_recipe(config: Config, count: int) -> Config:
             whole = kept["global_batch_size"] // state.num_processes * state.num_processes
             kept["global_batch_size"] = max(whole, state.num_processes)
         _print(state, {name: value for name, value in kept.items() if value}, "as the run began")
-        return _replaced(config, kept)
+        return replaced(config, kept)
     fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
-    request = request_of(config)
-    if request is None:
+    taught = config.teacher_data
+    if taught is None:
         given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed}
         recipe, reason = recipe_for(count, state.num_processes, **given), f"for {count:,} pictures"
         page = "docs/small_data.md"
     else:
-        images = on_main(state, lambda: _images_seen(request.source))
-        recipe = {} if images is None else taught_recipe(images, request.count, state.num_processes)
+        images = on_main(state, lambda: _images_seen(taught.source))
+        recipe = {} if images is None else taught_recipe(images, taught.count, state.num_processes)
         reason, page = "for as many images as the teacher's run", "docs/mean_flow.md"
     flags = {name: value for name, value in recipe.items() if name not in fixed}
     _print(state, flags, f"{reason}; flags override it ({page})")
-    return _replaced(config, flags)
+    return replaced(config, flags)
 
 
 def _print(state: PartialState, flags: Mapping[str, Any], reason: str) -> None:
@@ -159,13 +157,3 @@ def _images_seen(source: Path) -> int | None:
     with suppress(DamageError):
         return checkpoint.load_state(source).images_seen or None
     return None
-
-
-def _replaced(config: Config, flags: Mapping[str, Any]) -> Config:
-    """The config with other values of some flags, whichever part they are of."""
-    parts = {part.name: getattr(config, part.name) for part in fields(config)}
-    names = {name: {each.name for each in fields(part)} & flags.keys() for name, part in parts.items()}
-    changed = {
-        name: replace(parts[name], **{each: flags[each] for each in found}) for name, found in names.items() if found
-    }
-    return replace(config, **changed)

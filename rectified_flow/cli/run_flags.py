@@ -1,7 +1,4 @@
-"""The flags of the programs that take runs: sample.py, evaluate.py, export.py and watch.py.
-
-Imports no torch, see :mod:`rectified_flow.flags`.
-"""
+"""The flags of sample.py, evaluate.py, export.py and watch.py; imports no torch, so that ``--help`` answers at once."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,50 +6,53 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from annotated_types import Interval
 
-from rectified_flow.cli.train_flags import BYTES_PER_FEATURES, ProgramConfig
-from rectified_flow.errors import require, require_finite, require_natural, require_positive
+from rectified_flow.cli.train_flags import ProgramConfig
+from rectified_flow.errors import require
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import check_paths, default_is
+from rectified_flow.flags import (
+    AtLeastTwo,
+    Flags,
+    NoiseLevel,
+    NonNegative,
+    Positive,
+    Seed,
+    default_is,
+)
 from rectified_flow.flows import Solver, TimeGrid
-from rectified_flow.runs.config import LONGEST_EMA, SHORTEST_EMA, require_room_for_steps
-from rectified_flow.system.machine import require_memory
+from rectified_flow.runs.config import EmaLength
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Flags):
     """The model to sample from."""
 
     checkpoint: Path = Path("runs/rectified-flow")
-    """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
-    batch_size: int = 64
-    """Pictures drawn at once by each process."""
+    """A checkpoint, or a run's folder for its newest one; averaged weights are used if there are any."""
+    batch_size: Positive = 64
+    """Per-process batch size."""
     mixed_precision: Literal["no", "bf16"] = "no"
     """Precision of the network."""
     autoencoder: str | None = None
-    """Folder or hub id of the autoencoder that a flow of latents was trained with, if it has moved since."""
-
-    def __post_init__(self) -> None:
-        check_paths(self)
-        require_positive(self, "batch_size")
+    """Folder or hub id of the autoencoder of a latent flow, if it has moved."""
 
 
 @dataclass(frozen=True)
-class SolverConfig:
-    """From noise to pictures."""
+class SolverConfig(Flags):
+    """Sampling from noise to data."""
 
     solver: Annotated[Solver | None, default_is("midpoint")] = None
-    """How a rectified flow crosses an interval; adaptive chooses its own steps."""
+    """ODE solver of a rectified flow; adaptive chooses its own steps."""
     time_grid: TimeGrid = "uniform"
-    """How the intervals are cut: all alike, or denser near the noise, or as in EDM."""
-    guidance_scale: float = 1.0
-    """Above 1, pictures show their class more clearly, and vary less; for a rectified flow with classes."""
+    """Step spacing: uniform, shifted, EDM."""
+    guidance_scale: NonNegative = 1.0
+    """Classifier-free guidance scale, for a rectified flow trained with --use_cfg; above 1, images vary less."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 
     def __post_init__(self) -> None:
-        require_finite(self)
-        require_natural(self, "guidance_scale")
+        super().__post_init__()
         scale, (first, last) = self.guidance_scale, self.guidance_interval
         require(first < last, f"--guidance_interval is {first:g} {last:g}; the first number must be the smaller one")
         require(
@@ -62,52 +62,45 @@ class SolverConfig:
 
 
 @dataclass(frozen=True)
-class PicturesConfig:
-    """The pictures to draw."""
+class PicturesConfig(Flags):
+    """The images to sample."""
 
-    num_samples: int = 64
-    """Number of pictures; picture 5 of a seed is the same in any number of them (but by --solver adaptive)."""
-    steps: Annotated[int | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
-    """Intervals from noise to picture."""
-    classes: Annotated[str | None, default_is("drawn for each picture")] = None
-    """Names or numbers of classes, separated by commas, that take turns; or all."""
-    seed: int = 0
-    """Seed of the noise and of all other draws."""
-    ema_length: float | None = None
-    """Use a power-function EMA of this length, as a share of the run, instead of the averaged weights; --power_ema."""
+    num_samples: Positive = 64
+    """Number of samples."""
+    steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
+    """Sampling steps."""
+    classes: Annotated[str | None, default_is("random")] = None
+    """Comma-separated names or numbers of classes, used in turn; or all."""
+    seed: Seed = 0
+    """Sample i depends only on the seed and i (not with --solver adaptive)."""
+    ema_length: EmaLength | None = None
+    """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
-    """A picture, or a folder of them that take turns, to start from instead of noise alone."""
-    noise_level: Annotated[float | None, default_is("0.6")] = None
-    """How far towards noise those are taken first, from 0, where they stay as they are, to 1."""
-    output_dir: Annotated[Path | None, default_is("generated, in the run's folder")] = None
-    """Where the pictures go."""
+    """Image, or folder of images used in turn, to start from instead of noise alone."""
+    noise_level: Annotated[NoiseLevel | None, default_is("0.6")] = None
+    """Noise level in (0, 1] of --from_images."""
+    output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
+    """Folder for the images."""
     path: Literal["none", "strip", "gif"] = "none"
-    """Also show how the first pictures come out of the noise."""
+    """Save the sampling trajectory."""
     save_pretrained: Path | None = None
-    """Also write the model into this folder, with a card, ready for the Hugging Face hub."""
+    """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: str | None = None
-    """The licence that the card names, as the hub writes it: mit, cc-by-4.0, and others."""
+    """Licence on the model card, as the hub spells it, such as mit or cc-by-4.0."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
-        require_positive(self, "num_samples", "steps")
-        require_room_for_steps("steps", self.steps or 1)
-        check_seed(self.seed)
-        level = self.noise_level
-        require(level is None or 0 < level <= 1, f"--noise_level is {level}; it must be above 0 and at most 1")
-        require(level is None or self.from_images is not None, "--noise_level needs --from_images: pass some")
+        super().__post_init__()
+        require(
+            self.noise_level is None or self.from_images is not None,
+            "--noise_level needs --from_images: pass a picture or a folder",
+        )
         require(
             self.license is None or self.save_pretrained is not None,
-            "--license names the licence on the card of --save_pretrained: pass a folder",
+            "--license needs --save_pretrained, whose model card names it: pass a folder",
         )
         require(
             self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license) is not None,
             f"--license is {self.license!r}; the hub writes licences in small letters, such as mit or cc-by-4.0",
-        )
-        require(
-            self.ema_length is None or SHORTEST_EMA <= self.ema_length <= LONGEST_EMA,
-            f"--ema_length is {self.ema_length}; it must be from {SHORTEST_EMA} to {LONGEST_EMA}",
         )
 
 
@@ -125,43 +118,33 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
-class MeasureConfig:
-    """The comparison to make."""
+class MeasureConfig(Flags):
+    """The comparison."""
 
-    num_samples: int = 10_000
-    """Pictures to draw for each number; fewer make the Fréchet distance larger, so compare equal numbers only."""
-    steps: Annotated[tuple[int, ...], default_is("16 for a rectified flow, 1 for a mean flow")] = ()
-    """Intervals from noise to picture, an evaluation for each."""
+    num_samples: AtLeastTwo = 10_000
+    """Number of samples; with fewer the Fréchet distance grows, so compare equal numbers only."""
+    steps: Annotated[tuple[Positive, ...], default_is("16 for a rectified flow, 1 for a mean flow")] = ()
+    """Sampling steps; one evaluation for each number."""
     feature_network: FeatureNetwork = "inception"
-    """Features that pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no
-    download."""
-    ema_lengths: Annotated[tuple[float, ...], default_is("none")] = ()
-    """Evaluate power-function EMAs of these lengths (shares of the run), not the averaged weights; --power_ema."""
-    seed: int = 0
-    """Seed of the pictures, and of the subsets of the kernel distance."""
+    """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
+    metric: Annotated[tuple[str, ...], default_is("all")] = ()
+    """Registered metrics to compute: frechet, kernel, manifold, copies, or your own."""
+    ema_lengths: Annotated[tuple[EmaLength, ...], default_is("none")] = ()
+    """Lengths of power-function EMAs, as fractions of the run, to evaluate instead; needs a run with --power_ema."""
+    seed: Seed = 0
+    """Seed of the samples and of the kernel distance's subsets."""
     dataset_path: Path | None = None
-    """Folder of the training pictures, if it has moved since."""
+    """Folder of the training pictures, if it has moved."""
     cache_dir: Path | None = None
-    """Where decoded images are kept, if it has moved since."""
+    """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None
-    """Where evaluation.json goes."""
+    """Folder for evaluation.json."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
-        check_seed(self.seed)
-        require(self.num_samples >= 2, f"--num_samples is {self.num_samples}; a distance needs at least 2")
-        require_memory(self.num_samples * BYTES_PER_FEATURES, f"--num_samples {self.num_samples}", "draw fewer")
-        require(all(steps > 0 for steps in self.steps), f"--steps is {self.steps}; all must be above 0")
-        for steps in self.steps:
-            require_room_for_steps("steps", steps)
+        super().__post_init__()
         for name in ("steps", "ema_lengths"):
             values = getattr(self, name)
             require(len(set(values)) == len(values), f"--{name} {values} contains duplicates")
-        require(
-            all(SHORTEST_EMA <= length <= LONGEST_EMA for length in self.ema_lengths),
-            f"--ema_lengths is {self.ema_lengths}; all must be from {SHORTEST_EMA} to {LONGEST_EMA}",
-        )
 
 
 @dataclass(frozen=True)
@@ -178,20 +161,17 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True)
-class ExportedConfig:
-    """The model to export, and how."""
+class ExportedConfig(Flags):
+    """The model and its format."""
 
     checkpoint: Path = Path("runs/rectified-flow")
     """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
     format: Literal["onnx", "torch", "page"] = "onnx"
-    """A program in ONNX, one of torch.export, or a web page that draws pictures in the browser."""
-    output_dir: Annotated[Path | None, default_is("exported, in the run's folder")] = None
-    """Where the program and its model.json go."""
+    """ONNX, torch.export, or a web page that samples in the browser."""
+    output_dir: Annotated[Path | None, default_is("the run's folder/exported")] = None
+    """Folder for the program and its model.json."""
     half: bool = False
-    """Store weights in float16, in half the room; the program still computes in float32."""
-
-    def __post_init__(self) -> None:
-        check_paths(self)
+    """Store weights in float16, half the size; the program still computes in float32."""
 
 
 @dataclass(frozen=True)
@@ -203,21 +183,17 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
-class WatchedConfig:
-    """The runs to watch, and where."""
+class WatchedConfig(Flags):
+    """The runs to watch."""
 
     runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs"),)
-    """Folders of runs (--output_dir), or folders that hold them."""
+    """Folders of runs (--output_dir), or folders that contain runs."""
     host: str = "127.0.0.1"
-    """Address to serve the page at; 0.0.0.0 shows it to everyone who can reach this machine."""
-    port: int = 8765
-    """Port of the page; where it is taken, one of the next."""
+    """Address of the page; 0.0.0.0 shows it to everyone who can reach this machine."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 8765
+    """Port of the page; if it is taken, one of the next."""
     open: bool = False
     """Open the page in a browser."""
-
-    def __post_init__(self) -> None:
-        check_paths(self)
-        require(0 <= self.port < 65536, f"--port is {self.port}; it must be from 0 to 65535")
 
 
 @dataclass(frozen=True)
@@ -226,11 +202,6 @@ class WatchConfig:
 
     watched: WatchedConfig = field(default_factory=WatchedConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
-
-
-def check_seed(seed: int) -> None:
-    """Raise a UsageError unless ``seed`` fits into 32 bits."""
-    require(0 <= seed < 2**32, f"--seed is {seed}; it must be at least 0 and below 2**32")
 
 
 def check_adaptive(solver: SolverConfig, steps: object) -> None:

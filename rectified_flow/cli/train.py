@@ -1,29 +1,31 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from math import ceil, prod
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.command_line import recorded
 from rectified_flow.cli.parts import (
-    build_mean_flow,
-    build_rectified_flow,
+    build_flow,
+    build_space,
+    choose_flow,
+    choose_network,
+    is_items,
     join,
     open_pictures,
+    open_registered,
     picture_space,
-    planned_space,
 )
 from rectified_flow.cli.plan import look, print_plan
 from rectified_flow.cli.recipe import proposed_share, with_recipe
-from rectified_flow.cli.teacher import open_drawn, request_of, with_teacher_flags
-from rectified_flow.cli.train_flags import EvaluationConfig, TrainMeanFlow, TrainRectifiedFlow, check_held_out
-from rectified_flow.condition import Condition, Kinds, Labels
+from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
+from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.report import NAMED, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -32,6 +34,8 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import require
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.rendered import RenderedItems
+from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.resume import check_start
@@ -44,35 +48,38 @@ from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
-Config = TypeVar("Config", TrainRectifiedFlow, TrainMeanFlow)
 MEASUREMENTS = 10
-"""Of the held-out loss in a run, at least, where no flag says how often."""
+"""Least number of measurements of the held-out loss in a run, where no flag gives an interval."""
 PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
-"""Stand in for the labels of a dataset that a dry run does not open."""
+"""Labels of a dataset that a dry run does not open."""
 
 
 def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
-    """Train a rectified flow, on pictures or on the pairs of another flow; returns whether it finished."""
-    return _train(config, build_rectified_flow)
+    """Train a rectified flow on data, or on the pairs of another flow; return whether it finished."""
+    return _train(config)
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
-    """Train a mean flow, on pictures or on the paths of another flow; returns whether it finished."""
-    return _train(config, build_mean_flow)
+    """Train a mean flow on data, or on the paths of another flow; return whether it finished."""
+    return _train(config)
 
 
-def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> bool:
+def _train(config: TrainConfig) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    choose_network(config.network), choose_flow(config)  # a wrong name ends here, before hours of decoding
+    registered = open_registered(config.data)
+    if is_items(registered):
+        return _train_on_items(config, registered)
     if config.program.look:
         pictures = open_pictures(config.data)
         config = with_recipe(config, len(pictures))
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
-    space = planned_space(config)
+    space = build_space(config)
     if config.program.dry_run:
-        print_plan(config, build(config, PLANNED_LABELS, space))
+        print_plan(config, build_flow(config, PLANNED_LABELS, space))
         return True
     on_main(state, lambda: check_start(config.run, config.network.init_from))
     require_room_for_batch(config, space)
@@ -81,19 +88,40 @@ def _train(config: Config, build: Callable[[Config, Kinds, Space], Flow]) -> boo
     # Before anything depends on their number, on which processes would part.
     check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
     config = with_recipe(config, len(pictures))
-    check_held_out(config.data, config.evaluation, proposed_share(len(pictures)))
-    space = space if isinstance(space, Latents) else planned_space(config)  # which a recipe may augment
-    return train(config, build(config, pictures.conditions, space), pictures)
+    config.check_held_out(proposed_share(len(pictures)))
+    space = space if isinstance(space, Latents) else build_space(config)  # which a recipe may augment
+    return train(config, build_flow(config, pictures.conditions, space), pictures)
 
 
-def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> bool:
-    """Train ``flow`` on pictures, on their latents, or on what a teacher draws; returns whether it finished."""
-    state, request = PartialState(), request_of(config)
+def _train_on_items(config: TrainConfig, items: Any) -> bool:
+    """Train on the items of a registered dataset; return whether it finished.
+
+    Raises:
+        UsageError: if a flag is given that only pictures have a use for.
+    """
+    given: dict[str, object] = {"autoencoder": config.data.autoencoder, "holdout": config.data.holdout}
+    given |= {"look": config.program.look, "stop_when_memorising": config.evaluation.stop_when_memorising}
+    given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
+    for flag, value in given.items():
+        require(not value, f"--{flag} is for pictures, and --dataset {config.data.dataset} has items of another kind")
+    flow = build_flow(config, getattr(items, "conditions", {}), build_space(config, items))
+    if config.program.dry_run:
+        print_plan(config, flow)
+        return True
+    _start_from(config, flow)
+    callbacks = []
+    if config.evaluation.evaluate_every:
+        pictures = RenderedItems(items, flow.space, config.data.dataset)
+        callbacks = build_evaluations(config.evaluation, pictures, config.run.seed)
+    return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def train(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> bool:
+    """Train ``flow`` on pictures, their latents, or the data of a teacher; return whether it finished."""
+    state = PartialState()
     if state.is_main_process:
         tqdm.write(line("pictures", summarize_pictures(pictures)))
-    source = config.network.init_from if request is None else request.source
-    if source is not None and not list_checkpoints(config.run.checkpoints):
-        start_from(source, flow)
+    _start_from(config, flow)
     dataset = _training_data(config, flow, pictures)
     callbacks: list[Callback] = []
     held_out = None
@@ -106,8 +134,15 @@ def train(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: Imag
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def _hold_out(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> Split | None:
-    """The split by ``--holdout``, None if nothing is held out. Collective.
+def _start_from(config: TrainConfig, flow: Flow) -> None:
+    """Give ``flow`` the weights of ``--init_from`` or of its teacher, unless the run resumes."""
+    source = config.network.init_from if config.teacher_data is None else config.teacher_data.source
+    if source is not None and not list_checkpoints(config.run.checkpoints):
+        start_from(source, flow)
+
+
+def _hold_out(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> Split | None:
+    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
 
     Raises:
         UsageError: if it leaves too few on a side, unless a recipe chose it.
@@ -129,11 +164,11 @@ def _hold_out(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: 
     return split
 
 
-def _training_data(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictures: ImageDataset) -> StoreDataset:
-    """The pictures, their latents, or what a teacher draws; ``flow`` gets the space of latents."""
-    request = request_of(config)
-    if request is not None:
-        drawn, space = open_drawn(config, request, pictures)
+def _training_data(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> StoreDataset:
+    """Return the pictures, their latents, or the data of a teacher; ``flow`` gets the space of latents."""
+    taught = config.teacher_data
+    if taught is not None:
+        drawn, space = open_drawn(taught, pictures, config.run, inherited_flags(config))
         if isinstance(flow.space, Latents) and isinstance(space, Latents):
             flow.space = _taught_space(space, flow.space.autoencoder)
         return drawn
@@ -146,7 +181,11 @@ def _training_data(config: TrainRectifiedFlow | TrainMeanFlow, flow: Flow, pictu
 
 
 def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:
-    """The teacher's space, whose autoencoder may have moved since."""
+    """Return the teacher's space with its autoencoder, which may have moved.
+
+    Raises:
+        UsageError: if the autoencoder has other weights.
+    """
     require(
         space.autoencoder.fingerprint == autoencoder.fingerprint,
         f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the same",
@@ -156,7 +195,7 @@ def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:
 
 
 def start_from(path: Path, flow: Flow) -> None:
-    """Give the network of ``flow`` the weights of a run or checkpoint that fit, the same ones on all processes.
+    """Initialise the network of ``flow`` with the weights of a run or checkpoint whose shapes match. Collective.
 
     Raises:
         UsageError: if there is none, or it is of another architecture.
@@ -179,10 +218,10 @@ def start_from(path: Path, flow: Flow) -> None:
     state.print(line("start from", f"{source}: {fits:,} of {fits + misses:,} weights{rest}"))
 
 
-def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Space) -> None:
+def require_room_for_batch(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
     state, pixels = PartialState(), prod((space.shape or (0,))[1:])
-    if state.device.type != "cpu":
+    if state.device.type != "cpu" or config.network.network != UNET:
         return
     count = config.run.split_batch(state.num_processes).per_process
     skips = 3 * count * config.network.dim * pixels  # at full resolution alone, of a convolution and two blocks
@@ -190,8 +229,12 @@ def require_room_for_batch(config: TrainRectifiedFlow | TrainMeanFlow, space: Sp
     require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
-def build_heldout_hook(config: TrainRectifiedFlow | TrainMeanFlow, dataset: StoreDataset, split: Split) -> HeldOutHook:
-    """What measures the loss on held-out pictures."""
+def build_heldout_hook(config: TrainConfig, dataset: StoreDataset, split: Split) -> HeldOutHook:
+    """Return the callback that measures the loss on held-out pictures.
+
+    Raises:
+        UsageError: if ``--stop_when_memorising`` would have too few measurements.
+    """
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), config.run.seed)
     total = config.run.total_steps(config.run.split_batch(PartialState().num_processes), len(split.training))
     often = max(1, total // MEASUREMENTS)
@@ -206,9 +249,9 @@ def build_heldout_hook(config: TrainRectifiedFlow | TrainMeanFlow, dataset: Stor
 
 
 def build_evaluations(
-    config: EvaluationConfig, pictures: ImageDataset, seed: int, held_out: ImageDataset | None = None
+    config: EvaluationConfig, pictures: ImageDataset | RenderedItems, seed: int, held_out: ImageDataset | None = None
 ) -> list[Callback]:
-    """The evaluations that ``--evaluate_every`` asks for.
+    """Return the callbacks of ``--evaluate_every``.
 
     Raises:
         UsageError: if the feature network is unavailable.

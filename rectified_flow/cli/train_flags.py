@@ -1,61 +1,80 @@
-"""The flags that say which pictures a run is trained on."""
+"""The flags of the training programs, one dataclass a group. Imports no torch, so that ``--help`` answers at once."""
 
 from dataclasses import dataclass, field, fields
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
+from annotated_types import Interval, Len
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing, parse_ratio
-from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
+from rectified_flow.errors import require
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import check_paths, default_is
-from rectified_flow.flows import Coupling, Distance, ObjectiveName, Prediction
-from rectified_flow.runs.config import TrainingConfig, require_room_for_steps
+from rectified_flow.flags import (
+    AtLeastTwo,
+    Flags,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    Probability,
+    default_is,
+)
+from rectified_flow.flows import Coupling, Distance, ObjectiveName, Prediction, Solver
+from rectified_flow.runs.config import LrDecay, TrainingConfig
 from rectified_flow.system.machine import require_memory
+
+BYTES_PER_WEIGHT = 16
+"""Least training memory of a weight: itself, its gradient and two moments in float32."""
+UNET = "Unet"
+Options = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="(default: none)")]
+"""Arguments of a constructor or function that another flag names. Values are JSON, or strings."""
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Flags):
     """The training pictures."""
 
     dataset: str = OXFORD_FLOWERS
-    """Hub id of a dataset with an image column, or synthetic-flowers, which needs no download."""
+    """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
+    dataset_options: Options = ()
+    """Arguments of a registered dataset."""
     dataset_path: Path | None = None
     """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
-    image_size: int = 64
+    image_size: Positive = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
-    """What is kept of other pictures: the centre, a random part at each step, or (none) all of it, padded."""
+    """Centre crop, random crop, or pad."""
     alpha: bool = False
-    """Keep transparency, as a fourth channel; else transparent parts become white."""
+    """Keep transparency as a fourth channel; otherwise transparent parts become white."""
+    space: Annotated[str | None, default_is("Pixels, or Latents with --autoencoder")] = None
+    """Registered data space that the flow works in."""
+    space_options: Options = ()
+    """Arguments of the space."""
     autoencoder: str | None = None
-    """Train on latents: haar, an exact wavelet, or the folder or hub id of an image autoencoder of diffusers."""
+    """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
+    autoencoder_options: Options = ()
+    """Arguments of a registered autoencoder."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
-    augment: float = 0.0
-    """Probability of each kind of change to an image, such as rotation, of which the network is told; 0.15 for few."""
-    holdout: float = 0.0
-    """Share of the images to hold out and measure, at --evaluate_every or else ten times: are others memorised?"""
+    augment: Probability = 0.0
+    """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
+    holdout: Fraction = 0.0
+    """Fraction of the images to hold out, to detect memorisation."""
     skip_broken_images: bool = False
-    """Skip pictures that cannot be decoded, instead of stopping."""
+    """Skip pictures that cannot be decoded instead of stopping."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
-    """Where decoded images are kept."""
+    """Folder for decoded images."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
-        require_positive(self, "image_size")
-        require(0 <= self.augment <= 1, f"--augment is {self.augment:g}; it is a probability, from 0 to 1")
-        require(0 <= self.holdout < 1, f"--holdout is {self.holdout:g}; it is a share, at least 0 and below 1")
-        ratio = parse_ratio(self.aspect_ratio)
+        super().__post_init__()
         refused = {
-            f"--aspect_ratio {self.aspect_ratio}": ratio != (1, 1),
+            f"--aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
             "--crop random": self.crop == "random",
             "--alpha": self.alpha,
             "--augment": self.augment > 0,
@@ -72,49 +91,47 @@ class DataConfig:
         return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
 
 
-BYTES_PER_WEIGHT = 16
-"""In training, at least: the weight, its gradient and two moments, in float32."""
-
-
 @dataclass(frozen=True)
-class UnetConfig:
-    """A Unet for pictures."""
+class NetworkConfig(Flags):
+    """The network."""
 
-    dim: int = 64
+    network: str = UNET
+    """Unet, or a registered network."""
+    network_options: Options = ()
+    """Arguments of the network."""
+    dim: Positive = 64
     """Channels of the Unet at full resolution."""
-    dim_mults: tuple[int, ...] = (1, 2, 3, 4)
+    dim_mults: Annotated[tuple[Positive, ...], Len(1)] = (1, 2, 3, 4)
     """Channels of each level as multiples of dim; each level halves the side."""
-    dropout: float = 0.1
-    """Dropout probability inside residual blocks."""
+    dropout: Fraction = 0.1
+    """Dropout probability inside residual blocks of the Unet."""
     use_cfg: bool = False
     """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
     init_from: Path | None = None
-    """Start from the weights of this checkpoint or run, as far as their shapes agree, on any data."""
+    """Initialise from the weights of this checkpoint or run whose shapes match."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
 
     def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
-        require_positive(self, "dim")
-        require_fraction(self, "dropout")
-        require(
-            len(self.dim_mults) > 0 and min(self.dim_mults) > 0,
-            f"--dim_mults is {self.dim_mults}; it needs at least one number, all above 0",
-        )
+        super().__post_init__()
         # A level has at least two blocks down and three up, each of two 3x3 convolutions.
         weights = sum(2 * (2 + 3) * 9 * (self.dim * mult) ** 2 for mult in self.dim_mults)
         what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
         require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the two")
 
     def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
-        """Raise a UsageError if the levels cannot halve the sides of pictures, or the side of their latents.
+        """Check that the levels of the Unet can halve the sides of pictures, or the side of their latents.
 
         Args:
             image_size: the short side [px].
-            latent_side: of latents, if the network works on them.
+            latent_side: the side of latents, if the network works on them.
             ratio: width and height of pictures, without common divisors.
+
+        Raises:
+            UsageError: if they cannot.
         """
+        if self.network != UNET:
+            return
         divisor = 2 ** (len(self.dim_mults) - 1)
         needed = f"by {divisor}, as the {len(self.dim_mults)} levels of --dim_mults need"
         if latent_side is None:
@@ -132,190 +149,194 @@ class UnetConfig:
         )
 
 
-BYTES_PER_FEATURES = 5120
-"""Of a picture's features, at least: 1280 of them in float32."""
-
-
 @dataclass(frozen=True)
-class EvaluationConfig:
-    """Evaluations on the way, see evaluate.py."""
+class EvaluationConfig(Flags):
+    """Evaluation during training."""
 
-    evaluate_every: int = 0
-    """Steps between evaluations (see evaluate.py) at --sample_steps, whose best checkpoint is kept; 0 makes none."""
-    evaluation_samples: int = 2000
-    """Pictures drawn for each evaluation."""
+    evaluate_every: Natural = 0
+    """Steps between evaluations (see evaluate.py) at --sample_steps; the best checkpoint is kept. 0 disables them."""
+    evaluation_samples: AtLeastTwo = 2000
+    """Number of samples for each evaluation."""
     feature_network: FeatureNetwork = "inception"
-    """Features that pictures are compared by: inception, for FID and KID, or efficientnet_lite0, which needs no
-    download."""
+    """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
     stop_when_memorising: bool = False
-    """End the run when the loss on --holdout pictures rises; the best checkpoint is then that of its least value."""
-
-    def __post_init__(self) -> None:
-        require_natural(self, "evaluate_every")
-        require(
-            self.evaluation_samples >= 2,
-            f"--evaluation_samples is {self.evaluation_samples}; a distance needs at least 2",
-        )
-        what = f"--evaluation_samples {self.evaluation_samples}"
-        require_memory(self.evaluation_samples * BYTES_PER_FEATURES, what, "draw fewer")
+    """Stop when the loss on --holdout pictures rises; `best` has the lowest held-out loss."""
 
 
 @dataclass(frozen=True)
-class CouplingConfig:
-    """The pairing of data with noise."""
+class FlowConfig(Flags):
+    """The flow and its objective, as far as all flows share it."""
 
+    flow: Annotated[str | None, default_is("the program's")] = None
+    """Registered flow to train instead."""
+    flow_options: Options = ()
+    """Arguments of the flow."""
     coupling: Coupling = "independent"
-    """Which noise an image is trained with: any, the best match over the global batch (ot), or the nearest of some."""
+    """Pairing of images and noise: independent, minibatch optimal transport, or the nearest of 8."""
+    time_options: Options = ()
+    """Arguments of the time distribution."""
 
 
 @dataclass(frozen=True)
-class RectifiedFlowConfig:
+class RectifiedFlowConfig(FlowConfig):
     """A rectified flow's objective."""
 
     prediction: Prediction = "velocity"
-    """The meaning of the network's output; the loss is that of the velocity in each case."""
+    """Output of the network; the loss is that of the velocity in each case."""
     loss: Annotated[Distance | None, default_is("mse, and pseudo_huber with --reflow_from")] = None
     """Distance between predicted and true velocity."""
-    time_distribution: Annotated[
-        Literal["logit_normal", "uniform", "u_shaped"] | None,
-        default_is("logit_normal, and u_shaped with --reflow_from"),
-    ] = None
-    """Distribution of the training times, 0 being data."""
+    time_distribution: Annotated[str | None, default_is("logit_normal, and u_shaped with --reflow_from")] = None
+    """Distribution of the training times, 0 being data: logit_normal, uniform, u_shaped, or a registered one."""
     time_mean: float = -0.5
     """Mean of the time's logit, for logit_normal."""
-    time_std: float = 1.2
+    time_std: PositiveNumber = 1.2
     """Standard deviation of the time's logit, for logit_normal."""
-    time_shift: float = 1.0
-    """Move times towards the noise (above 1) or the data (below 1); not for u_shaped."""
-
-    def __post_init__(self) -> None:
-        require_finite(self)
-        require_positive(self, "time_std", "time_shift")
-
-    def check_times(self, times: str) -> None:
-        """Raise a UsageError if a flag is given that the distribution of ``times`` does not use."""
-        unused = {"uniform": ["time_mean", "time_std"], "u_shaped": ["time_mean", "time_std", "time_shift"]}
-        for name in unused.get(times, ()):
-            require(
-                getattr(self, name) == getattr(RectifiedFlowConfig, name),
-                f"--{name} has no effect, as the time distribution is {times}: leave it out, or pass "
-                "--time_distribution logit_normal",
-            )
+    time_shift: PositiveNumber = 1.0
+    """Shift of times towards the noise (above 1) or the data (below 1); not for u_shaped."""
 
 
 @dataclass(frozen=True)
-class ReflowConfig:
-    """Reflow: training on pairs that a trained flow draws."""
-
-    reflow_from: Path | None = None
-    """Straighten the rectified flow of this run or checkpoint, whose data and network flags it inherits."""
-    reflow_pairs: Annotated[int | None, default_is("50000")] = None
-    """Pictures that it draws to train on, each with its noise."""
-    reflow_steps: Annotated[int | None, default_is("16")] = None
-    """Intervals that each picture is drawn in."""
-    pairs_dir: Annotated[Path | None, default_is("OUTPUT_DIR/pairs")] = None
-    """Folder of the pairs; a second run may name that of the first."""
-
-    def __post_init__(self) -> None:
-        check_paths(self)
-        require_positive(self, "reflow_pairs", "reflow_steps")
-        require_room_for_steps("reflow_steps", self.reflow_steps or 1)
-        for name in ("reflow_pairs", "reflow_steps", "pairs_dir"):
-            require(
-                getattr(self, name) is None or self.reflow_from is not None,
-                f"--{name} needs --reflow_from: pass the run to start from",
-            )
-
-
-@dataclass(frozen=True)
-class TeacherConfig:
-    """A trained rectified flow to learn average velocities from, instead of from pictures."""
-
-    teacher: Path | None = None
-    """Learn from the rectified flow of this run or checkpoint, whose data and network flags it inherits."""
-    teacher_paths: Annotated[int | None, default_is("5000")] = None
-    """Paths from noise to picture that it draws to train on."""
-    teacher_steps: Annotated[int | None, default_is("16")] = None
-    """Intervals that each path is drawn in; sampling in more steps than that asks for what was never learned."""
-    whole_fraction: Annotated[float | None, default_is("0.5")] = None
-    """Share of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
-    paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
-    """Folder of the paths; a second run may name that of the first."""
-
-    def __post_init__(self) -> None:
-        check_paths(self)
-        require_finite(self)
-        require_positive(self, "teacher_paths", "teacher_steps")
-        require_room_for_steps("teacher_steps", self.teacher_steps or 1)
-        fraction = self.whole_fraction
-        require(fraction is None or 0 <= fraction <= 1, f"--whole_fraction is {fraction}; it must be in [0, 1]")
-        for name in ("teacher_paths", "teacher_steps", "whole_fraction", "paths_dir"):
-            require(
-                getattr(self, name) is None or self.teacher is not None,
-                f"--{name} needs --teacher: pass the run of a rectified flow",
-            )
-
-
-@dataclass(frozen=True)
-class MeanFlowConfig:
+class MeanFlowConfig(FlowConfig):
     """A mean flow's objective."""
 
     objective: ObjectiveName = "improved_mean_flow"
-    """Which of the papers' objectives to learn by; so_flow needs float32."""
-    mean_fraction: float = 0.5
-    """Share of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
-    weight_power: float = 0.75
+    """Objective of the paper of this name; so_flow needs float32."""
+    mean_fraction: Probability = 0.5
+    """Fraction of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
+    weight_power: NonNegative = 0.75
     """Rows are weighted by their squared error to minus this power; 0 weights all alike."""
-    weight_epsilon: float = 1e-3
+    weight_epsilon: PositiveNumber = 1e-3
     """Added to the squared error before the power."""
+    time_distribution: Annotated[str | None, default_is("logit_normal")] = None
+    """Distribution of the time t, 0 being data: logit_normal, uniform, u_shaped, or a registered one."""
     time_mean: float = -0.6
     """Mean of the logit of the time t."""
-    time_std: float = 1.6
+    time_std: PositiveNumber = 1.6
     """Standard deviation of the logit of the time t."""
     earlier_mean: float = -4.0
     """Mean of the logit of the earlier time r."""
-    earlier_std: float = 1.6
+    earlier_std: PositiveNumber = 1.6
     """Standard deviation of the logit of the earlier time r."""
-    guidance_scale: float = 1.0
-    """Guidance inside the training target, so that sampling needs none; with --use_cfg. Of a teacher, as it draws."""
-    guidance_mixing: float = 0.0
-    """Share of the network's own velocity in it; the effective scale is guidance_scale / (1 - guidance_mixing)."""
-
-    def __post_init__(self) -> None:
-        require_finite(self)
-        require_positive(self, "time_std", "earlier_std", "weight_epsilon")
-        require_natural(self, "weight_power", "guidance_scale")
-        require(0 <= self.mean_fraction <= 1, f"--mean_fraction is {self.mean_fraction}; it must be in [0, 1]")
-        require(0 <= self.guidance_mixing < 1, f"--guidance_mixing is {self.guidance_mixing}; it must be in [0, 1)")
+    guidance_scale: NonNegative = 1.0
+    """Guidance inside the training target, so that sampling needs none; of the teacher, with --teacher."""
+    guidance_mixing: Fraction = 0.0
+    """Share of the network's own velocity in the target; the scale is then guidance_scale / (1 - guidance_mixing)."""
 
     def check_teacher(self) -> None:
         """Raise a UsageError if a flag is given that learning from a teacher does not use."""
         for each in fields(self):
             require(
-                each.name in ("weight_power", "weight_epsilon", "guidance_scale")
+                each.name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
                 or getattr(self, each.name) == each.default,
                 f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out",
             )
 
 
 @dataclass(frozen=True)
-class ProgramConfig:
+class TeacherData:
+    """The data that a teacher generates for a run.
+
+    Args:
+        flag: the flag that names the teacher.
+        source: the teacher's run or checkpoint.
+        rows: ``pairs`` of noise and data, or ``paths`` between them.
+        count: the number of them.
+        folder: where they are stored.
+        steps: intervals of each sample.
+        guidance_scale: guidance of the teacher.
+        solver: solver of an interval.
+    """
+
+    flag: str
+    source: Path
+    rows: Literal["pairs", "paths"]
+    count: int
+    folder: Path
+    steps: int
+    guidance_scale: float = 1.0
+    solver: Solver = "midpoint"
+
+    @property
+    def points(self) -> int:
+        """Points that are kept of each path beside its end; the noise alone for pairs."""
+        return self.steps if self.rows == "paths" else 1
+
+    @property
+    def flag_prefix(self) -> str:
+        """The first part of the names of the flags for the number of rows and of steps."""
+        return self.flag.removesuffix("_from")
+
+
+@dataclass(frozen=True)
+class ReflowConfig(Flags):
+    """Teacher-generated training data: pairs of noise and data."""
+
+    reflow_from: Path | None = None
+    """Straighten the rectified flow of this run or checkpoint; data and network flags are inherited from it."""
+    reflow_pairs: Annotated[Positive | None, default_is("50000")] = None
+    """Number of pairs of noise and image to generate."""
+    reflow_steps: Annotated[Positive | None, default_is("16")] = None
+    """Sampling steps of each image."""
+    pairs_dir: Annotated[Path | None, default_is("OUTPUT_DIR/pairs")] = None
+    """Folder of the pairs, which several runs may share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_teacher(self, "reflow_from", "pass the run to start from")
+
+    @property
+    def source(self) -> Path | None:
+        """The teacher's run or checkpoint."""
+        return self.reflow_from
+
+
+@dataclass(frozen=True)
+class TeacherConfig(Flags):
+    """Teacher-generated training data: paths from noise to data."""
+
+    teacher: Path | None = None
+    """Distil the rectified flow of this run or checkpoint; data and network flags are inherited from it."""
+    teacher_paths: Annotated[Positive | None, default_is("5000")] = None
+    """Number of paths from noise to image to generate."""
+    teacher_steps: Annotated[Positive | None, default_is("16")] = None
+    """Sampling steps of each path; sampling in more steps than that is not learned."""
+    whole_fraction: Annotated[Probability | None, default_is("0.5")] = None
+    """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
+    paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
+    """Folder of the paths, which several runs may share."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_teacher(self, "teacher", "pass the run of a rectified flow")
+
+    @property
+    def source(self) -> Path | None:
+        """The teacher's run or checkpoint."""
+        return self.teacher
+
+
+def _require_teacher(config: Flags, flag: str, remedy: str) -> None:
+    """Raise a UsageError if another flag of the group is given without ``flag``."""
+    given = [each.name for each in fields(config) if getattr(config, each.name) is not None]
+    require(not given or flag in given, f"--{(given or [''])[0]} needs --{flag}: {remedy}")
+
+
+@dataclass(frozen=True)
+class ProgramConfig(Flags):
     """Flags that every program has."""
 
     given: ClassVar[frozenset[str]] = frozenset()
-    """The names of the flags that a person or a file gave; the parser sets it."""
+    """Names of the flags that were given on the command line or in a file; the parser sets it."""
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
-    """Python modules to import first, which register networks, flows or data spaces of your own."""
-    interrupted_exit_code: int = 0
-    """Exit code after a signal asked for the end; 143 where Kubernetes, Ray or a script shall start it again."""
+    """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
+    interrupted_exit_code: Annotated[int, Interval(ge=0, le=255)] = 0
+    """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         code = self.interrupted_exit_code
-        require(
-            0 <= code <= 255 and code not in (1, 2),
-            f"--interrupted_exit_code is {code}; it must be 0 or from 3 to 255, as 1 and 2 mean errors",
-        )
+        require(code not in (1, 2), f"--interrupted_exit_code is {code}, which means an error; choose 0, or 3 to 255")
 
 
 @dataclass(frozen=True)
@@ -325,118 +346,133 @@ class TrainProgramConfig(ProgramConfig):
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     dry_run: bool = False
-    """Print all flags, the batch arithmetic, and the memory and time that a step takes, and exit."""
+    """Print all flags, the batch arithmetic, and the memory and time of a step, and exit."""
     look: bool = False
-    """Open the pictures, print what they are, write some as they are trained on to OUTPUT_DIR/look.png, and exit."""
+    """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
+
+
+def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:
+    """Raise a UsageError if a run would write into the folder of its training data."""
+    if dataset_path is None:
+        return
+    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
+    for flag, folder in written.items():
+        require(
+            folder is None or not folder.resolve().is_relative_to(dataset_path.resolve()),
+            f"--{flag} {folder} lies inside --dataset_path {dataset_path}, where the run's own files would become "
+            "training pictures: choose a folder outside",
+        )
 
 
 @dataclass(frozen=True)
-class TrainRectifiedFlow:
-    """All flags of train_oxford.py."""
+class TrainConfig:
+    """The flags that both training programs have, in the order of ``--help``."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    network: UnetConfig = field(default_factory=UnetConfig)
-    rectified_flow: RectifiedFlowConfig = field(default_factory=RectifiedFlowConfig)
-    coupling: CouplingConfig = field(default_factory=CouplingConfig)
-    reflow: ReflowConfig = field(default_factory=ReflowConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    flow: Any = field(default_factory=FlowConfig)
+    teacher: Any = field(default_factory=TeacherConfig)
     run: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        if self.reflow.reflow_from is not None:
-            check_taught("reflow_from", self.data, self.network, self.evaluation)
-        check_parts(self.data, self.network, self.run, self.evaluation)
-        self.rectified_flow.check_times(self.times)
-        require(
-            self.reflow.reflow_from is None or self.coupling.coupling == "independent",
-            "--coupling and --reflow_from exclude each other: drawn pairs come with their noise",
-        )
+        if self.teacher.source is not None:
+            self._check_teacher(fields(self.teacher)[0].name)
+        if self.data.autoencoder is None:
+            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
+        check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
+        self._check_room()
+        if self.data.dataset_path is None:  # else the recipe may hold some out
+            self.check_held_out()
 
     @property
-    def times(self) -> str:
-        """The name of the time distribution."""
-        reflows = self.reflow.reflow_from is not None
-        return self.rectified_flow.time_distribution or ("u_shaped" if reflows else "logit_normal")
+    def teacher_data(self) -> TeacherData | None:
+        """The data that a teacher is to generate; None without a teacher."""
+        raise NotImplementedError
+
+    def check_held_out(self, share: float = 0.05) -> None:
+        """Raise a UsageError, which proposes a share, if the run is to stop by pictures that it does not hold out."""
+        require(
+            self.data.holdout > 0 or not self.evaluation.stop_when_memorising,
+            f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}",
+        )
+
+    def _check_teacher(self, flag: str) -> None:
+        """Raise a UsageError if a flag is given that has no use for data that a teacher generates."""
+        given: dict[str, object] = {"augment": self.data.augment, "holdout": self.data.holdout}
+        given |= {"init_from": self.network.init_from, "stop_when_memorising": self.evaluation.stop_when_memorising}
+        for name, value in given.items():
+            require(not value, f"--{name} has no effect with --{flag}, which generates the training data: leave it out")
+        require(
+            self.flow.coupling == "independent",
+            f"--coupling and --{flag} exclude each other: generated data come with their noise",
+        )
+
+    def _check_room(self) -> None:
+        """Raise a UsageError if a batch of pictures, or those of a preview, cannot fit into memory."""
+        picture = prod(self.data.framing.stored_shape)
+        for name in ("batch_size", "num_samples"):
+            count = getattr(self.run, name) or 1
+            require_memory(
+                count * picture,
+                f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}",
+                f"lower --image_size or --{name}",
+            )
 
 
 @dataclass(frozen=True)
-class TrainMeanFlow:
+class TrainRectifiedFlow(TrainConfig):
+    """All flags of train_oxford.py."""
+
+    flow: RectifiedFlowConfig = field(default_factory=RectifiedFlowConfig)
+    teacher: ReflowConfig = field(default_factory=ReflowConfig)
+
+    @property
+    def teacher_data(self) -> TeacherData | None:
+        """The pairs of ``--reflow_from``."""
+        flags = self.teacher
+        if flags.reflow_from is None:
+            return None
+        folder = flags.pairs_dir or self.run.output_dir / "pairs"
+        count, steps = flags.reflow_pairs or 50_000, flags.reflow_steps or 16
+        return TeacherData("reflow_from", flags.reflow_from, "pairs", count, folder, steps)
+
+
+@dataclass(frozen=True)
+class MeanFlowTraining(TrainingConfig):
+    """A training run with the defaults of a mean flow."""
+
+    lr_decay: LrDecay = "cosine"
+
+
+@dataclass(frozen=True)
+class TrainMeanFlow(TrainConfig):
     """All flags of train_mean_flow.py."""
 
-    data: DataConfig = field(default_factory=DataConfig)
-    network: UnetConfig = field(default_factory=UnetConfig)
-    mean_flow: MeanFlowConfig = field(default_factory=MeanFlowConfig)
+    flow: MeanFlowConfig = field(default_factory=MeanFlowConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    coupling: CouplingConfig = field(default_factory=CouplingConfig)
-    run: TrainingConfig = field(default_factory=partial(TrainingConfig, lr_decay="cosine"))
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
+    run: TrainingConfig = field(default_factory=MeanFlowTraining)
 
     def __post_init__(self) -> None:
-        if self.teacher.teacher is not None:
-            check_taught("teacher", self.data, self.network, self.evaluation)
-        check_parts(self.data, self.network, self.run, self.evaluation)
-        guidance = self.mean_flow.guidance_scale, self.mean_flow.guidance_mixing
-        if self.teacher.teacher is not None:
-            self.mean_flow.check_teacher()
-            require(
-                self.coupling.coupling == "independent",
-                "--coupling and --teacher exclude each other: paths come with their noise",
-            )
+        super().__post_init__()
+        if self.teacher.source is not None:
+            self.flow.check_teacher()
         require(
-            self.network.use_cfg or self.teacher.teacher is not None or guidance == (1, 0),
+            self.network.use_cfg
+            or self.teacher.source is not None
+            or (self.flow.guidance_scale, self.flow.guidance_mixing) == (1, 0),
             "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
         )
 
-
-def check_parts(data: DataConfig, network: UnetConfig, run: TrainingConfig, evaluation: EvaluationConfig) -> None:
-    """Raise a UsageError if flags of these parts do not fit together."""
-    if data.autoencoder is None:
-        network.check_side(data.image_size, ratio=parse_ratio(data.aspect_ratio))
-    check_folders(data, run)
-    check_room(data, run)
-    if data.dataset_path is None:  # else a recipe may hold some out
-        check_held_out(data, evaluation)
-
-
-def check_folders(data: DataConfig, run: TrainingConfig) -> None:
-    """Raise a UsageError if a run would write into its own training pictures."""
-    if data.dataset_path is None:
-        return
-    pictures = data.dataset_path.resolve()
-    written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": data.cache_dir}
-    for flag, folder in written.items():
-        require(
-            folder is None or not folder.resolve().is_relative_to(pictures),
-            f"--{flag} {folder} lies inside --dataset_path {data.dataset_path}, where the run's own files would become "
-            "training pictures: choose a folder outside",
-        )
-
-
-def check_held_out(data: DataConfig, evaluation: EvaluationConfig, share: float = 0.05) -> None:
-    """Raise a UsageError, which proposes a share, if the run is to stop by pictures that it does not hold out."""
-    require(
-        data.holdout > 0 or not evaluation.stop_when_memorising,
-        f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}",
-    )
-
-
-def check_taught(flag: str, data: DataConfig, network: UnetConfig, evaluation: EvaluationConfig) -> None:
-    """Raise a UsageError if a flag is given that a run has no use for which learns from what a teacher draws."""
-    given = {"augment": data.augment, "holdout": data.holdout, "init_from": network.init_from}
-    given |= {"stop_when_memorising": evaluation.stop_when_memorising}
-    for name, value in given.items():
-        require(not value, f"--{name} has no effect with --{flag}, which draws what the run learns: leave it out")
-
-
-def check_room(data: DataConfig, run: TrainingConfig) -> None:
-    """Raise a UsageError if a batch of pictures, or those of a preview, cannot fit into memory."""
-    picture = prod(data.framing.stored_shape)
-    for name in ("batch_size", "num_samples"):
-        count = getattr(run, name) or 1
-        require_memory(
-            count * picture,
-            f"{count} picture{'s' * (count > 1)} of --image_size {data.framing.size_text}",
-            f"lower --image_size or --{name}",
+    @property
+    def teacher_data(self) -> TeacherData | None:
+        """The paths of ``--teacher``, by Euler's method: for as many calls, twice the points of midpoint."""
+        flags = self.teacher
+        if flags.teacher is None:
+            return None
+        folder = flags.paths_dir or self.run.output_dir / "paths"
+        count, steps = flags.teacher_paths or 5_000, flags.teacher_steps or 16
+        return TeacherData(
+            "teacher", flags.teacher, "paths", count, folder, steps, self.flow.guidance_scale, solver="euler"
         )

@@ -266,6 +266,7 @@ def open_dataset(
     aspect_ratio: str = "1:1",
     crop: Crop = "center",
     alpha: bool = False,
+    source: ImageSource | None = None,
 ) -> ImageDataset:
     """Open a dataset as uint8 images of ``image_size`` px, decoding the images first if they are not in a store yet.
 
@@ -280,6 +281,7 @@ def open_dataset(
         crop: the part that is kept: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
+        source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
@@ -288,7 +290,7 @@ def open_dataset(
         raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
     dataset_path, cache_dir = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
-    source = _find_source(dataset, dataset_path, max(framing.stored_size), split, skip_broken_images)
+    source = source or _find_source(dataset, dataset_path, max(framing.stored_size), split, skip_broken_images)
     recipe = {
         "dataset": dataset,
         "dataset_path": None if dataset_path is None else str(dataset_path),

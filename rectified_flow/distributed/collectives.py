@@ -12,8 +12,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from einops import rearrange
 from torch import Tensor
 
-from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.errors import RunError
+from rectified_flow.runs.config import GlobalBatch
 
 T = TypeVar("T")
 

@@ -23,6 +23,7 @@ from rectified_flow.evaluation.distances import (
     share_of_copies,
 )
 from rectified_flow.evaluation.features import Features, average_colours, load_features, reference_features
+from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import progress_bar
@@ -55,7 +56,7 @@ class Evaluator:
 
     def __init__(
         self,
-        dataset: ImageDataset,
+        dataset: ImageDataset | RenderedItems,
         feature_network: FeatureNetwork,
         state: PartialState,
         *,

@@ -20,6 +20,7 @@ from rectified_flow.data.store import FEATURES, ImageDataset
 from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
+from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.system.files import hash_file, remove, replace_file
 from rectified_flow.system.terminal import progress_bar
 
@@ -117,7 +118,7 @@ def _efficientnet_lite0(device: torch.device) -> Features:
 
 
 def reference_features(
-    dataset: ImageDataset,
+    dataset: ImageDataset | RenderedItems,
     features: Features,
     state: PartialState,
     *,
@@ -134,10 +135,10 @@ def reference_features(
         state: Accelerate's state of the processes.
         batch_size: images per batch.
     """
-    if dataset.rows is not None:
+    if isinstance(dataset, ImageDataset) and dataset.rows is not None:
         whole = reference_features(dataset.whole, features, state, batch_size=batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
-    known = on_main(state, lambda: _find_saved(dataset, features.name))
+    known = on_main(state, lambda: _find_saved(dataset, features.name) if isinstance(dataset, ImageDataset) else None)
     if known is not None:
         return torch.from_numpy(np.load(known)) if state.is_main_process else torch.empty(0)
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
@@ -151,7 +152,7 @@ def reference_features(
                 parts.append(features.extract(images.to(state.device)).cpu())
             bar.update(len(images))
     everything = gather_interleaved(torch.cat(parts), total)
-    if state.is_main_process:
+    if state.is_main_process and isinstance(dataset, ImageDataset):
         content = BytesIO()
         np.save(content, everything.numpy())
         with suppress(OSError):  # if the folder is not writable, features are extracted again next time

@@ -1,15 +1,24 @@
-"""The flags of a training run, whatever it trains; the :class:`Trainer` takes these and uses every one."""
+"""The flags of a training run, all used by :class:`rectified_flow.Trainer`."""
 
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
 
-from rectified_flow.data.stream import GlobalBatch
-from rectified_flow.errors import require, require_finite, require_fraction, require_natural, require_positive
-from rectified_flow.flags import check_paths, default_is
+from annotated_types import Interval
+
+from rectified_flow.errors import require
+from rectified_flow.flags import (
+    Flags,
+    Fraction,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveNumber,
+    Seed,
+    default_is,
+)
 from rectified_flow.system.files import usable_path
-from rectified_flow.system.machine import require_memory
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Tracker = Literal["none", "tensorboard", "wandb"]
@@ -17,115 +26,132 @@ LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
 CHECKPOINTS = "checkpoints"
-BYTES_PER_WORKER = 10_000_000
-"""Of a loader process, at least."""
 SHORTEST_EMA, LONGEST_EMA = 0.02, 0.28
-"""Lengths that --power_ema can give: a shorter one amplifies rounding, and equal weights on all steps have 0.289."""
+"""Range of EMA lengths that --power_ema can give.
+
+A shorter EMA amplifies rounding errors. Equal weights on all steps have the length 0.289.
+"""
+EmaLength = Annotated[float, Interval(ge=SHORTEST_EMA, le=LONGEST_EMA)]
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class GlobalBatch:
+    """The global batch of a step, split over processes and accumulation.
+
+    Micro-batch ``m`` of rank ``k`` takes every ``(world_size * accumulation)``-th row, starting at row
+    ``m * world_size + k``.
+    """
+
+    per_process: int
+    world_size: int = 1
+    accumulation: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Number of micro-batches."""
+        return self.world_size * self.accumulation
+
+    @property
+    def total(self) -> int:
+        """Number of rows."""
+        return self.per_process * self.parts
+
+    def rows(self, rank: int, micro_batch: int) -> slice:
+        """Return the rows of one rank's micro-batch."""
+        return slice(micro_batch * self.world_size + rank, None, self.parts)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
+            f" x {self.accumulation} accumulation = {self.total}"
+        )
+
+
+@dataclass(frozen=True)
+class TrainingConfig(Flags):
     """A training run.
 
     Raises:
         UsageError: where a value makes no sense, or two exclude each other.
     """
 
-    batch_size: Annotated[int | None, default_is("64, or as --global_batch_size implies")] = None
-    """Items per process and micro-batch."""
-    global_batch_size: int | None = None
+    batch_size: Annotated[Positive | None, default_is("64, or as --global_batch_size implies")] = None
+    """Per-process micro-batch size."""
+    global_batch_size: Positive | None = None
     """Items per optimizer step over all processes and accumulation, instead of --batch_size."""
-    gradient_accumulation_steps: Annotated[int | None, default_is("1, or as the two batch sizes imply")] = None
+    gradient_accumulation_steps: Annotated[Positive | None, default_is("1, or as the two batch sizes imply")] = None
     """Micro-batches per optimizer step."""
-    train_num_steps: Annotated[int | None, default_is("100000")] = None
+    train_num_steps: Annotated[Positive | None, default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
-    num_epochs: float | None = None
+    num_epochs: PositiveNumber | None = None
     """Passes over the dataset; excludes --train_num_steps."""
-    learning_rate: float = 3e-4
+    learning_rate: PositiveNumber = 3e-4
     """Peak learning rate of AdamW."""
-    lr_warmup_steps: int = 500
+    lr_warmup_steps: Natural = 500
     """Optimizer steps over which the learning rate rises from 0."""
     lr_decay: LrDecay = "none"
-    """Decay after the warm-up: cosine towards 0 at the end of the run, or rsqrt, with the square root of the steps."""
-    adam_betas: tuple[float, float] = (0.9, 0.99)
-    """Decay of AdamW's averages of the gradient and of its square."""
-    weight_decay: float = 0.0
+    """Decay after the warm-up: cosine to 0 at the end of the run, or rsqrt, the inverse square root of the steps."""
+    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.99)
+    """AdamW's decay rates of the averages of the gradient and its square."""
+    weight_decay: NonNegative = 0.0
     """Decoupled weight decay of AdamW."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 leaves them alone."""
-    max_bad_steps: int = 10
-    """Steps in a row that may be skipped for a loss or gradient that is not finite; then the run stops."""
+    max_grad_norm: NonNegative = 1.0
+    """Maximum gradient norm; 0 disables clipping."""
+    max_bad_steps: Positive = 10
+    """Consecutive steps with a loss or gradient that is not finite after which the run stops."""
     mixed_precision: Annotated[
-        MixedPrecision | None, default_is("that of the launcher, else bf16 on a GPU made for it, else no")
+        MixedPrecision | None, default_is("the launcher's, else bf16 on a GPU that supports it, else no")
     ] = None
     """Precision of the forward pass."""
     use_ema: bool = True
-    """Keep an exponential moving average of the weights, in float32, for sampling."""
-    ema_decay: float = 0.9999
+    """Keep a float32 exponential moving average of the weights for sampling."""
+    ema_decay: Fraction = 0.9999
     """Decay of the EMA per optimizer step; early in a run it is lower."""
     power_ema: bool = False
-    """Store snapshots for evaluate.py --ema_lengths with each checkpoint: 8 bytes a weight, never pruned."""
-    seed: int = 0
-    """Every random draw of the run is a function of the seed, whatever the number of processes."""
+    """Store a snapshot for evaluate.py --ema_lengths with each checkpoint: 8 bytes per weight, never pruned."""
+    seed: Seed = 0
+    """Seed of every random draw; the result does not depend on the number of processes."""
     compile: bool = False
-    """Compile the loss with torch.compile: slow to start, then faster."""
+    """Compile the loss with torch.compile."""
     output_dir: Path = Path("runs/rectified-flow")
-    """Where the run writes its config, metrics, plot and samples."""
+    """Folder for the config, metrics, plot and samples."""
     checkpoint_dir: Annotated[Path | None, default_is("OUTPUT_DIR/checkpoints")] = None
-    """Where checkpoints go."""
+    """Folder for checkpoints."""
     resume: str = "auto"
-    """auto resumes from the newest checkpoint if there is one; never; or the PATH of a checkpoint or run."""
-    save_every: int = 1000
-    """Steps between checkpoints; 0 saves at the end only."""
-    keep_checkpoints: int = 3
-    """Newest checkpoints to keep; 0 keeps all."""
-    keep_every: int = 0
+    """auto: resume from the newest checkpoint, if any; never; or the PATH of a checkpoint or run."""
+    save_every: Natural = 1000
+    """Steps between checkpoints; 0 saves only the last step."""
+    keep_checkpoints: Natural = 3
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    keep_every: Natural = 0
     """Checkpoints at multiples of this step are never pruned; 0 prunes all but the newest."""
-    sample_every: int = 1000
-    """Steps between sample grids; 0 draws one at the end only."""
-    num_samples: int = 64
-    """Images in a sample grid; 0 draws none."""
-    sample_steps: Annotated[int | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
+    sample_every: Natural = 1000
+    """Steps between sample grids; 0 draws only one at the end."""
+    num_samples: Natural = 64
+    """Images in a sample grid; 0 disables it."""
+    sample_steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Intervals from noise to image in a sample grid."""
-    log_every: int = 50
+    log_every: Positive = 50
     """Steps between lines of metrics.jsonl."""
     log_with: Tracker = "none"
     """Also log to TensorBoard or Weights & Biases (WANDB_MODE=offline works without an account)."""
-    rank_timeout: float = 300.0
-    """Seconds a process waits for the others, once the first step is done, before it fails."""
-    num_workers: int = 0
+    rank_timeout: PositiveNumber = 300.0
+    """Seconds to wait for other processes after the first step before failing."""
+    num_workers: Natural = 0
     """Loader processes per rank; 0 is fastest for decoded images, which are read straight from the memory map."""
-    multiprocessing_context: Annotated[
-        Literal["fork", "spawn", "forkserver"] | None, default_is("that of the platform")
-    ] = None
-    """How loader processes start."""
+    multiprocessing_context: Annotated[Literal["fork", "spawn", "forkserver"] | None, default_is("the platform's")] = (
+        None
+    )
+    """Start method of loader processes."""
     persistent_workers: bool = False
-    """Keep loader processes from one pass to the next."""
+    """Keep loader processes between epochs."""
     pin_memory: bool = False
-    """Hand batches over in page-locked memory."""
+    """Pin batches in page-locked memory."""
 
     def __post_init__(self) -> None:
-        for name in ("output_dir", "checkpoint_dir"):  # a library user may give a string
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, Path(getattr(self, name)))
-        check_paths(self)
+        super().__post_init__()
         if self.resume not in ("auto", "never"):
             object.__setattr__(self, "resume", str(usable_path("--resume", Path(self.resume))))
-        require_finite(self)
-        require_positive(self, "batch_size", "global_batch_size", "gradient_accumulation_steps", "train_num_steps")
-        require_positive(
-            self, "num_epochs", "learning_rate", "sample_steps", "log_every", "max_bad_steps", "rank_timeout"
-        )
-        require_natural(self, "num_workers", "lr_warmup_steps", "weight_decay", "max_grad_norm", "save_every", "seed")
-        require_natural(self, "keep_checkpoints", "sample_every", "num_samples", "keep_every")
-        require_fraction(self, "ema_decay")
-        require(
-            all(0 <= beta < 1 for beta in self.adam_betas),
-            f"--adam_betas are {self.adam_betas[0]:g} {self.adam_betas[1]:g}; both must be at least 0 and below 1",
-        )
-        require_room_for_steps("sample_steps", self.sample_steps or 1)
-        require_memory(self.num_workers * BYTES_PER_WORKER, f"--num_workers {self.num_workers}", "start fewer")
-        require(self.seed < 2**32, f"--seed is {self.seed}; it must be below 2**32")
         require(
             self.lr_decay != "rsqrt" or self.lr_warmup_steps > 0,
             "--lr_decay rsqrt needs --lr_warmup_steps above 0, from where it decays",
@@ -141,11 +167,11 @@ class TrainingConfig:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Folder of the checkpoints."""
         return self.checkpoint_dir or self.output_dir / CHECKPOINTS
 
     def split_batch(self, world_size: int) -> GlobalBatch:
-        """Cut the global batch over processes and accumulation.
+        """Split the global batch over processes and accumulation.
 
         Raises:
             UsageError: if the numbers do not divide.
@@ -167,12 +193,7 @@ class TrainingConfig:
         return batch
 
     def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:
-        """Optimizer steps of the whole run; with ``num_epochs``, after ``step`` steps on perhaps other batch sizes."""
+        """Return the optimizer steps of the whole run, of which ``step`` steps saw ``images_seen`` items."""
         if self.num_epochs is not None:
             return step + max(0, ceil((self.num_epochs * dataset_length - images_seen) / batch.total))
         return self.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
-
-
-def require_room_for_steps(name: str, steps: int) -> None:
-    """Raise a UsageError if the grid of times of this flag, a float64 for each step, cannot fit into memory."""
-    require_memory(8 * steps, f"--{name} {steps}", "take fewer")

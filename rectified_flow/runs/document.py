@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rectified_flow.data.framing import Crop
-from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.errors import DamageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
@@ -86,12 +86,6 @@ def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
     if "run" not in document:
         return dict(document)  # version 0.1 had nothing but flags
     return dict(document["run"]) | dict(document.get("flags", {}))
-
-
-def require_flags(document: Mapping[str, Any], path: Path) -> None:
-    """Raise a UsageError if the ``config.json`` at ``path`` is of a run that no program started."""
-    if "run" in document and "flags" not in document:
-        raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
 
 
 def data_recipe(document: Mapping[str, Any], path: Path) -> DataRecipe | None:

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.runs.resume import precision_name
 from rectified_flow.system.terminal import lines
 

@@ -14,12 +14,12 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.stream import Batches, GlobalBatch, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
 from rectified_flow.distributed.collectives import broadcast, gather_rows
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
 
 

@@ -9,11 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from rectified_flow.data.stream import GlobalBatch, image_indices
+from rectified_flow.data.stream import image_indices
 from rectified_flow.distributed.collectives import any_rank, join_lists
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.training.optimizers import LrSchedule
 from rectified_flow.training.state import TrainingState
 

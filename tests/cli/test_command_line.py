@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import names, plain
+from rectified_flow.flags import names, parse, plain, recorded
 from rectified_flow.runs.config import TrainingConfig
 from tests.patience import PATIENCE
 from tests.programs import program
@@ -46,12 +45,12 @@ def write(path: Path, document: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("form", ["of a program", "of version 0.1"])
+@pytest.mark.parametrize("form", ["of a program", "flags alone"])
 def test_flags_come_from_a_file_and_those_given_override_them(tmp_path: Path, form: str) -> None:
     run_alone = {name: FLAGS[name] for name in ("use_ema", "adam_betas", "num_epochs", "train_num_steps", "seed")}
     documents: dict[str, dict[str, Any]] = {
         "of a program": {"run": run_alone, "data": {}, "network": {}, "flow": {}, "flags": FLAGS},
-        "of version 0.1": FLAGS,
+        "flags alone": FLAGS,
     }
     file = write(tmp_path / "config.json", documents[form])
     config = parse_rectified(f"--config {file} --seed 4 --adam_betas 0.7 0.9 --use_ema")
@@ -108,7 +107,7 @@ def test_a_flag_overrides_those_that_would_outlive_it(
         ('{"run": {"seed": 1}, "flags": [1]}', "config.json is damaged: flags is [1], but input should be "),
         ('{"dim": "8"}', 'config.json is damaged: dim is "8", but input should be a valid integer'),
         ('{"dim_mults": [1, 2, "--import", "os"]}', 'dim_mults.2 is "--import", but input should be a valid integer'),
-        ('{"seed": -1}', "--seed is -1; it must not be below 0"),
+        ('{"seed": -1}', "--seed is -1; it must be at least 0"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None, sentence: str) -> None:
@@ -165,7 +164,7 @@ sys.path.insert(0, {str(ROOT)!r})
 try:
     runpy.run_path({str(ROOT / script)!r}, run_name="__main__")
 finally:
-    slow = {{"torch", "accelerate", "datasets", "matplotlib"}} & sys.modules.keys()
+    slow = {{"torch", "accelerate", "datasets", "matplotlib", "pydantic"}} & sys.modules.keys()
     print("imported", sorted(slow), flush=True)
 """
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -240,13 +239,6 @@ def test_a_run_does_not_write_into_its_own_pictures(
         (TrainRectifiedFlow, ["--dim", "1" + "0" * 400]),
         (TrainRectifiedFlow, ["--batch_size", "100000000000000"]),
         (TrainRectifiedFlow, ["--num_samples", "1000000000000000"]),
-        (TrainRectifiedFlow, ["--num_workers", "10000000"]),
-        (TrainMeanFlow, ["--sample_steps", "1000000000000"]),
-        (TrainMeanFlow, ["--evaluation_samples", "1000000000000"]),
-        (TrainRectifiedFlow, ["--reflow_steps", "1000000000000", "--reflow_from", "runs/a"]),
-        (SampleConfig, ["--steps", "1000000000000"]),
-        (EvaluateConfig, ["--steps", "1", "1000000000000"]),
-        (EvaluateConfig, ["--num_samples", "1000000000000"]),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else None,
 )

@@ -12,7 +12,6 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.evaluate import _training_pictures, evaluate
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.trained import read_trained
@@ -21,6 +20,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
+from rectified_flow.flags import parse
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, SavedState
 from rectified_flow.runs.config import TrainingConfig

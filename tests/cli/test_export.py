@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from rectified_flow.cli import export as exporting
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
 from rectified_flow.cli.run_flags import ExportConfig
 from rectified_flow.condition import AugmentationLabels, Labels, Vector
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow

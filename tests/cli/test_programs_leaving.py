@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli import programs as launch
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.run_flags import SampleConfig
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flags import parse
 from rectified_flow.system.signals import Interrupted
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks

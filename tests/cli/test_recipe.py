@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.command_line import parse, recorded
 from rectified_flow.cli.recipe import CHOSEN, recipe_for, taught_recipe, with_recipe
 from rectified_flow.cli.train_flags import DataConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.flags import names
+from rectified_flow.flags import names, parse, recorded
 from rectified_flow.runs import checkpoint
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.run_flags import SampleConfig
 from rectified_flow.cli.sample import LOCK_FILE, sample
 from rectified_flow.errors import RunError
+from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.runs import checkpoint

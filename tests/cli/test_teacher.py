@@ -13,13 +13,13 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.cli import teacher as drawn
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.recipe import with_recipe
-from rectified_flow.cli.teacher import PairDataset, open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.flags import command_line
+from rectified_flow.data.store import StoreDataset
+from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
@@ -50,20 +50,20 @@ def taught(teacher: Path, output_dir: Path, **flags: Any) -> TrainMeanFlow:
 
 def draw_paths(teacher: Path, output_dir: Path) -> Path:
     config = with_teacher_flags(taught(teacher, output_dir))
-    request = request_of(config)
+    request = config.teacher_data
     assert request is not None
-    return open_drawn(config, request, open_pictures(config.data))[0].path
+    return open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0].path
 
 
 @pytest.fixture(scope="module")
-def paths(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDataset:
+def paths(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> StoreDataset:
     """Drawn by two processes."""
     path, other = run_on_ranks(2, draw_paths, teacher, tmp_path_factory.mktemp("run"))
     assert path == other
-    return PairDataset(path)
+    return StoreDataset(path)
 
 
-def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: PairDataset) -> None:
+def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: StoreDataset) -> None:
     batch = paths.read_batch([3, 149, 70])
     assert set(batch) == {"images", "labels", "path"}
     assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
@@ -82,9 +82,9 @@ def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: PairData
     assert paths.read_batch(range(COUNT))["path"][:, 0].float().std() == pytest.approx(1, abs=0.02)
 
 
-def test_one_process_draws_the_same(teacher: Path, paths: PairDataset, tmp_path: Path) -> None:
+def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
     PartialState()
-    alone = PairDataset(draw_paths(teacher, tmp_path)).read_batch(range(COUNT))
+    alone = StoreDataset(draw_paths(teacher, tmp_path)).read_batch(range(COUNT))
     together = paths.read_batch(range(COUNT))
     torch.testing.assert_close(alone["path"].float(), together["path"].float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(alone["labels"], together["labels"])
@@ -95,7 +95,7 @@ def learn(teacher: Path, output_dir: Path, paths_dir: Path | None, steps: int) -
     train_mean_flow(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
 
 
-def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: PairDataset, tmp_path: Path) -> None:
+def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
     for world_size in (1, 2):
         run_on_ranks(world_size, learn, teacher, tmp_path / str(world_size), paths.path, 6)
     one, two = (losses(tmp_path / str(world_size)) for world_size in (1, 2))
@@ -129,7 +129,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
         ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
-        ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be in [0, 1]"),
+        ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be at most 1"),
         ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "were drawn with other paths (150 there, 70 now)"),
         ("--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3", "other guidance (2.0 there, 1"),
         ("--teacher {run} --output_dir {run}", "holds checkpoints of a run without --teacher: choose another"),
@@ -140,7 +140,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
     ],
 )
-def test_bad_input(teacher: Path, paths: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:
+def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
     places = {"run": teacher, "paths": paths.path, "tmp": tmp_path / "none"}
     output = "" if "--output_dir" in flags else f" --output_dir {tmp_path}"
     assert_refused("train_mean_flow.py", 1, flags.format(**places) + output, sentence)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.parts import open_pictures
-from rectified_flow.cli.teacher import PairDataset, open_drawn, request_of, with_teacher_flags
+from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.store_writer import StoreWriter
-from rectified_flow.flags import command_line
+from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
@@ -48,17 +48,17 @@ def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainRectifi
 
 def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
     config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
-    request = request_of(config)
+    request = config.teacher_data
     assert request is not None
-    return open_drawn(config, request, open_pictures(config.data))[0].path
+    return open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0].path
 
 
 @pytest.fixture(scope="module")
-def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> PairDataset:
+def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> StoreDataset:
     """Drawn by two processes."""
     path, other = run_on_ranks(2, draw_pairs, teacher, tmp_path_factory.mktemp("run"))
     assert path == other
-    return PairDataset(path)
+    return StoreDataset(path)
 
 
 def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) ->
     config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=8))
     network = config.network
     assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
-    assert (config.data.dataset, config.rectified_flow.prediction) == ("synthetic-flowers", "clean")
-    assert str(config.reflow.reflow_from).endswith("checkpoints/step_00000005")
+    assert (config.data.dataset, config.flow.prediction) == ("synthetic-flowers", "clean")
+    assert str(config.teacher.reflow_from).endswith("checkpoints/step_00000005")
 
 
-def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: PairDataset) -> None:
+def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: StoreDataset) -> None:
     assert len(pairs) == COUNT
     batch = pairs.read_batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
@@ -84,7 +84,7 @@ def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: PairDa
 
 
 def test_one_process_that_was_killed_draws_the_same(
-    teacher: Path, pairs: PairDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    teacher: Path, pairs: StoreDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PartialState()
     reached, written = StoreWriter.reached, list[int]()
@@ -106,7 +106,7 @@ def test_one_process_that_was_killed_draws_the_same(
         write(writer, first, values)
 
     monkeypatch.setattr(StoreWriter, "write", count)
-    again = PairDataset(draw_pairs(teacher, tmp_path))
+    again = StoreDataset(draw_pairs(teacher, tmp_path))
     assert written == [64, 128], "it did not resume where it was"
     assert np.array_equal(again.entries["noise"], pairs.entries["noise"])
     assert np.abs(again.entries["images"].astype(int) - pairs.entries["images"]).max() <= 1
@@ -131,7 +131,7 @@ def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) 
     train_rectified_flow(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
 
 
-def test_training_starts_from_the_teacher(teacher: Path, pairs: PairDataset, tmp_path: Path) -> None:
+def test_training_starts_from_the_teacher(teacher: Path, pairs: StoreDataset, tmp_path: Path) -> None:
     for world_size in (1, 2):
         run_on_ranks(world_size, reflow, teacher, tmp_path / str(world_size), pairs.path, 6)
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
@@ -184,7 +184,7 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
         ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
     ],
 )
-def test_bad_input(teacher: Path, pairs: PairDataset, tmp_path: Path, flags: str, sentence: str) -> None:
+def test_bad_input(teacher: Path, pairs: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
     assert_refused(
         "train_oxford.py",
         1,

@@ -13,12 +13,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow.cli.command_line import parse
-from rectified_flow.cli.teacher import PairDataset
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data import build as catalog
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.flags import parse
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -108,14 +108,14 @@ def test_it_is_evaluated_by_the_centre(run: Path, tmp_path: Path) -> None:
 def test_pairs_and_paths_have_the_teachers_form(run: Path, tmp_path: Path) -> None:
     flags = f"{SMALL} --train_num_steps 2 --save_every 0"
     call("train_oxford.py", f"{flags} --reflow_from {run} --reflow_pairs 8 --reflow_steps 1 --output_dir {tmp_path}/a")
-    pairs = PairDataset(tmp_path / "a/pairs")
+    pairs = StoreDataset(tmp_path / "a/pairs")
     assert {name: tuple(value.shape) for name, value in pairs[0].items() if value.ndim} == {
         "images": (4, 8, 12),
         "noise": (4, 8, 12),
     }
     assert "images of 12x8 px" in pairs.description
     call("train_mean_flow.py", f"{flags} --teacher {run} --teacher_paths 8 --teacher_steps 2 --output_dir {tmp_path}/b")
-    assert PairDataset(tmp_path / "b/paths")[0]["path"].shape == (2, 4, 8, 12)
+    assert StoreDataset(tmp_path / "b/paths")[0]["path"].shape == (2, 4, 8, 12)
 
 
 def test_a_dry_run_knows_the_form_and_that_a_recipe_may_follow(pictures: Path, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.latents import LatentDataset, encode_pictures
@@ -22,6 +21,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed import fill as filling
 from rectified_flow.errors import RunError, UsageError
+from rectified_flow.flags import parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
 from rectified_flow.spaces.latents import Latents

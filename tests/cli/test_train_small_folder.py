@@ -11,11 +11,11 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.train import build_heldout_hook, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.heldout import Split
+from rectified_flow.flags import parse
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, tiny_dataset

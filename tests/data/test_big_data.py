@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from rectified_flow.data.store import ImageDataset, find_damage
-from rectified_flow.data.stream import GlobalBatch, StreamSampler
+from rectified_flow.data.stream import StreamSampler
+from rectified_flow.runs.config import GlobalBatch
 from rectified_flow.system.files import write_document
 from tests.patience import PATIENCE
 

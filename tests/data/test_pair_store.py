@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.teacher import PairDataset
+from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.errors import UsageError
 
@@ -38,7 +38,7 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
     assert StoreWriter.recipe_of(tmp_path / "pairs", Recipe).source == "a flow"  # type: ignore[union-attr]
     writer.finish(np.full(LENGTH, -1), source="a flow", image_size=SIDE)
     assert writer.is_whole
-    assert PairDataset(writer.path)[1]["noise"].unique().tolist() == [7.0]
+    assert StoreDataset(writer.path)[1]["noise"].unique().tolist() == [7.0]
 
 
 @pytest.mark.parametrize("content", ['{"done": 4}', '{"done": "2"}', '{"done": -1}', "null", "", '{"done": 3}'])

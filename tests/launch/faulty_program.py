@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rectified_flow.cli.parts import build_network, open_pictures, planned_space
+from rectified_flow.cli.parts import build_flow, open_pictures
 from rectified_flow.cli.programs import run
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -22,7 +22,8 @@ class Faulty(RectifiedFlow):
 
 
 def main(config: TrainRectifiedFlow) -> None:
-    flow = Faulty(build_network(config, {}, planned_space(config)))
+    built = build_flow(config, {})
+    flow = Faulty(built.network, space=built.space)
     Trainer(flow, open_pictures(config.data), config.run).train()
 
 

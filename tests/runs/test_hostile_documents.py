@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.cli.teacher import with_teacher_flags
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from rectified_flow.flows.saved import load_flow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> 
     folder = tmp_path_factory.mktemp("run")
     config = tiny_config(folder, train_num_steps=2, num_samples=0)
     recipe = {"dataset": "synthetic-flowers", "dataset_path": None, "image_size": 8, "skip_broken_images": False}
-    recipe |= {"cache_dir": None}
+    recipe |= {"cache_dir": None, "aspect_ratio": "1:1", "crop": "center", "alpha": False, "autoencoder": None}
     network = {"dim": 8, "dim_mults": [1, 2], "dropout": 0.1, "use_cfg": True, "prediction": "velocity"}
     build_trainer(config, ImageDataset(flowers.path, recipe), flags=recipe | network).train()
     return folder

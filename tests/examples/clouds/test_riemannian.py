@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from points import Points
 from rectified_flow.condition import Kinds, Labels
-from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.saved import build_flow
 from rectified_flow.flows.solvers import FixedStep, Guidance, integrate
 from rectified_flow.flows.times import Uniform
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import register
+from rectified_flow.runs.config import GlobalBatch
 from riemannian import STEPS, PointCoupling, RiemannianFlow
 
 GEOMETRIES = [Euclidean(2), Sphere(3), FlatTorus(2)]

@@ -9,8 +9,8 @@ import torch
 import train_point_clouds as example
 from geometry import Euclidean
 from point_clouds import PointClouds
-from rectified_flow.cli.command_line import parse
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -21,7 +21,7 @@ FLAGS = (
 
 
 def train(words: str) -> None:
-    example.train(parse(example.Flags, "", words.split()))
+    example.train(parse(example.CloudFlags, "", words.split()))
 
 
 def run(output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
@@ -128,4 +128,4 @@ def test_chamfer_by_hand() -> None:
 )
 def test_bad_input_is_a_sentence(flags: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        parse(example.Flags, "", flags.split())
+        parse(example.CloudFlags, "", flags.split())

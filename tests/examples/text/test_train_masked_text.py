@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rectified_flow.cli.command_line import parse
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -37,7 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(words: str) -> None:
     import train_masked_text
 
-    train_masked_text.train(parse(train_masked_text.Flags, "", words.split()))
+    train_masked_text.train(parse(train_masked_text.TextFlags, "", words.split()))
 
 
 def run(text: Path, output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
@@ -90,7 +90,7 @@ def test_bad_flags_are_a_sentence(text: Path, flags: str, sentence: str) -> None
     import train_masked_text
 
     with pytest.raises(UsageError, match=sentence):
-        parse(train_masked_text.Flags, "", flags.format(text=text).split())
+        parse(train_masked_text.TextFlags, "", flags.format(text=text).split())
 
 
 @pytest.mark.parametrize(

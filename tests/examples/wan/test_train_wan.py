@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 import train_wan as example
 from clips import find_clips
-from rectified_flow.cli.command_line import parse
 from rectified_flow.condition import drop
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import TruncatedLogitNormal
@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def flags_of(words: str) -> Any:
-    return parse(example.Flags, "", words.split())
+    return parse(example.WanFlags, "", words.split())
 
 
 def wan_of(model: Path, clips: Path, more: str = "") -> Any:

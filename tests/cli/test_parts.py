@@ -1,0 +1,51 @@
+"""Parts are chosen by their registered names, and flags that a part has no argument for are refused."""
+
+from typing import Any
+
+import pytest
+
+from rectified_flow.cli.parts import build_flow, choose_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
+
+
+@pytest.mark.parametrize(
+    ("words", "unused"),
+    [
+        ("--time_distribution uniform --time_std 2", "--time_std has no effect: Uniform has no argument std"),
+        ("--reflow_from a --time_mean 0", "--time_mean has no effect: UShaped has no argument mean"),
+        ("--time_distribution u_shaped --time_shift 2", "--time_shift has no effect: UShaped"),
+    ],
+)
+def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
+    with pytest.raises(UsageError, match=unused):
+        choose_flow(parse(TrainRectifiedFlow, "", words.split()))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--network Vit", "--network Vit is not registered: choose "),
+        ("--network_options heads=3", "--network_options heads=3: Unet takes dim, dim_mults, channels, conditions, "),
+        ("--network_options blocks_per_level", "--network_options blocks_per_level is no KEY=VALUE"),
+        ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
+        ("--flow_options condition_dropout=2", "--flow RectifiedFlow cannot be built (condition_dropout is 2.0; it"),
+        ("--flow Unet", "--flow Unet is not registered"),
+        ("--space Sphere", "--space Sphere is not registered: choose "),
+        ("--time_options stdev=1", "--time_options stdev=1: LogitNormal takes mean, std, shift"),
+    ],
+)
+def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        build_flow(parse(TrainRectifiedFlow, "", f"--image_size 8 --dim 8 --dim_mults 1 {words}".split()), {})
+    assert str(refused.value).startswith(sentence)
+
+
+def test_options_have_the_types_of_the_annotations() -> None:
+    words = "--image_size 8 --dim 8 --network_options dim_mults=[1,2] blocks_per_level=1 --time_distribution"
+    words += " TruncatedLogitNormal --time_options low=0.25 --flow_options condition_dropout=0.5"
+    flow: Any = build_flow(parse(TrainRectifiedFlow, "", words.split()), {})
+    network, times = flow.network, flow.time_distribution
+    assert (network.dim, network.dim_mults, network.blocks_per_level) == (8, (1, 2), 1)
+    assert (times.mean, times.low, flow.condition_dropout) == (0.0, 0.25, 0.5)
