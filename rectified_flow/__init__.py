@@ -1,74 +1,22 @@
 """Train one-step and few-step image generators from your own pictures with rectified flow."""
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
-if TYPE_CHECKING:
-    from rectified_flow.condition import Labels as Labels
-    from rectified_flow.condition import Vector as Vector
-    from rectified_flow.data.build import open_dataset as open_dataset
-    from rectified_flow.data.latents import LatentDataset as LatentDataset
-    from rectified_flow.data.latents import encode_pictures as encode_pictures
-    from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
-    from rectified_flow.data.store import ImageDataset as ImageDataset
-    from rectified_flow.errors import RunError as RunError
-    from rectified_flow.errors import UsageError as UsageError
-    from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
-    from rectified_flow.flows.flow import Flow as Flow
-    from rectified_flow.flows.flow_map import DistilledFlow as DistilledFlow
-    from rectified_flow.flows.mean import MeanFlow as MeanFlow
-    from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
-    from rectified_flow.flows.saved import load_flow as load_flow
-    from rectified_flow.networks.unet import Unet as Unet
-    from rectified_flow.registry import register as register
-    from rectified_flow.runs.config import TrainingConfig as TrainingConfig
-    from rectified_flow.spaces.autoencoders import Autoencoder as Autoencoder
-    from rectified_flow.spaces.autoencoders import Haar as Haar
-    from rectified_flow.spaces.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
-    from rectified_flow.spaces.latents import Latents as Latents
-    from rectified_flow.spaces.pixels import Pixels as Pixels
-    from rectified_flow.spaces.space import Space as Space
-    from rectified_flow.training.callbacks import Callback as Callback
-    from rectified_flow.training.callbacks import Measurement as Measurement
-    from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook
-    from rectified_flow.training.trainer import Trainer as Trainer
-
-_HOMES = {
-    "Autoencoder": "spaces.autoencoders",
-    "Callback": "training.callbacks",
-    "DistilledFlow": "flows.flow_map",
-    "EvaluationHook": "training.evaluations",
-    "Evaluator": "evaluation.evaluator",
-    "Flow": "flows.flow",
-    "Haar": "spaces.autoencoders",
-    "ImageDataset": "data.store",
-    "Labels": "condition",
-    "LatentDataset": "data.latents",
-    "Latents": "spaces.latents",
-    "MeanFlow": "flows.mean",
-    "Measurement": "training.callbacks",
-    "OxfordFlowersDataset": "data.oxford_flowers",
-    "Pixels": "spaces.pixels",
-    "PretrainedAutoencoder": "spaces.autoencoders",
-    "RectifiedFlow": "flows.rectified",
-    "RunError": "errors",
-    "Space": "spaces.space",
-    "Trainer": "training.trainer",
-    "TrainingConfig": "runs.config",
-    "Unet": "networks.unet",
-    "UsageError": "errors",
-    "Vector": "condition",
-    "encode_pictures": "data.latents",
-    "load_flow": "flows.saved",
-    "open_dataset": "data.build",
-    "register": "registry",
+# A name's module is imported when the name is first used, since --help needs none of them. (The package lazy_loader
+# reads a stub in the same way, but a missing package could not be reported before the first import of this one.)
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_MODULES = {
+    alias.name: node.module
+    for node in _STUB.body
+    if isinstance(node, ast.ImportFrom) and node.module
+    for alias in node.names
 }
-"""The public names and their modules, imported when first used: ``--help`` needs none of them."""
-
-__all__ = list(_HOMES)
+__all__ = list(_MODULES)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,30 @@
+"""The public names of the package and their modules; ``__init__.py`` reads this list, and type checkers do."""
+
+from rectified_flow.condition import Labels as Labels
+from rectified_flow.condition import Vector as Vector
+from rectified_flow.data.build import open_dataset as open_dataset
+from rectified_flow.data.latents import LatentDataset as LatentDataset
+from rectified_flow.data.latents import encode_pictures as encode_pictures
+from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
+from rectified_flow.data.store import ImageDataset as ImageDataset
+from rectified_flow.errors import RunError as RunError
+from rectified_flow.errors import UsageError as UsageError
+from rectified_flow.evaluation.evaluator import Evaluator as Evaluator
+from rectified_flow.flows.flow import Flow as Flow
+from rectified_flow.flows.flow_map import DistilledFlow as DistilledFlow
+from rectified_flow.flows.mean import MeanFlow as MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
+from rectified_flow.flows.saved import load_flow as load_flow
+from rectified_flow.networks.unet import Unet as Unet
+from rectified_flow.registry import register as register
+from rectified_flow.runs.config import TrainingConfig as TrainingConfig
+from rectified_flow.spaces.autoencoders import Autoencoder as Autoencoder
+from rectified_flow.spaces.autoencoders import Haar as Haar
+from rectified_flow.spaces.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
+from rectified_flow.spaces.latents import Latents as Latents
+from rectified_flow.spaces.pixels import Pixels as Pixels
+from rectified_flow.spaces.space import Space as Space
+from rectified_flow.training.callbacks import Callback as Callback
+from rectified_flow.training.callbacks import Measurement as Measurement
+from rectified_flow.training.evaluations import EvaluationHook as EvaluationHook
+from rectified_flow.training.trainer import Trainer as Trainer
