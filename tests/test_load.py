@@ -26,8 +26,6 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from tests.system.test_files import refusing
 
-OLD_RUNS = Path(__file__).parent / "old_runs"
-"""Runs of version 0.1."""
 LABELS = Labels(2, ("cat", "dog"))
 
 
@@ -270,59 +268,13 @@ def test_a_flow_with_weights_outside_its_network_is_saved_whole() -> None:
     assert network_of(tilted) is tilted
 
 
-def read_old(name: str) -> dict[str, Any]:
-    [path] = (OLD_RUNS / name).glob(f"checkpoints/*/{FLOW_FILE}")
-    return dict(json.loads(path.read_text()))
-
-
-@pytest.mark.parametrize(("name", "kind"), [("rectified", RectifiedFlow), ("mean", MeanFlow)])
-def test_a_description_of_version_0_1(name: str, kind: type[RectifiedFlow | MeanFlow]) -> None:
-    old = read_old(name)
-    flow = kind.from_description(old)
-    assert isinstance(flow.network, Unet)
-    assert flow.conditions == {"labels": Labels(2, ("a", "b"))}
-    assert isinstance(flow.space, Pixels)
-    assert (flow.space.shape, flow.space.horizontal_flip) == ((3, 8, 8), True)
-    assert (flow.condition_dropout, flow.coupling) == (0.1, "independent")
-    network = old["network"]
-    assert (flow.network.dim, flow.network.dropout, flow.network.image_size) == (4, 0.1, 8)
-    for setting in ("dim_mults", "attention_sides"):
-        assert list(getattr(flow.network, setting)) == network[setting]
-    if isinstance(flow, RectifiedFlow):
-        assert (flow.prediction, flow.distance) == ("velocity", "mse")
-        assert flow.time_distribution == LogitNormal(-0.5, 1.2)
-    else:
-        assert (flow.objective, flow.mean_fraction, flow.weight_power) == ("improved_mean_flow", 0.5, 0.75)
-        assert flow.time_distribution == LogitNormal(-0.6, 1.6)
-        assert flow.earlier_distribution == LogitNormal(-4.0, 1.6)
-    assert kind.from_description(json.loads(json.dumps(flow.describe()))).describe() == flow.describe()
-
-
-def test_a_description_of_version_0_1_without_classes() -> None:
-    old = read_old("rectified")
-    old["network"]["num_classes"], old["class_names"], old["loss"] = None, [], "pseudo_huber"
-    flow = RectifiedFlow.from_description(old)
-    assert flow.conditions == {}
-    assert flow.distance == "pseudo_huber"
-
-
 @pytest.mark.parametrize("objective", get_args(RemovedObjective))
 def test_a_mean_flow_of_a_removed_objective_can_be_sampled_and_not_trained(objective: str, tmp_path: Path) -> None:
     path = write(FLOWS["mean"](), tmp_path)
     described = json.loads((path / FLOW_FILE).read_text())
-    for description in (described, read_old("mean")):
-        flow = build_flow(description | {"objective": objective}, path)
-        assert isinstance(flow, MeanFlow)
-        assert flow.sample(1, labels=torch.tensor([0])).shape == (1, 3, 8, 8)
-        assert flow.describe()["objective"] == objective
-        with pytest.raises(UsageError, match=f"objective {objective} has been removed: start a new run"):
-            flow(images=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))
-
-
-@pytest.mark.parametrize("name", ["rectified", "mean"])
-def test_a_checkpoint_of_version_0_1_draws_pictures(name: str) -> None:
-    flow = Flow.from_checkpoint(OLD_RUNS / name)
-    assert flow.sample(2, labels=torch.tensor([0, 1])).shape == (2, 3, 8, 8)
-    weights = checkpoint.load_tensors(checkpoint.resolve(OLD_RUNS / name), checkpoint.EMA_FILE)
-    assert flow.network.state_dict().keys() == weights.keys()
-    assert all(torch.equal(value, weights[key]) for key, value in flow.network.state_dict().items())
+    flow = build_flow(described | {"objective": objective}, path)
+    assert isinstance(flow, MeanFlow)
+    assert flow.sample(1, labels=torch.tensor([0])).shape == (1, 3, 8, 8)
+    assert flow.describe()["objective"] == objective
+    with pytest.raises(UsageError, match=f"objective {objective} has been removed: start a new run"):
+        flow(images=torch.zeros(2, 3, 8, 8, dtype=torch.uint8))

@@ -1,7 +1,29 @@
-"""Runs of version 0.1, whose checkpoints are in ``old_runs``: the programs resume them as that version would have.
+"""Runs of the oldest version whose checkpoints today's programs resume byte for byte, which is commit 2b575ae.
 
-``old_runs/expected.json`` has what that version itself made of steps 5 to 8, on any processor with x86's common
-instructions alone. Mean flow's derivative has been rounded otherwise since, so its numbers are equal up to that.
+The folder ``old_runs`` holds three runs at step 4 of 8: ``rectified``, ``mean``, and ``taught``, whose teacher is
+``rectified``. The file ``old_runs/expected.json`` holds what :func:`outcome` returned at that commit for each run after
+that commit had resumed the run; a run that goes straight from step 0 to step 8 has the same outcome. The environment
+in ``ANY_PROCESSOR`` restricts the programs to the instructions that all x86 processors share.
+
+These commands made the folder. ``ROOT`` is a checkout of commit 2b575ae, and the commands run in an empty folder::
+
+    export ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+    export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= ACCELERATE_USE_CPU=true RECTIFIED_FLOW_CACHE=$PWD/cache
+    PYTHONPATH=$ROOT python -c "from pathlib import Path; from tests.test_old_runs import draw_pictures
+    draw_pictures(Path('pictures'))"
+    RUN="--batch_size 6 --train_num_steps 8 --learning_rate 1e-3 --lr_warmup_steps 3 --ema_decay 0.99"
+    RUN="$RUN --save_every 4 --log_every 1 --num_samples 0"
+    DATA="--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --augment 0 --holdout 0"
+    TEACHER="--teacher rectified/checkpoints/step_00000004 --teacher_paths 16 --teacher_steps 4"
+    python $ROOT/train_oxford.py $RUN --output_dir rectified $DATA --power_ema
+    python $ROOT/train_mean_flow.py $RUN --output_dir mean $DATA
+    python $ROOT/train_mean_flow.py $RUN --output_dir taught $TEACHER
+    rm -r */checkpoints/step_00000008 */checkpoints/averages */loss.png */status.json
+    sed -i '5,$d' */metrics.jsonl
+    find rectified mean taught -name "*.lock" -delete
+    cp -r rectified mean taught $ROOT/tests/old_runs
+
+Commit 2b575ae itself holds an earlier module of this name, whose function ``draw_pictures`` draws the same pictures.
 """
 
 import hashlib
@@ -28,25 +50,28 @@ ROOT = Path(__file__).resolve().parents[1]
 OLD_RUNS = ROOT / "tests/old_runs"
 EXPECTED: dict[str, Any] = json.loads((OLD_RUNS / "expected.json").read_text())
 SAME_NUMBERS = torch.__version__ == EXPECTED["torch"] and platform.machine() in ("x86_64", "AMD64")
-"""Whether this installation computes as the one that made the checkpoints."""
+"""Whether this installation computes the same bits as the installation that made the runs."""
 ANY_PROCESSOR = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"}
-PROGRAMS = {"rectified": ["train_oxford.py", "--power_ema"], "mean": ["train_mean_flow.py", "--lr_decay", "none"]}
-FLAGS = (
-    "--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --batch_size 8 --learning_rate 1e-3"
-    " --lr_warmup_steps 3 --ema_decay 0.99 --save_every 4 --log_every 1 --num_samples 0"
+RUN = (
+    "--batch_size 6 --train_num_steps 8 --learning_rate 1e-3 --lr_warmup_steps 3 --ema_decay 0.99"
+    " --save_every 4 --log_every 1 --num_samples 0"
 )
-STEP_4 = "checkpoints/step_00000004"
-PICTURES = {
-    "rectified": "09efb77a89cdc24cad84cc55f14d2d8230cd20e3884a4fb4962deac96754a277",
-    "mean": "5ccdb21292b44f79b1c8b36b61ff29741a16ce7ad54441638f73e6b5a815ec54",
+DATA = "--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --augment 0 --holdout 0"
+STEP_4, STEP_8 = "checkpoints/step_00000004", "checkpoints/step_00000008"
+COMMANDS = {
+    "rectified": f"train_oxford.py {RUN} --output_dir rectified {DATA} --power_ema",
+    "mean": f"train_mean_flow.py {RUN} --output_dir mean {DATA}",
+    "taught": f"train_mean_flow.py {RUN} --output_dir taught"
+    f" --teacher rectified/{STEP_4} --teacher_paths 16 --teacher_steps 4",
 }
-"""sha256 of the pixels of the first three pictures that version 0.1 drew of the checkpoints, in two steps."""
-either_flow = pytest.mark.parametrize("flow", ["rectified", "mean"])
-pytestmark = pytest.mark.xdist_group("old runs")  # whose tests share runs
+"""The command of each run, which starts the run and resumes the run."""
+each_run = pytest.mark.parametrize("name", COMMANDS)
+same_numbers = pytest.mark.skipif(not SAME_NUMBERS, reason=f"the last bit is that of torch {EXPECTED['torch']} on x86")
+pytestmark = pytest.mark.xdist_group("old runs")  # The tests share runs.
 
 
 def draw_pictures(folder: Path) -> None:
-    """The pictures that the runs were trained on: a folder for each of two classes."""
+    """Draw the pictures that the runs are trained on: a folder for each of two classes."""
     x, y, channel = np.meshgrid(np.arange(8), np.arange(8), np.arange(3), indexing="ij")
     for index in range(16):
         pixels = (37 * index + 29 * x * (channel + 1) + 53 * y * (index % 2 + 1)) % 256
@@ -55,8 +80,14 @@ def draw_pictures(folder: Path) -> None:
         Image.fromarray(pixels.astype(np.uint8)).save(path)
 
 
-def start(program: str, *arguments: str, folder: Path) -> str:
-    """Run a script in ``folder``; returns what it printed."""
+def start(command: str, folder: Path) -> str:
+    """Run a program in a folder, and return what the program prints.
+
+    Args:
+        command: the program's name and its arguments, separated by spaces.
+        folder: the working directory of the program.
+    """
+    program, *arguments = command.split()
     environment = os.environ | ANY_PROCESSOR | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, str(ROOT / program), *arguments],
@@ -72,20 +103,56 @@ def start(program: str, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def digest(path: Path) -> str:
-    """Hash of the tensors in a file, without the frequencies, which the averages no longer hold."""
+def hash_tensors(path: Path) -> str:
+    """Hash the names, types, shapes and values of the tensors in a file."""
     result = hashlib.sha256()
     for name, value in sorted(load_file(path).items()):
-        if name != "time_embedding.frequencies":
-            result.update(name.encode())
-            result.update(value.numpy().tobytes())
+        result.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        result.update(value.numpy().tobytes())
     return result.hexdigest()
+
+
+def hash_checkpoint(checkpoint: Path) -> dict[str, str]:
+    """Hash the tensors in each file of a checkpoint: weights, averages, and the state of the optimizer."""
+    return {path.name: hash_tensors(path) for path in sorted(checkpoint.glob("*.safetensors"))}
+
+
+def hash_pictures(folder: Path, name: str) -> str:
+    """Draw three pictures of a run at step 4 with sample.py, and hash the pixels of the pictures."""
+    drawn = f"{name}-drawn"
+    start(f"sample.py --checkpoint {name}/{STEP_4} --num_samples 3 --steps 2 --output_dir {drawn}", folder)
+    pictures = [Image.open(folder / drawn / f"{number:05}.png") for number in range(3)]
+    assert [picture.size for picture in pictures] == [(8, 8)] * 3
+    return hashlib.sha256(b"".join(picture.tobytes() for picture in pictures)).hexdigest()
+
+
+def outcome(folder: Path, name: str) -> dict[str, Any]:
+    """Collect what ``expected.json`` holds of a run that has reached step 8.
+
+    Args:
+        folder: the folder that holds all three runs.
+        name: the run's name.
+
+    Returns:
+        The losses of steps 5 to 8, the hashes of the tensors at step 8, and the hash of the pictures at step 4.
+    """
+    return {
+        "losses": {str(step): loss for step, loss in losses(folder / name).items() if step > 4},
+        "tensors": hash_checkpoint(folder / name / STEP_8),
+        "pictures": hash_pictures(folder, name),
+    }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the old runs into a new folder, beside the pictures that the runs are trained on.
+
+    The copies have the current time, so that the copied paths of the run ``taught`` differ from their recorded times.
+    """
     folder = tmp_path_factory.mktemp("old")
     draw_pictures(folder / "pictures")
+    for name in COMMANDS:
+        shutil.copytree(OLD_RUNS / name, folder / name, copy_function=shutil.copyfile)
     return folder
 
 
@@ -94,67 +161,51 @@ Resume = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def resume(folder: Path) -> Resume:
-    """Resumes a copy of an old run, once, from step 4 to step 8; returns its folder."""
+    """Resume the copy of a run from step 4 to step 8, once, and return the run's folder."""
 
-    def resume_once(flow: str) -> Path:
-        run = folder / flow
-        if not run.exists():
-            shutil.copytree(OLD_RUNS / flow, run)
-            words = [*PROGRAMS[flow], *FLAGS.split(), "--train_num_steps", "8", "--output_dir", flow]
-            assert "resume      step 4, from" in start(*words, folder=folder)
+    def resume_once(name: str) -> Path:
+        run = folder / name
+        if not (run / STEP_8).exists():
+            printed = start(COMMANDS[name], folder)
+            assert "resume      step 4, from" in printed
+            assert "warning" not in printed
         return run
 
     return resume_once
 
 
-@either_flow
-def test_it_resumes_with_the_same_losses(resume: Resume, flow: str) -> None:
-    expected = {int(step): loss for step, loss in EXPECTED[flow]["losses"].items()}
+@each_run
+def test_a_run_resumes_with_the_same_losses(resume: Resume, name: str) -> None:
+    expected = {int(step): loss for step, loss in EXPECTED[name]["losses"].items()}
     assert list(expected) == [5, 6, 7, 8]
-    got = losses(resume(flow))
-    exact = SAME_NUMBERS and flow == "rectified"
-    assert got == expected if exact else got == pytest.approx(expected, rel=1e-4)
+    run = resume(name)
+    assert [*losses(run)] == [1, 2, 3, 4, *expected], "the resumed run keeps the lines of the first four steps"
+    got = {step: loss for step, loss in losses(run).items() if step > 4}
+    assert got == expected if SAME_NUMBERS else got == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.skipif(not SAME_NUMBERS, reason=f"the last bit is that of torch {EXPECTED['torch']} on x86")
-def test_it_comes_to_the_same_weights_and_averages(resume: Resume) -> None:
-    files = (resume("rectified") / "checkpoints/step_00000008").glob("*.safetensors")
-    got = {path.name: digest(path) for path in files if path.name != "optimizer.safetensors"}
-    assert got == EXPECTED["rectified"]["weights"]
+@same_numbers
+@each_run
+def test_a_resumed_run_has_the_same_tensors(resume: Resume, name: str) -> None:
+    assert hash_checkpoint(resume(name) / STEP_8) == EXPECTED[name]["tensors"]
 
 
-@either_flow
-def test_sample_draws_from_it(folder: Path, flow: str) -> None:
-    words = [
-        "--checkpoint",
-        str(OLD_RUNS / flow),
-        "--num_samples",
-        "3",
-        "--steps",
-        "2",
-        "--output_dir",
-        f"{flow}-drawn",
-    ]
-    start("sample.py", *words, folder=folder)
-    pictures = [Image.open(folder / f"{flow}-drawn" / f"{number:05}.png") for number in range(3)]
-    assert [picture.size for picture in pictures] == [(8, 8)] * 3
-    if SAME_NUMBERS:
-        pixels = b"".join(picture.tobytes() for picture in pictures)
-        assert hashlib.sha256(pixels).hexdigest() == PICTURES[flow]
+def test_power_averages_get_snapshots_of_both_steps(resume: Resume) -> None:
+    snapshots = resume("rectified") / "checkpoints/averages"
+    assert sorted(path.name for path in snapshots.iterdir()) == ["step_00000004", "step_00000008"]
 
 
-@either_flow
-def test_its_config_starts_the_same_run(folder: Path, flow: str) -> None:
-    """Its flags, in a list without groups as that version wrote them, are those of today."""
-    config, output_dir = OLD_RUNS / flow / STEP_4 / "config.json", f"{flow}-again"
-    start(PROGRAMS[flow][0], "--config", str(config), "--output_dir", output_dir, folder=folder)
-    again, before = folder / output_dir, json.loads(config.read_text())
-    flags = json.loads((again / "config.json").read_text())["flags"]
-    assert before.pop("dry_run") is False  # which is not a matter of the run
-    assert {name: flags[name] for name in before} == before | {"output_dir": output_dir}
-    assert list(losses(again)) == [1, 2, 3, 4]
-    for name in ("model.safetensors", "ema.safetensors"):
-        one, two = (load_file(run / STEP_4 / name) for run in (OLD_RUNS / flow, again))
-        for key, value in two.items():  # four steps of Adam, each of a thousandth
-            exact = SAME_NUMBERS and flow == "rectified"
-            assert torch.equal(value, one[key]) if exact else (value - one[key]).abs().max() < 4e-3, key
+def test_drawn_paths_are_kept(resume: Resume) -> None:
+    """Check that the run ``taught`` accepts the stored paths by their contents, whatever the files' times are."""
+    kept, made = (run / "paths" for run in (resume("taught"), OLD_RUNS / "taught"))
+    names = {path.name for path in made.iterdir()}
+    assert names == {"images.uint8", "path.float16", "labels.npy", "info.json", "recipe.json"}
+    assert names == {path.name for path in kept.iterdir()}
+    for name in names:
+        assert (kept / name).read_bytes() == (made / name).read_bytes(), name
+
+
+@each_run
+def test_sample_draws_the_same_pictures(folder: Path, name: str) -> None:
+    drawn = hash_pictures(folder, name)
+    assert not SAME_NUMBERS or drawn == EXPECTED[name]["pictures"]

@@ -1,8 +1,8 @@
 """Files that are whole or absent, folders that can be written, and locks that end with their process."""
 
-import fcntl
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +12,10 @@ from functools import cache
 from hashlib import file_digest, sha256
 from io import BufferedReader
 from pathlib import Path
+from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
+from time import time
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
@@ -29,6 +31,10 @@ PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Errors that pass, and say nothing of a file: of a network disk, or of a system with too many open files."""
 LONGEST_SHOWN = 100
 """Characters of a path that is refused."""
+LEFTOVER, LEFTOVER_AGE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp"), 3600
+"""Names of the temporary files of :func:`replace_file`, and the age at which they are removed [s]."""
+LOCK_TIMEOUT = 10.0
+"""Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
 
 def lock_of(path: Path) -> FileLock:
@@ -93,65 +99,40 @@ def flush_folder(folder: Path) -> None:
 def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
 
-    Processes that replace the same file at once do so one after the other.
+    Processes may replace the same file at once; the last rename stays. A process that is killed while it writes leaves
+    a hidden file, which the first later write into the folder removes once it is an hour old.
 
     Args:
-        path: the file.
-        content: bytes, or text for UTF-8.
-        durable: wait until the disk has it.
+        path: file to write.
+        content: bytes, or text that is encoded as UTF-8.
+        durable: wait until the content is on the disk.
 
     Raises:
-        OSError: if that fails; the file is then as it was.
+        OSError: if it cannot be written; the file is then as it was.
     """
-    beside = path.with_name(f".{path.name}.tmp")
-    with _create_locked(beside) as file:
-        try:
+    _clear_leftovers(path.parent)
+    beside = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
+    try:
+        # Not by tempfile, whose files no other user may read.
+        with beside.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            beside.replace(path)
-        except OSError:
-            with suppress(OSError):
-                beside.unlink(missing_ok=True)
-            raise
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
-def _create_locked(path: Path) -> BinaryIO:
-    """Create a file that is this process's alone, in the place of whatever is there."""
-    while True:
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        except FileExistsError:
-            _clear(path)
-            continue
-        _lock(descriptor)
-        if os.fstat(descriptor).st_nlink:
-            return os.fdopen(descriptor, "wb")
-        os.close(descriptor)  # before it was locked, another process took it for a leftover
-
-
-def _clear(path: Path) -> None:
-    """Wait while another process has the file, and remove what a killed one left there, or a link."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return
-    except OSError:
-        remove(path)
-        return
-    try:
-        _lock(descriptor)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), path.lstat()):
-                remove(path)
-    finally:
-        os.close(descriptor)
-
-
-def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+@cache
+def _clear_leftovers(folder: Path) -> None:
+    """Remove what killed processes left of :func:`replace_file` in ``folder``."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):
+            old = time() - path.lstat().st_mtime > LEFTOVER_AGE
+            if old and LEFTOVER.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                path.unlink()
 
 
 def remove(path: Path) -> None:

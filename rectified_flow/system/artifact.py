@@ -1,0 +1,346 @@
+"""Artifacts: folders that are whole or absent, such as image stores, teachers' paths, text indexes and checkpoints.
+
+An artifact is built in a *stage*, the folder ``NAME.building`` beside its place. The stage carries a marker,
+``building.json``, with the kind of the artifact, the names of its files and the progress of the build, so that a build
+that was killed resumes. When all files are written, a manifest, ``manifest.json``, records the size and the SHA-256 of
+each, everything is flushed to the disk, and one rename gives the stage its name. A reader therefore never sees half an
+artifact, whenever the power fails.
+
+Removal follows one rule: the project removes only files that the manifest or marker in the very folder lists, of the
+kind that is to be removed. A folder that holds anything else (a file of the user's, a hidden file, a link, a subfolder)
+is refused with an error that names it, and is left exactly as it is. Nothing here calls ``rmtree``.
+
+A typical build::
+
+    artifact = Artifact(path, "text index", ("starts.uint64", "info.json"))
+    with artifact.locked("set RECTIFIED_FLOW_CACHE to a folder that can be written"):
+        if not artifact.is_whole:  # another process may have built it meanwhile
+            progress = artifact.begin({"size": 123, "time": 456})  # {} at first; what `reached` recorded last
+            ...  # write files into artifact.stage; after each part, flush it, then
+            artifact.reached({"done": 100})
+            artifact.finish()
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from os import utime
+from pathlib import Path
+from typing import Annotated, Any
+
+from filelock import Timeout
+from pydantic import Field
+from tqdm.auto import tqdm
+
+from rectified_flow.errors import DamageError, NewerError, UsageError
+from rectified_flow.system.files import (
+    flush,
+    flush_folder,
+    hash_file,
+    lock_of,
+    read_document,
+    reading,
+    replace_file,
+)
+
+MANIFEST, MARKER = "manifest.json", "building.json"
+FORMAT = 1
+"""Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
+CHECKPOINT = "checkpoint"
+"""Kind of a manifest that names none, as those of checkpoints do."""
+READ_SUFFIXES = (".json", ".safetensors")
+"""Suffixes of files that programs may look for by name, so that one without a record is damage."""
+SMALL = 2**20
+"""Size below which a file is hashed at each verification, whatever its time [bytes]."""
+LEFTOVER = re.compile(r"\.tmp\w{6}|\.building\.json\.[0-9a-f]{8}\.tmp")
+"""Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
+
+Natural = Annotated[int, Field(ge=0, lt=2**53)]
+FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
+"""Name of a file in the folder itself."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size [bytes], hash and time of modification [s] of a finished file.
+
+    A file whose time is still the recorded one is not hashed again. Manifests of checkpoints record no times: copies
+    of a checkpoint have others, and all that is read of one is hashed.
+    """
+
+    size: Natural
+    sha256: str
+    time: Natural | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of ``manifest.json``. The defaults are not written."""
+
+    files: dict[FileName, FileRecord]
+    kind: str = CHECKPOINT
+    step: Natural | None = None
+    """Optimizer steps before a checkpoint."""
+    format: Natural = FORMAT
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The contents of ``building.json``."""
+
+    kind: str
+    files: list[FileName]
+    source: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An artifact to be built or read.
+
+    Args:
+        path: folder of the finished artifact.
+        kind: kind of the artifact in words, such as ``image store``.
+        files: names of the files that it consists of, besides the manifest.
+    """
+
+    path: Path
+    kind: str
+    files: tuple[str, ...]
+
+    @property
+    def stage(self) -> Path:
+        """Folder in which the artifact is built."""
+        return self.path.with_name(f"{self.path.name}.building")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the artifact exists and is undamaged."""
+        return self.path.exists() and find_damage(self.path, self.kind) is None
+
+    @contextmanager
+    def locked(self, remedy: str, timeout: float = -1) -> Iterator[None]:
+        """Lock other builders out inside the block, and turn errors of the operating system there into a sentence.
+
+        Args:
+            remedy: advice for the error message, such as "pass a writable folder with --cache_dir".
+            timeout: time to wait for another builder [s]; negative waits as long as it takes.
+
+        Raises:
+            Timeout: if another builder still holds the lock.
+            UsageError: if the folder cannot be written, or the file system has no locks.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with lock_of(self.path.with_name(f"{self.path.name}.lock")).acquire(timeout=timeout):
+                yield
+        except Timeout:
+            raise
+        except (OSError, NotImplementedError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise UsageError(f"the {self.kind} {self.path} cannot be written ({reason}): {remedy}") from error
+
+    def begin(self, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Make the stage, or find that of an earlier build. Call with the lock held, in one process only.
+
+        Args:
+            source: plain data that identifies what the artifact is made from. A stage of another source is removed.
+
+        Returns:
+            The progress that :meth:`reached` recorded last; empty for a new stage.
+
+        Raises:
+            UsageError: if the place or the stage holds something that the project did not write.
+        """
+        for place in (self.stage, _removing(self.path), self.path):  # what is foreign is refused before the work
+            there = owned_files(place, self.kind)
+        if there:
+            tqdm.write(f"warning: the {self.kind} {self.path} is damaged and is made again")
+        try:
+            marker = read_document(self.stage / MARKER, Marker)
+            if (marker.source, tuple(marker.files)) == (dict(source or {}), self.files):
+                return marker.progress
+        except DamageError:  # there is no stage yet
+            pass
+        remove(self.stage, self.kind)
+        self.stage.mkdir(parents=True)
+        self._mark(Marker(self.kind, [*self.files], dict(source or {})))
+        return {}
+
+    def reached(self, progress: Mapping[str, Any]) -> None:
+        """Record the progress of the build, whose files must be flushed before. Call in one process only."""
+        marker = read_document(self.stage / MARKER, Marker)
+        self._mark(Marker(marker.kind, marker.files, marker.source, dict(progress)))
+
+    def finish(self) -> None:
+        """Seal and publish the artifact. Call in one process only.
+
+        Raises:
+            OSError: if a file is missing, or the disk is full.
+            UsageError: if the stage, or the folder that is to be replaced, holds something foreign.
+        """
+        self.seal()
+        self.publish()
+
+    def seal(self, step: int | None = None, known: Mapping[str, FileRecord] | None = None) -> None:
+        """Write the manifest of the stage, and flush everything.
+
+        Args:
+            step: optimizer steps before a checkpoint.
+            known: records of files that need not be hashed again.
+        """
+        for path in owned_files(self.stage, self.kind):
+            if path.name not in (*self.files, MARKER):  # a leftover of a killed build
+                path.unlink()
+        record = partial(_record, timed=self.kind != CHECKPOINT)
+        files = {name: (known or {}).get(name) or record(self.stage / name) for name in self.files}
+        manifest = asdict(Manifest(files, self.kind, step))
+        document = {name: value for name, value in manifest.items() if value not in (None, CHECKPOINT)}
+        for each in document["files"].values():
+            if each["time"] is None:
+                del each["time"]
+        (self.stage / MANIFEST).write_text(json.dumps(document, indent=1))
+        flush_folder(self.stage)
+
+    def publish(self) -> None:
+        """Give the sealed stage its name, in the place of an earlier artifact if there is one."""
+        remove(self.path, self.kind)
+        self.stage.rename(self.path)
+        flush(self.path.parent)
+        (self.path / MARKER).unlink()
+
+    def abandon(self) -> None:
+        """Remove the stage of a build that failed and is not to be resumed."""
+        with suppress(OSError):
+            remove(self.stage, self.kind)
+
+    def _mark(self, marker: Marker) -> None:
+        replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
+
+
+def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
+    """Return the manifest of the artifact in ``folder``.
+
+    Raises:
+        UsageError: if it may not be read.
+        NewerError: if the folder was written by a newer version of this project.
+        DamageError: if it is missing or damaged, or of another kind.
+    """
+    manifest = read_document(folder / MANIFEST, Manifest)
+    if manifest.format > FORMAT:
+        raise NewerError(
+            f"{folder} was written by a newer version of this project (in format {manifest.format}; this version knows "
+            f"{FORMAT}): upgrade"
+        )
+    if manifest.kind != kind:
+        raise DamageError(f"{folder} holds the {manifest.kind}, not the {kind}")
+    return manifest
+
+
+def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | None = None) -> str | None:
+    """Return the damage of an artifact in words, or None.
+
+    The sizes of all files are compared. Files are hashed if their times are not the recorded ones, as after copying.
+
+    Args:
+        folder: folder of the artifact.
+        kind: kind that it must have.
+        names: files to hash; by default all.
+
+    Raises:
+        UsageError: if a file may not be read, or a newer version of this project wrote it, which is no damage.
+    """
+    try:
+        with reading(folder):
+            return _compare(folder, read_manifest(folder, kind).files, names)
+    except NewerError:
+        raise
+    except DamageError as error:
+        return str(error)
+
+
+def _compare(folder: Path, files: Mapping[str, FileRecord], names: Collection[str] | None) -> str | None:
+    for name, expected in files.items():
+        path = folder / name
+        stat = path.stat()
+        if stat.st_size != expected.size:
+            return f"{name} has the wrong size"
+        as_recorded = int(stat.st_mtime) == expected.time
+        if (names is not None and name not in names) or (as_recorded and expected.size > SMALL):
+            continue
+        if hash_file(path) != expected.sha256:
+            return f"{name} was altered"
+        if expected.time is not None and not as_recorded:
+            with suppress(OSError):  # in a folder that cannot be written, the file is hashed each time
+                utime(path, (expected.time, expected.time))
+    for path in folder.iterdir():
+        if path.suffix in READ_SUFFIXES and path.name not in (*files, MANIFEST, MARKER) and path.name[0] != ".":
+            return f"{path.name} is not in its manifest"
+    return None
+
+
+def owned_files(folder: Path, kind: str) -> list[Path]:
+    """Return the files of a finished or half-built artifact, all of which the project wrote.
+
+    Args:
+        folder: folder of the artifact or stage. It may be missing or empty.
+        kind: kind that its manifest or marker must have.
+
+    Raises:
+        UsageError: if ``folder`` is no folder, or holds something that is not proven to be the project's.
+    """
+    if not folder.exists() and not folder.is_symlink():
+        return []
+    if folder.is_symlink() or not folder.is_dir():
+        raise UsageError(f"{folder} is in the way of the {kind}, and is no folder: move it away")
+    known = set[str]()
+    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
+    for name, schema in proofs.items():
+        with suppress(DamageError):  # a document that cannot be read proves nothing
+            document = read_document(folder / name, schema)
+            known |= {name, *document.files} if document.kind == kind else set()
+    entries = sorted(folder.iterdir())
+    for entry in entries:
+        leftover = LEFTOVER.fullmatch(entry.name) and MANIFEST not in known
+        if entry.is_symlink() or not entry.is_file() or not (leftover or entry.name in known):
+            raise UsageError(
+                f"{folder} is in the way of the {kind}, and holds {entry.name}, which this project did not write: "
+                "move it away, or choose another folder"
+            )
+    return entries
+
+
+def remove(folder: Path, kind: str) -> None:
+    """Remove a finished or half-built artifact, if every file in it is proven to be the project's.
+
+    Another process sees all of it or nothing, since it first gets another name.
+
+    Raises:
+        UsageError: if it holds anything foreign; nothing is removed then.
+        OSError: if it cannot be removed.
+    """
+    removing = _removing(folder)
+    owned_files(folder, kind)
+    _unlink(removing, kind)  # left by a process that was killed while it removed
+    with suppress(FileNotFoundError):
+        folder.rename(removing)
+    _unlink(removing, kind)
+
+
+def _removing(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.removing")
+
+
+def _unlink(folder: Path, kind: str) -> None:
+    for path in sorted(owned_files(folder, kind), key=lambda path: path.name in (MANIFEST, MARKER)):
+        path.unlink()  # the proof of ownership last, so that a killed removal can be repeated
+    with suppress(FileNotFoundError):
+        folder.rmdir()
+
+
+def _record(path: Path, *, timed: bool) -> FileRecord:
+    stat = path.stat()
+    return FileRecord(stat.st_size, hash_file(path), int(stat.st_mtime) if timed else None)
