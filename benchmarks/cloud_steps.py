@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/clouds
 import train_point_clouds
 from rectified_flow import randomness
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.load import load_flow
 from riemannian import RiemannianFlow
 from train_point_clouds import CloudConfig, Digits, Distances, draw_clouds, matched
 
@@ -79,7 +80,7 @@ def measure(folder: Path, geometry: str, flags: Flags) -> list[tuple[float, floa
     """Wasserstein and Chamfer distance and the share as asked, for each way to draw."""
     digits = Digits(geometry, flags.points)
     distances = Distances(digits, CloudConfig(points=flags.points, width=flags.width))
-    flow, real = RiemannianFlow.from_checkpoint(folder), distances.held_out
+    flow, real = load_flow(folder, RiemannianFlow), distances.held_out
     rows = []
     for steps, guidance in WAYS:
         with randomness.deterministic(randomness.Samples(0, range(distances.total))), torch.no_grad():

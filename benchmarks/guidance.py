@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.cli.trained import class_names
 from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.join import join_processes
@@ -26,6 +25,7 @@ from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.load import load_flow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe, read_config
 from rectified_flow.spaces.pixels import Pixels
@@ -95,7 +95,7 @@ def measure(flow: Flow, scale: float, evaluator: Evaluator, classifier: nn.Modul
     how: dict[str, Any] = {"steps": flags.steps, "guidance": Guidance(scale)}
     generated = evaluator.generate(flow, **how)
     numbers = evaluator.distances(generated) | evaluator.scores(generated)
-    classes = torch.arange(len(class_names(flow)))
+    classes = torch.arange(len(flow.class_names))
     wanted = range(flags.num_samples)
     drawn = sample_batches(flow, wanted, seed=flags.seed, conditions={"labels": classes}, **how)
     images = torch.cat([pictures for _, pictures in drawn])
@@ -112,8 +112,8 @@ def main(flags: Flags) -> None:
     if recipe is None:
         sys.exit(f"--checkpoint {source} does not say how to open its training data")
     pictures = open_dataset(**{name: value for name, value in asdict(recipe).items() if value is not None})
-    flow = Flow.from_checkpoint(source)
-    if not 0 < len(class_names(flow)) <= flags.num_samples:
+    flow = load_flow(source)
+    if not 0 < len(flow.class_names) <= flags.num_samples:
         sys.exit(f"--checkpoint {source} needs classes, and --num_samples at least one image per class")
     flags.output_dir.mkdir(parents=True, exist_ok=True)
     classifier, accuracy = train_classifier(pictures, flags)

@@ -31,6 +31,7 @@ from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.training.costs import gradient_time
 
@@ -92,7 +93,7 @@ def train(flags: Flags, space: str, steps: int) -> dict[str, Any]:
         return dict(json.loads(known.read_text()))
     torch.set_num_threads(1)
     train_rectified_flow(config)
-    parameters = sum(p.numel() for p in RectifiedFlow.from_checkpoint(config.run.output_dir).parameters())
+    parameters = sum(p.numel() for p in load_flow(config.run.output_dir, RectifiedFlow).parameters())
     took = {"parameters": parameters, "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     known.write_text(json.dumps(took))
     return took
@@ -105,7 +106,7 @@ def evaluate(flags: Flags, space: str) -> dict[str, Any]:
     if known.exists():
         return dict(json.loads(known.read_text()))
     torch.set_num_threads(1)
-    flow = RectifiedFlow.from_checkpoint(config.run.output_dir)
+    flow = load_flow(config.run.output_dir, RectifiedFlow)
     evaluator = Evaluator(
         open_pictures(config.data), "efficientnet_lite0", join_processes(), num_samples=flags.num_samples, batch_size=16
     )

@@ -15,8 +15,8 @@ from torchvision.utils import make_grid, save_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Flags:
 def draw(column: str, flags: Flags) -> Tensor:
     """The grid ``[3, h, w]`` of one column."""
     steps, run = column.split(":", 1)
-    flow = Flow.from_checkpoint(run)
+    flow = load_flow(run)
     how = {"solver": "euler"} if isinstance(flow, RectifiedFlow) else {}
     images = flow.sample(
         flags.num_samples, steps=int(steps), generator=torch.Generator().manual_seed(flags.seed), **how

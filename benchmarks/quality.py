@@ -38,6 +38,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator, Generated
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -161,7 +162,7 @@ def load_ours(case: Case, images: float = float("inf")) -> tuple[RectifiedFlow, 
     batch = config.split_batch(1).total
     paths = checkpoint.list_checkpoints(config.checkpoints)
     path = max(each for each in paths if checkpoint.step_of(each) * batch <= images)
-    return RectifiedFlow.from_checkpoint(path), checkpoint.step_of(path) * batch
+    return load_flow(path, RectifiedFlow), checkpoint.step_of(path) * batch
 
 
 # Both

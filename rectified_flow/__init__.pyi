@@ -14,7 +14,10 @@ from rectified_flow.flows.flow import Flow as Flow
 from rectified_flow.flows.flow_map import DistilledFlow as DistilledFlow
 from rectified_flow.flows.mean import MeanFlow as MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow as RectifiedFlow
-from rectified_flow.flows.saved import load_flow as load_flow
+from rectified_flow.hub import load_pretrained as load_pretrained
+from rectified_flow.hub import push_to_hub as push_to_hub
+from rectified_flow.hub import save_pretrained as save_pretrained
+from rectified_flow.load import load_flow as load_flow
 from rectified_flow.networks.unet import Unet as Unet
 from rectified_flow.registry import register as register
 from rectified_flow.runs.config import TrainingConfig as TrainingConfig

@@ -1,62 +1,135 @@
-"""Imports run one way, as docs/architecture.md has it; the command line is parsed without torch."""
+"""Imports run one way, model code loads little, and folders stay small."""
 
 import ast
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE
+
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
+LEAVES = {"", "condition", "randomness", "registry", "errors", "flags"}
 FLOORS = [
     {"cli"},
     {"training"},
     {"evaluation"},
-    {"flows"},
+    {"load", "hub"},
     {"runs", "distributed", "data"},
+    {"flows"},
     {"spaces", "networks"},
-    {path.stem for path in PACKAGE.glob("*.py")} | {"system"},
+    LEAVES | {"system"},
 ]
-"""From the top down; what stands on one floor may import each other."""
+"""From the top down. A module imports, directly or through others, no module of a floor above."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = {
+    ".".join(("rectified_flow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+MOST_FILES, MOST_TOP_LEVEL = 13, 8
 
 
 def room_of(module: str) -> str:
-    """``flows`` of ``rectified_flow.flows.mean``."""
-    return module.split(".")[1]
+    """Return ``flows`` for ``rectified_flow.flows.mean``, and nothing for the package itself."""
+    return [*module.split("."), ""][1]
 
 
-def imports_of(path: Path) -> list[str]:
-    """The modules of this package that a file imports when it runs."""
-    tree = ast.parse(path.read_text())
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    """Return the modules of this package that a module imports when it runs, also inside its functions."""
+    tree = ast.parse(MODULES[module].read_text())
     typing_only = {
         node
         for block in ast.walk(tree)
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for node in ast.walk(block)
     }
-    found = []
+    found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node not in typing_only and node.module:
-            if node.module == "rectified_flow":
-                found += [f"rectified_flow.{alias.name}" for alias in node.names]
-            elif node.module.startswith("rectified_flow."):
-                found.append(node.module)
-    return found
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return frozenset(found & MODULES.keys())
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_no_file_imports_from_a_floor_above(path: Path) -> None:
-    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    above = [module for module in imports_of(path) if FLOOR[room_of(module)] < FLOOR[room]]
-    assert not above, "an import against the direction"
+def closure_of(module: str) -> dict[str, str]:
+    """Return all modules that a module imports, directly or through others, each with one that imports it."""
+    importers: dict[str, str] = {}
+    waiting = [module]
+    while waiting:
+        importer = waiting.pop()
+        for imported in sorted(imports_of(importer) - importers.keys()):
+            importers[imported] = importer
+            waiting.append(imported)
+    return importers
+
+
+def chain(importers: dict[str, str], module: str, start: str) -> str:
+    """Return ``a < b < c`` for a module ``a`` that ``c`` imports through ``b``."""
+    names = [module]
+    while names[-1] != start:
+        names.append(importers[names[-1]])
+    return " < ".join(names)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_imports_from_a_floor_above(module: str) -> None:
+    importers = closure_of(module)
+    above = [each for each in importers if FLOOR[room_of(each)] < FLOOR[room_of(module)]]
+    assert not above, [chain(importers, each, module) for each in above]
+
+
+@pytest.mark.parametrize(("one", "other"), [("networks", "spaces"), ("spaces", "networks")])
+def test_networks_and_spaces_do_not_import_each_other(one: str, other: str) -> None:
+    for module in MODULES:
+        if room_of(module) == one:
+            assert not [each for each in closure_of(module) if room_of(each) == other], module
 
 
 @pytest.mark.parametrize("room", ["flows", "spaces", "networks"])
-def test_data_and_flows_know_nothing_of_other_processes(room: str) -> None:
+def test_model_code_has_no_processes(room: str) -> None:
     for path in (PACKAGE / room).glob("*.py"):
         assert "torch.distributed" not in path.read_text(), path
-        assert not [module for module in imports_of(path) if room_of(module) == "distributed"], path
 
 
-def test_flows_know_nothing_of_where_data_come_from() -> None:
-    for path in (PACKAGE / "flows").glob("*.py"):
-        assert not [module for module in imports_of(path) if room_of(module) == "data"], path
+HEAVY = {"accelerate", "filelock", "huggingface_hub", "pydantic", "tyro", "psutil", "PIL", "datasets", "torchvision"}
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Return the names of all modules that are loaded after a statement in a new process."""
+    code = f"import sys\n{statement}\nprint(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, capture_output=True, text=True, timeout=PATIENCE
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("statement", "most"),
+    [
+        ("from rectified_flow.networks.unet import Unet", 9),
+        ("from rectified_flow.flows.rectified import RectifiedFlow", 20),
+        ("from rectified_flow.flows.mean import MeanFlow", 20),
+    ],
+)
+def test_model_code_loads_few_modules_and_no_heavy_library(statement: str, most: int) -> None:
+    """Libraries that torch and einops load themselves do not count."""
+    loaded = loaded_by(statement)
+    own = {name for name in loaded if name.split(".")[0] == "rectified_flow"}
+    assert len(own) <= most, sorted(own)
+    libraries = {name.split(".")[0] for name in loaded - loaded_by("import torch, torch.utils.checkpoint, einops")}
+    assert not libraries & HEAVY
+    if statement.endswith("Unet"):
+        assert libraries - sys.stdlib_module_names == {"rectified_flow"}
+
+
+def test_folders_are_small() -> None:
+    assert len(list(PACKAGE.glob("[!_]*.py"))) <= MOST_TOP_LEVEL
+    for folder in PACKAGE.iterdir():
+        if folder.is_dir() and folder.name != "cli":  # whose 16 files are being merged
+            assert len(list(folder.glob("[!_]*.py"))) <= MOST_FILES, folder.name

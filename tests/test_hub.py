@@ -1,20 +1,29 @@
-"""The model card that sample.py --save_pretrained writes: what it says of the run, and what it keeps to itself."""
+"""Models for the Hugging Face hub, and the cards that they carry."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 
-from rectified_flow.cli.card import card_of
-from rectified_flow.cli.trained import read_trained
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import plain
+from rectified_flow.hub import card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained
+from rectified_flow.load import read_trained
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
 from tests.programs import assert_refused
-from tests.test_load import FLOWS, write
+from tests.system.test_files import refusing
+from tests.test_load import FLOWS, same, write
+
+DEFAULTS = plain(TrainRectifiedFlow())
 
 
 def run_of(folder: Path, data: dict[str, Any], flags: dict[str, Any], results: Sequence[dict[str, Any]] = ()) -> Path:
@@ -22,7 +31,7 @@ def run_of(folder: Path, data: dict[str, Any], flags: dict[str, Any], results: S
     flow = FLOWS["rectified"]()
     config = {"run": {}, "data": {"image_size": 8, **data}, "network": None, "flow": None, "flags": flags}
     files = {checkpoint.MODEL_FILE: checkpoint.own_weights(flow.network)}
-    path = checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), CONFIG_FILE: config})
+    path = checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), CONFIG_FILE: config})
     (folder / "evaluation.json").write_text(json.dumps(list(results)))
     return path
 
@@ -30,7 +39,9 @@ def run_of(folder: Path, data: dict[str, Any], flags: dict[str, Any], results: S
 def card(path: Path, license_name: str | None = None) -> ModelCard:
     """Written and read again, which checks its metadata."""
     trained = read_trained(path)
-    written = trained.flow.generate_model_card(**card_of(trained, license_name, trained.weights_name()))
+    written = model_card(
+        trained.flow, **card_of_run(trained, license_name, trained.weights_name(), "train_oxford.py", DEFAULTS)
+    )
     return ModelCard(str(written), ignore_metadata_errors=False)
 
 
@@ -89,3 +100,79 @@ def test_a_card_of_weights_alone_says_nothing_of_a_run(tmp_path: Path) -> None:
 )
 def test_a_licence_that_is_refused(flags: str, words: str) -> None:
     assert_refused("sample.py", 1, flags, words)
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_as_the_hub_has_it(name: str, tmp_path: Path) -> None:
+    flow = FLOWS[name]()
+    save_pretrained(flow, tmp_path, grid="grid.png", repo_id="me/flowers")
+    same(load_pretrained(tmp_path), flow)
+    same(load_pretrained(str(tmp_path)), flow)
+    card = (tmp_path / "README.md").read_text()
+    assert "![samples](grid.png)" in card
+    assert 'load_pretrained("me/flowers")' in card
+    assert "in 2 classes" in card
+    assert "of 8 px" in card
+    assert json.dumps(describe(flow), indent=1) in card
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"null", r"config\.json is damaged: it is null"),
+        (b"\xff\xfe", r"config\.json cannot be read"),
+        (b"{}", r"config\.json: the kind None is not registered"),
+        (None, r"config\.json is missing"),
+    ],
+)
+def test_a_damaged_folder_of_the_hub(tmp_path: Path, content: bytes | None, words: str) -> None:
+    save_pretrained(FLOWS["rectified"](), tmp_path)
+    config = tmp_path / "config.json"
+    config.unlink()
+    if content is not None:
+        config.write_bytes(content)
+    with pytest.raises(UsageError, match=words):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", checkpoint.MODEL_FILE])
+def test_a_folder_of_the_hub_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    save_pretrained(FLOWS["rectified"](), tmp_path)
+    with refusing(monkeypatch, name), pytest.raises(UsageError, match=rf"{name} cannot be read .*: change its rights"):
+        load_pretrained(tmp_path)
+
+
+def test_a_model_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = FLOWS["rectified"]()
+    save_pretrained(flow, tmp_path)
+    weights = (tmp_path / checkpoint.MODEL_FILE).read_bytes()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space"):
+            save_pretrained(flow, tmp_path)
+    assert (tmp_path / checkpoint.MODEL_FILE).read_bytes() == weights
+    assert not list(tmp_path.glob(".*"))
+    save_pretrained(flow, tmp_path)
+    same(load_pretrained(tmp_path), flow)
+
+
+def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    flow, uploaded = FLOWS["rectified"](), dict[str, str]()
+
+    def create_repo(_api: HfApi, repo_id: str, **options: Any) -> SimpleNamespace:
+        assert options == {"private": True, "exist_ok": True}
+        return SimpleNamespace(repo_id=f"me/{repo_id}")
+
+    def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+        same(load_pretrained(folder_path), flow)
+        uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
+        return f"https://huggingface.co/{repo_id}/commit/1"
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    assert push_to_hub(flow, "flowers", private=True) == "https://huggingface.co/me/flowers/commit/1"
+    assert 'flow = load_pretrained("me/flowers")' in uploaded["me/flowers"]

@@ -14,15 +14,6 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig
-from rectified_flow.cli.trained import (
-    Trained,
-    autocast,
-    class_names,
-    load_average,
-    load_trained,
-    run_folder_of,
-    solver_options,
-)
 from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
@@ -31,6 +22,7 @@ from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.evaluation.evaluator import SPLIT, Evaluator
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import checked
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, load_trained, solver_options
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags, read_config
@@ -40,7 +32,7 @@ from rectified_flow.system.files import locked, prepare_folder, read_document, r
 from rectified_flow.system.pictures import draw_lines, to_grid, write_picture
 from rectified_flow.system.terminal import line, size_text
 
-RESULTS_FILE, NEIGHBOURS_FILE = "evaluation.json", "neighbours.png"
+NEIGHBOURS_FILE = "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
 LOCK_FILE = ".evaluation.lock"
 MOST_TEACHERS = 20
@@ -58,17 +50,18 @@ def evaluate(config: EvaluateConfig) -> None:
     """
     state, measure = join(config), config.measure
     set_seed(measure.seed)
-    trained = load_trained(config.model, state)
+    model = config.model
+    trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
     flow, source = trained.flow, trained.source
-    options = solver_options(config.solver, flow, source)
+    options = solver_options(flow, source, **vars(config.solver))
     snapshots = on_main(state, lambda: intact_snapshots(source, tqdm.write)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)  # or say now that it cannot be made
-    folder = prepare_folder("output_dir", measure.output_dir or run_folder_of(source))
+    folder = prepare_folder("output_dir", measure.output_dir or trained.run_folder)
     _known_results(folder)  # or say now that they cannot be read
     dataset, held_out, compared = _split(_training_pictures(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    names = class_names(flow)
+    names = flow.class_names
     require(
         not names or names == dataset.class_names,
         f"{source} was trained on different classes than {dataset.info.source}; pass its training images with "
@@ -89,7 +82,7 @@ def evaluate(config: EvaluateConfig) -> None:
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
         if length is not None:
             load_average(flow, snapshots, length)
-        with autocast(config.model, state.device):
+        with autocast(config.model.mixed_precision, state.device):
             generated = evaluator.generate(flow, **options, steps=steps)
             losses = {} if compared is None else compared.measure(flow, state)
         if not state.is_main_process:
@@ -98,7 +91,7 @@ def evaluate(config: EvaluateConfig) -> None:
         result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated) | losses}
         new.append(result)
         _write_down(folder, result)
-        with autocast(config.model, state.device):
+        with autocast(config.model.mixed_precision, state.device):
             rows = evaluator.beside_neighbours(flow, generated, **options, steps=steps)
         write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
         tqdm.write(_describe(result))

@@ -15,12 +15,12 @@ from torch.export import Dim, ExportedProgram
 from torch.nn.utils import parametrize
 
 from rectified_flow.cli.run_flags import ExportConfig
-from rectified_flow.cli.trained import Trained, class_names, read_trained, run_folder_of, solver_name
 from rectified_flow.condition import Labels, chosen
 from rectified_flow.errors import RunError, UsageError, require
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import Trained, read_trained, solver_name
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file
@@ -139,7 +139,7 @@ def export(config: ExportConfig) -> None:
         f"--format page shows grey and RGB pictures, and those of {source} have {call.shape[0]} channels: "
         "pass --format onnx",
     )
-    folder = prepare_folder("output_dir", flags.output_dir or run_folder_of(source) / "exported")
+    folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()
@@ -189,7 +189,7 @@ def describe(flow: Flow, call: NetworkCall, form: Format, *, half: bool) -> dict
         "half": half,
         "channels": call.shape[0],
         "range": [-1, 1],
-        "classes": class_names(flow),
+        "classes": flow.class_names,
         "no_label": call.labels.num_classes if isinstance(call.labels, Labels) else None,
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),

@@ -16,25 +16,21 @@ from filelock import Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.card import card_of
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.run_flags import SampleConfig
-from rectified_flow.cli.trained import (
-    autocast,
-    class_names,
-    load_average,
-    load_trained,
-    run_folder_of,
-    solver_name,
-    solver_options,
-)
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.fitting import fit
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import RunError, UsageError, first_line, require
+from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.hub import card_of_run, save_pretrained
+from rectified_flow.load import autocast, load_average, load_trained, solver_name, solver_options
+from rectified_flow.registry import describe as description_of
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -110,7 +106,7 @@ def _draw_pictures(config: SampleConfig, plan: Plan, state: PartialState) -> Non
     with (
         plan.flow.network.register_forward_hook(count_rows),
         interruptible(plan.flow),
-        autocast(config.model, state.device),
+        autocast(config.model.mixed_precision, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
         for numbers, pictures in plan.draw(mine, config, with_alpha=True):
@@ -139,11 +135,12 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
         UsageError: if they do not fit, or the folder cannot be written or has other pictures.
     """
     flags = config.pictures
-    trained = load_trained(config.model, state)
+    model = config.model
+    trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
     flow, source = trained.flow, trained.source
     if flags.ema_length is not None:
         load_average(flow, on_main(state, lambda: intact_snapshots(source, tqdm.write)), flags.ema_length)
-    options = solver_options(config.solver, flow, source)
+    options = solver_options(flow, source, **vars(config.solver))
     options["steps"] = flags.steps or flow.default_steps
     classes = _find_classes(flags.classes, flow, source)
     start = None
@@ -158,7 +155,7 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     weights, card = trained.weights_name(flags.ema_length), {}
     if flags.save_pretrained is not None:
-        flow.describe()  # or say now that it cannot be
+        description_of(flow)  # fails before any sampling if a part is not registered
         taken = [name for name in (MANIFEST, STATUS_FILE) if (flags.save_pretrained / name).exists()]
         require(
             not taken,
@@ -166,8 +163,10 @@ def prepare(config: SampleConfig, state: PartialState, held: ExitStack) -> Plan:
             "choose a folder of its own",
         )
         prepare_folder("save_pretrained", flags.save_pretrained)
-        card = card_of(trained, flags.license, weights)
-    output_dir = flags.output_dir or run_folder_of(source) / "generated"
+        is_map = isinstance(flow, FlowMap)
+        program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
+        card = card_of_run(trained, flags.license, weights, program, plain(defaults()))
+    output_dir = flags.output_dir or trained.run_folder / "generated"
     on_main(state, lambda: _claim(output_dir, flags.num_samples, held))
     check_shared(state, {"output_dir": output_dir})
     return Plan(flow, source, weights, output_dir, classes, start, options, card)
@@ -195,7 +194,7 @@ def _claim(folder: Path, count: int, held: ExitStack) -> None:
 
 def describe(config: SampleConfig, plan: Plan, state: PartialState) -> str:
     """Lines on the model, the solver and the pictures."""
-    flow, names = plan.flow, class_names(plan.flow)
+    flow, names = plan.flow, plan.flow.class_names
     parameters = sum(p.numel() for p in flow.parameters()) / 1e6
     steps = plan.options["steps"]
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, plan.options)
@@ -224,7 +223,7 @@ def _count(pictures: Sized) -> str:
 
 
 def _find_classes(given: str | None, flow: Flow, source: Path) -> list[int]:
-    names = class_names(flow)
+    names = flow.class_names
     require(
         given is None or len(names) > 0,
         f"--classes: {source} was trained without labels; train with --use_cfg for them",
@@ -269,7 +268,7 @@ def picture_name(number: int, count: int) -> str:
 def _save_model(plan: Plan, folder: Path, grid: Path) -> None:
     try:
         replace_file(folder / "grid.png", grid.read_bytes())
-        plan.flow.save_pretrained(folder, model_card_kwargs={"grid": "grid.png", **plan.card})
+        save_pretrained(plan.flow, folder, grid="grid.png", **plan.card)
     except OSError as error:
         raise RunError(f"could not write the model into --save_pretrained {folder} ({error})") from error
 

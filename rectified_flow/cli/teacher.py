@@ -24,6 +24,7 @@ from rectified_flow.errors import DamageError, UsageError, require
 from rectified_flow.flags import as_plain, checked, command_line, plain, replaced
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
+from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
@@ -236,7 +237,7 @@ class _Generator:
     ) -> None:
         self.taught, self.recipe, self.state, self.writer, self.pictures = taught, recipe, state, writer, pictures
         self.bf16 = recipe.precision == "bf16"
-        teacher = RectifiedFlow.from_checkpoint(taught.source)
+        teacher = load_flow(taught.source, RectifiedFlow)
         self.teacher = to_device(teacher, state.device, "bf16" if self.bf16 else "no")
         labels = self.teacher.conditions.get("labels")
         require(

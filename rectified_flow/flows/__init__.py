@@ -6,7 +6,5 @@ Coupling = Literal["independent", "ot", "immiscible"]
 Prediction = Literal["velocity", "clean", "noise"]
 Distance = Literal["mse", "pseudo_huber"]
 ObjectiveName = Literal["mean_flow", "improved_mean_flow", "so_flow"]
-RemovedObjective = Literal["alpha_flow", "shortcut"]
-"""Objectives of earlier versions, by whose checkpoints a flow can be sampled, and not trained."""
 Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
 TimeGrid = Literal["uniform", "shifted", "edm"]

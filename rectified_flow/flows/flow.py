@@ -8,11 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Values, drop
+from rectified_flow.condition import Kinds, Labels, Values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
-from rectified_flow.flows.saved import Saved
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
@@ -30,7 +29,7 @@ GPU_OPTIONS: dict[str, Any] = {
 """The compiler's options on a GPU, where launches and bytes bound a step: ``benchmarks/launches.py`` counts both."""
 
 
-class Flow(nn.Module, Saved):
+class Flow(nn.Module):
     """A module that holds a network; ``forward(**batch)`` is the loss, and ``sample`` generates data.
 
     Time is the noise level: ``x_t = (1 - t) x_0 + t noise``, so ``t = 0`` is data, ``t = 1`` is noise and the velocity
@@ -91,6 +90,14 @@ class Flow(nn.Module, Saved):
     def conditions(self) -> Kinds:
         """The conditions that the network takes, by name."""
         return getattr(self.network, "conditions", {})
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes that can be sampled; empty if the network takes no labels."""
+        labels = self.conditions.get("labels")
+        if not isinstance(labels, Labels):
+            return []
+        return list(labels.names) or [str(label) for label in range(labels.num_classes)]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the objective; drawing stays outside, and no saved name changes.
@@ -220,6 +227,14 @@ class Flow(nn.Module, Saved):
 def _gpu_options() -> dict[str, Any]:
     known: list[str] = torch._inductor.list_options()
     return GPU_OPTIONS if GPU_OPTIONS.keys() <= set(known) else {}  # PyTorch 2.8 lacks two, and refuses them
+
+
+def network_of(flow: nn.Module) -> nn.Module:
+    """Return the module whose weights a checkpoint keeps: the flow's network, or a flow with weights outside of it."""
+    network = getattr(flow, "network", None)
+    if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
+        return network
+    return flow
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:

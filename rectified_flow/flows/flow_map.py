@@ -14,7 +14,6 @@ from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.solvers import Watch
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
-from rectified_flow.system.signals import raise_if_stop_requested
 
 
 class FlowMap(Flow):
@@ -109,7 +108,6 @@ class FlowMap(Flow):
         watch(times[0], x)
         with self.evaluating():
             for t, r in pairwise(times):
-                raise_if_stop_requested()
                 u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
                 x = x - (t - r) * u
                 watch(r, x)

@@ -12,15 +12,14 @@ forward-mode product) or a finite step, which needs no forward mode.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
 from rectified_flow.condition import Values, all_none, chosen, none_of
-from rectified_flow.errors import UsageError
-from rectified_flow.flows import ObjectiveName, RemovedObjective
+from rectified_flow.flows import ObjectiveName
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
@@ -56,7 +55,6 @@ VARIANTS: dict[str, Variant] = {
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
     "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
 }
-REMOVED: tuple[str, ...] = get_args(RemovedObjective)
 
 
 @register
@@ -66,8 +64,7 @@ class MeanFlow(FlowMap):
     Args:
         network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it unless the objective
             takes finite steps only.
-        objective: a name from the papers, or a :class:`Variant` of your own. A flow of a removed one, which checkpoints
-            of earlier versions may name, can be sampled, and not trained.
+        objective: a name from the papers, or a :class:`Variant` of your own.
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
         weight_power: see :class:`FlowMap`.
         weight_epsilon: likewise.
@@ -91,7 +88,7 @@ class MeanFlow(FlowMap):
         self,
         network: nn.Module,
         *,
-        objective: ObjectiveName | RemovedObjective | Variant = "improved_mean_flow",
+        objective: ObjectiveName | Variant = "improved_mean_flow",
         mean_fraction: float = 0.5,
         weight_power: float = 0.75,
         weight_epsilon: float = 1e-3,
@@ -102,7 +99,7 @@ class MeanFlow(FlowMap):
         **settings: Any,
     ) -> None:
         super().__init__(network, weight_power=weight_power, weight_epsilon=weight_epsilon, **settings)
-        if not isinstance(objective, Variant) and objective not in (*VARIANTS, *REMOVED):
+        if not isinstance(objective, Variant) and objective not in VARIANTS:
             raise ValueError(f"objective is {objective!r}; it must be one of {', '.join(VARIANTS)}, or a Variant")
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
@@ -110,7 +107,7 @@ class MeanFlow(FlowMap):
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
-        self.variant = objective if isinstance(objective, Variant) else VARIANTS.get(objective, Variant())
+        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
         self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
         self.mean_fraction = mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
@@ -124,8 +121,6 @@ class MeanFlow(FlowMap):
         The first ``mean_fraction`` of the rows gets ``r < t``: the same count on every rank, and, as ranks hold
         strided rows of the global batch, the same rows on any number of them if that count is a whole number.
         """
-        if self.objective in REMOVED:
-            raise UsageError(f"the objective {self.objective} has been removed: start a new run with --init_from")
         x_0, noise, conditions = self.draw_batch(batch)
         t = self.time_distribution.draw(len(x_0), x_0.device)
         earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")

@@ -12,7 +12,6 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds, Values, none_of
 from rectified_flow.flows import Solver
-from rectified_flow.system.signals import raise_if_stop_requested
 
 FixedStep = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
@@ -68,7 +67,6 @@ def integrate(
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
-        raise_if_stop_requested()
         if step is not None:
             x = step(velocity, x, t, t_next - t)
         elif solver == "stochastic":
@@ -110,7 +108,6 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     from torchdiffeq import odeint
 
     def derivative(t: Tensor, x: Tensor) -> Tensor:
-        raise_if_stop_requested()
         return velocity(x, float(t))
 
     ends_at_data = times[-1] == 0 and not evaluate_at_data

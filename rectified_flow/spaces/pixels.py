@@ -10,7 +10,6 @@ from rectified_flow.condition import AugmentationLabels, Kinds, Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import size_text
 
 RGB, RGBA = 3, 4
 
@@ -102,7 +101,8 @@ class Pixels(Space):
         if self.shape is None:
             return "images"
         channels, height, width = self.shape
-        return f"{size_text(width, height)} px" + " with transparency" * (channels == RGBA)
+        size = str(width) if width == height else f"{width}x{height}"
+        return f"{size} px" + " with transparency" * (channels == RGBA)
 
     def _margins(self, data: Tensor) -> tuple[int, int]:
         """How many pixels higher and wider stored pictures are than the shape; 0 where they are too small for it."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from rectified_flow.errors import DamageError, RunError, UsageError, require
-from rectified_flow.flows.saved import network_of
+from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.snapshots import LENGTHS, file_of
 

@@ -22,8 +22,7 @@ from rectified_flow.distributed.collectives import (
 )
 from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import require
-from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.saved import network_of
+from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import data_description, run_document

@@ -14,13 +14,14 @@ from PIL import Image
 
 from rectified_flow.cli.evaluate import _training_pictures, evaluate
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.build import open_dataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import parse
+from rectified_flow.load import read_trained
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, SavedState
 from rectified_flow.runs.config import TrainingConfig
@@ -47,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
     config = run_document(TrainingConfig(), flow, dataset, None)
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
-    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config})
+    checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
     return folder
 
 
@@ -234,7 +235,7 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     source = checkpoint.resolve(run)
     flow, config = FLOWS["rectified"](), {"run": {}, "data": {"description": "21 items of a list"}}
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
-    documents = {FLOW_FILE: flow.describe(), checkpoint.CONFIG_FILE: config}
+    documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
     with pytest.raises(UsageError, match="does not say how to open its training data: pass a folder"):
         _training_pictures(MeasureConfig(), read_trained(path))

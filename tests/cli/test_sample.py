@@ -15,6 +15,9 @@ from rectified_flow.errors import RunError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.hub import load_pretrained
+from rectified_flow.load import build_flow, load_flow
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.system.files import lock_of
@@ -72,7 +75,7 @@ def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
     assert code == 0, output
     width = 4 * (8 + 2) + 2
     assert Image.open(folder / "generated/path.png").size == (width, width), "4 pictures at 4 times"
-    assert isinstance(Flow.from_pretrained(tmp_path / "hub"), Flow)
+    assert isinstance(load_pretrained(tmp_path / "hub"), Flow)
     assert "![samples](grid.png)" in (tmp_path / "hub/README.md").read_text()
     assert (tmp_path / "hub/grid.png").exists()
     code, output = program("sample.py", [*map(str, flags), "gif"])
@@ -139,11 +142,11 @@ def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> N
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
     assert_refused("sample.py", 1, f"--checkpoint {mean_run} --guidance_scale 2", "is guided in training")
     assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver has no effect")
-    labelled = MeanFlow.from_checkpoint(mean_run).describe()
+    labelled = describe(load_flow(mean_run, MeanFlow))
     network = {**labelled["network"], "conditions": {}}
-    plain = Flow.from_description({**labelled, "network": network, "guidance_scale": 1.0})
+    plain = build_flow({**labelled, "network": network, "guidance_scale": 1.0}, "a test")
     files = {checkpoint.MODEL_FILE: plain.network.state_dict()}
-    checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: plain.describe()})
+    checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: describe(plain)})
     assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without labels")
 
 

@@ -23,6 +23,7 @@ from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.load import load_flow
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -68,7 +69,7 @@ def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: StoreDat
     assert set(batch) == {"images", "labels", "path"}
     assert (batch["path"].dtype, batch["path"].shape) == (torch.float16, (3, STEPS, 3, 8, 8))
     seen: list[tuple[float, Tensor]] = []
-    images = RectifiedFlow.from_checkpoint(teacher).sample(
+    images = load_flow(teacher, RectifiedFlow).sample(
         noise=batch["path"][:, 0].float(),
         labels=batch["labels"],
         steps=STEPS,
@@ -103,7 +104,7 @@ def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDatase
     assert list(one) == [3, 6]
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
     assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.5)
-    before, after = RectifiedFlow.from_checkpoint(teacher), DistilledFlow.from_checkpoint(tmp_path / "1")
+    before, after = load_flow(teacher, RectifiedFlow), load_flow(tmp_path / "1", DistilledFlow)
     earlier, later = before.state_dict(), after.state_dict()
     assert earlier.keys() - later.keys() == {"network.augmentation_embedding.weight"}, "paths are not augmented"
     for name, weights in later.items():

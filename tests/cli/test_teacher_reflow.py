@@ -20,6 +20,7 @@ from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -74,7 +75,7 @@ def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: StoreD
     assert len(pairs) == COUNT
     batch = pairs.read_batch([3, 149, 70])
     assert (batch["noise"].dtype, batch["noise"].shape) == (torch.float16, (3, 3, 8, 8))
-    flow = RectifiedFlow.from_checkpoint(teacher)
+    flow = load_flow(teacher, RectifiedFlow)
     images = flow.sample(noise=batch["noise"].float(), labels=batch["labels"], steps=STEPS)
     assert (images.mul(255) - batch["images"]).abs().max() < 1, "not the flow's picture of that noise and label"
     everything = pairs.read_batch(range(COUNT))
@@ -137,7 +138,7 @@ def test_training_starts_from_the_teacher(teacher: Path, pairs: StoreDataset, tm
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
     assert (description["distance"], description["prediction"]) == ("pseudo_huber", "clean")
     assert description["time_distribution"] == {"kind": "UShaped", "steepness": 4.0}
-    before, after = (RectifiedFlow.from_checkpoint(run) for run in (teacher, tmp_path / "1"))
+    before, after = (load_flow(run, RectifiedFlow) for run in (teacher, tmp_path / "1"))
     for one, two in zip(before.parameters(), after.parameters(), strict=True):
         assert (one - two).abs().max() < 6.1e-4, "not the weights of the teacher, six steps later"
     assert list(losses(tmp_path / "1")) == [3, 6]

@@ -22,7 +22,7 @@ from rectified_flow.data.store_writer import StoreWriter
 from rectified_flow.distributed import fill as filling
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
-from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.hub import load_pretrained
 from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.system.files import lock_of
@@ -219,7 +219,7 @@ def test_previews_are_what_sample_draws(trained: Path, tmp_path: Path) -> None:
         np.asarray(Image.open(path)) for path in (trained / "1/samples/step_00000006.png", tmp_path / "out/grid.png")
     )
     assert np.abs(preview.astype(int) - grid).max() <= 1
-    assert RectifiedFlow.from_pretrained(tmp_path / "model").sample(2, steps=1).shape == (2, 3, 8, 8)
+    assert load_pretrained(tmp_path / "model").sample(2, steps=1).shape == (2, 3, 8, 8)
 
 
 def test_a_picture_is_varied(trained: Path, tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ from accelerate.utils import set_seed
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow import Flow, Trainer, TrainingConfig, UsageError
+from rectified_flow import Trainer, TrainingConfig, UsageError
+from rectified_flow.load import build_flow, load_flow
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
@@ -88,7 +89,7 @@ def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Pat
 def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     guest, folder = runs
     importlib.import_module(f"tests.extension.{guest}")
-    flow = Flow.from_checkpoint(folder / "straight")
+    flow = load_flow(folder / "straight")
     samples = flow.sample(3, steps=2)
     shape = flow.space.picture_shape or flow.space.shape
     assert samples.shape == (3, *(shape or ()))
@@ -113,7 +114,7 @@ def test_a_hostile_checkpoint_imports_and_calls_nothing(tmp_path: Path) -> None:
     for kind in ("os.system", "subprocess.Popen", "eval", "tests.extension.own_network:build"):
         description: dict[str, Any] = {"kind": "RectifiedFlow", "network": {"kind": kind, "command": "touch hacked"}}
         with pytest.raises(UsageError, match=f"'{kind}' is not registered"):
-            Flow.from_description(description)
+            build_flow(description, "a test")
     assert not Path("hacked").exists()
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from rectified_flow.cli.teacher import with_teacher_flags
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
-from rectified_flow.cli.trained import read_trained
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
-from rectified_flow.flows.saved import load_flow
+from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe
 from rectified_flow.runs.manifest import MANIFEST, write_manifest

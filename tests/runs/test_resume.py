@@ -8,6 +8,7 @@ import pytest
 
 from rectified_flow import Flow, Labels, MeanFlow, Pixels, RectifiedFlow, TrainingConfig, Unet, UsageError
 from rectified_flow.flows.times import LogitNormal, Uniform
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, SavedState
 from rectified_flow.runs.document import run_document
@@ -26,7 +27,7 @@ def save(flow: Flow, config: TrainingConfig) -> None:
     run = identify_run(config, "data", 8, "float32")
     documents = {
         CONFIG_FILE: run_document(config, flow, [], None),  # type: ignore[arg-type]
-        FLOW_FILE: flow.describe(),
+        FLOW_FILE: describe(flow),
         STATE_FILE: asdict(SavedState(4, run)),
     }
     checkpoint.save(config.checkpoints, 4, {}, documents)
@@ -36,7 +37,7 @@ def resume(flow: Flow, config: TrainingConfig) -> list[str]:
     """What is reported."""
     lines: list[str] = []
     run = identify_run(config, "data", 8, "float32")
-    path, _ = choose_checkpoint(config, run, 40, flow.describe(), lines.append)
+    path, _ = choose_checkpoint(config, run, 40, describe(flow), lines.append)
     assert path is not None
     return lines
 

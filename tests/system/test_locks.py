@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from filelock import FileLock, Timeout
 
-from rectified_flow.cli.evaluate import RESULTS_FILE, _write_down
+from rectified_flow.cli.evaluate import _write_down
 from rectified_flow.errors import UsageError
+from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import RunFolder

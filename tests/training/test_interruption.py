@@ -15,7 +15,7 @@ from rectified_flow.data.build import open_store
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.saved import network_of
+from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import folder
 from rectified_flow.system.signals import Interrupted, stop_on_signals
 from rectified_flow.system.terminal import tolerant_streams

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -172,7 +173,7 @@ def test_what_is_frozen_is_shared_and_saved_once(
     assert {name.split(".")[-3] for name in moments} == {"trained"}
     assert_resumes_alike(1, tmp_path, train_partly_frozen, config, flowers, kind)
     if kind == "kept":
-        weight: Any = RectifiedFlow.from_checkpoint(saved).network.frozen
+        weight: Any = load_flow(saved, RectifiedFlow).network.frozen
         assert (weight.weight == 0.25).all()
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from rectified_flow.condition import Labels
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.config import TrainingConfig
@@ -193,7 +194,7 @@ def test_samples_are_the_same_on_any_number_of_ranks_and_later(tmp_path: Path, f
     assert (grids[0] - grids[1]).abs().max() <= 1
     assert (grids[0] - grids[2]).abs().max() <= 1, "drawn in three parts, as it was trained on so few at once"
     assert grids[0].float().std() > 30
-    flow = Flow.from_checkpoint(tmp_path / "0/checkpoints/step_00000001")
+    flow = load_flow(tmp_path / "0/checkpoints/step_00000001")
     (later,) = (images for _, images in sample_batches(flow, range(5), seed=tiny_config(tmp_path).seed))
     assert (torch.from_numpy(to_grid(later)).flatten().long() - grids[0]).abs().max() <= 1, "what sample.py draws"
 

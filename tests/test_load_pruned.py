@@ -7,12 +7,9 @@ from types import ModuleType
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli import trained
-from rectified_flow.cli.run_flags import ModelConfig
-from rectified_flow.cli.trained import Trained, load_trained
+from rectified_flow import load
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import saved
-from rectified_flow.flows.flow import Flow
+from rectified_flow.load import Trained, load_flow, load_trained
 from rectified_flow.runs import checkpoint
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, same, write
@@ -26,9 +23,7 @@ def go_on(run: Path) -> None:
     checkpoint.prune(checkpoint.save(newest.parent, checkpoint.step_of(newest) + 1, files, documents), keep=1)
 
 
-@pytest.mark.parametrize(
-    ("module", "part"), [(saved, "build_flow"), (saved, "network_of"), (checkpoint, "load_weights")]
-)
+@pytest.mark.parametrize(("module", "part"), [(load, "build_flow"), (load, "network_of"), (checkpoint, "load_weights")])
 def test_a_flow_is_read_from_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, part: str
 ) -> None:
@@ -44,17 +39,17 @@ def test_a_flow_is_read_from_the_next_checkpoint(
         return original(*arguments)
 
     monkeypatch.setattr(module, part, prune_first)
-    same(Flow.from_checkpoint(tmp_path), flow)
+    same(load_flow(tmp_path), flow)
     assert len(calls) > 1
     calls.clear()
     with pytest.raises(UsageError, match=r"there is no checkpoint at .* its run may have pruned"):
-        Flow.from_checkpoint(tmp_path / "checkpoints/step_00000002")
+        load_flow(tmp_path / "checkpoints/step_00000002")
 
 
 def load_while_pruned(run: Path, late_rank: int) -> str:
     """One rank reads before, the other after the checkpoint that both found is gone; returns which they have."""
     state = PartialState()
-    read: Callable[[Path], Trained] = trained.read_trained
+    read: Callable[[Path], Trained] = load.read_trained
     found: list[Path] = []
 
     def read_and_prune(source: Path) -> Trained:
@@ -68,8 +63,8 @@ def load_while_pruned(run: Path, late_rank: int) -> str:
         state.wait_for_everyone()
         return early or read(source)
 
-    trained.read_trained = read_and_prune
-    source = load_trained(ModelConfig(run), state).source
+    load.read_trained = read_and_prune
+    source = load_trained(run, state).source
     assert [checkpoint.step_of(each) for each in found] == [1, 2]
     return source.name
 

@@ -1,0 +1,283 @@
+"""Save flows for the Hugging Face hub, load them again, and write their model cards."""
+
+import json
+import shlex
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its documentation names
+
+from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.flags import command_line
+from rectified_flow.flows.flow import Flow, network_of
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.load import RESULTS_FILE, Trained, build_flow
+from rectified_flow.registry import describe
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
+from rectified_flow.system.files import read_document, replace_file
+
+LIBRARY = "rectified-flow-trainer"
+TASK = "unconditional-image-generation"
+CONFIG_FILE, CARD_FILE = "config.json", "README.md"
+OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
+"""Flags for places on this machine, which the card's command leaves out."""
+NAMES_OR_PATHS = {"autoencoder", "dataset", "dataset_path", "init_from", "reflow_from", "teacher"}
+"""Flags whose path on this machine need not be public; its last part names the data or the run."""
+SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
+"""Keys of a result that must be equal where two results are compared."""
+
+MODEL_CARD = """---
+{{ card_data }}
+---
+
+# {{ title | default("A " + kind, true) }}
+
+{{ kind }} of {{ noun }}{% if classes %} in {{ classes }} classes{% endif %}, {{ parameters }} M parameters.
+{%- if dataset %} Trained on {{ dataset }}.{% endif %}
+{% if grid %}
+![samples]({{ grid }})
+{% endif %}
+```python
+{% if module %}import {{ module }}  # registers the {{ kind }}
+{% endif %}from rectified_flow import load_pretrained
+
+flow = load_pretrained({{ repo_id | default("this folder", true) | tojson }})
+samples = flow.sample(16)  # {{ shape }}
+```
+{% if results %}
+## Evaluation
+
+| pictures | measure | value |
+|---|---|---|
+{% for result in results %}{% for name, number in result.numbers.items() -%}
+| {{ result.how }} | {{ name }} | {{ number }} |
+{% endfor %}{% endfor %}{% endif %}
+{%- if command %}
+## Training
+
+```bash
+{{ command }}
+```
+{% endif %}
+## Settings
+
+```json
+{{ config }}
+```
+"""
+
+
+def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
+    """Write a flow's description, weights and model card into ``folder``.
+
+    Args:
+        flow: the flow.
+        folder: the folder, made if it does not exist. A card that is there already stays.
+        card: arguments of :func:`model_card`.
+
+    Raises:
+        UsageError: if a part of the flow is not registered.
+        OSError: if a file cannot be written; it is then as it was.
+    """
+    description, folder = describe(flow), Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = checkpoint.own_weights(network_of(flow))
+    replace_file(folder / checkpoint.MODEL_FILE, checkpoint.to_bytes(weights))
+    replace_file(folder / CONFIG_FILE, json.dumps(description, indent=1))
+    if not (folder / CARD_FILE).exists():
+        replace_file(folder / CARD_FILE, str(model_card(flow, **card)))
+
+
+def load_pretrained(source: str | Path, **options: Any) -> Flow:
+    """Load a flow from a folder that :func:`save_pretrained` wrote, or from the Hugging Face hub, ready to sample.
+
+    Args:
+        source: a folder, or the id of a model on the hub.
+        options: options of :func:`huggingface_hub.hf_hub_download`, such as ``revision`` and ``token``.
+
+    Raises:
+        UsageError: if a file is damaged, or describes no flow.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        fetch = partial(hf_hub_download, str(source), **options)
+        fetch(checkpoint.MODEL_FILE)
+        folder = Path(fetch(CONFIG_FILE)).parent
+    flow = build_flow(checkpoint.load_document(folder, CONFIG_FILE), folder / CONFIG_FILE)
+    checkpoint.load_weights(network_of(flow), folder, checkpoint.MODEL_FILE)
+    return flow.eval()
+
+
+def push_to_hub(
+    flow: Flow,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    commit_message: str = "Upload the model",
+    **card: Any,
+) -> str:
+    """Upload a flow with its model card to the Hugging Face hub.
+
+    Args:
+        flow: the flow.
+        repo_id: the id of the model on the hub, created if it does not exist.
+        private: whether a new repository is private; by default as the account has it.
+        token: the access token; by default that of ``hf auth login``.
+        commit_message: the message of the commit.
+        card: arguments of :func:`model_card`.
+
+    Returns:
+        The address of the commit.
+    """
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    with TemporaryDirectory() as folder:
+        save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message))
+
+
+def model_card(
+    flow: Flow,
+    *,
+    repo_id: str | None = None,
+    grid: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    **texts: Any,
+) -> ModelCard:
+    """Return the README of a model, with a description and code that loads it.
+
+    Args:
+        flow: the flow.
+        repo_id: the id of the model on the hub, for the code.
+        grid: the name of a picture in the same folder.
+        metadata: arguments of :class:`huggingface_hub.ModelCardData`, such as license, datasets and tags.
+        texts: further values of the template, by :func:`card_of_run`.
+    """
+    module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
+    return ModelCard.from_template(
+        ModelCardData(library_name=LIBRARY, pipeline_tag=TASK, **(metadata or {})),
+        template_str=MODEL_CARD,
+        kind=type(flow).__name__,
+        module=module,
+        noun=flow.space.noun,
+        shape=["b", *(flow.space.shape or ())],
+        classes=getattr(flow.conditions.get("labels"), "num_classes", None),
+        parameters=f"{sum(p.numel() for p in flow.network.parameters()) / 1e6:.1f}",
+        repo_id=repo_id,
+        grid=grid,
+        config=json.dumps(describe(flow), indent=1),
+        **texts,
+    )
+
+
+def card_of_run(
+    trained: Trained, license_name: str | None, weights: str, program: str, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return arguments of :func:`model_card` on the data, the training command, and the evaluation of the weights.
+
+    Args:
+        trained: the checkpoint.
+        license_name: the licence of the model, as the hub names it.
+        weights: the name of the weights that are saved, by :meth:`Trained.weights_name`.
+        program: the program that trains this kind of flow.
+        defaults: the defaults of that program's flags, by name.
+
+    Raises:
+        UsageError: if the run's ``evaluation.json`` is damaged.
+    """
+    recipe = data_recipe(trained.config, trained.source / checkpoint.CONFIG_FILE)
+    results = _results_of(trained, weights)
+    metadata: dict[str, Any] = {
+        "license": license_name,
+        "datasets": [recipe.dataset] if recipe is not None and _is_on_hub(recipe) else None,
+        "tags": ["flow-matching", "mean-flow" if isinstance(trained.flow, FlowMap) else "rectified-flow"],
+    }
+    if results:
+        metadata["model_name"] = trained.run_folder.resolve().name
+        metadata["eval_results"] = [each for result in results for each in _eval_results(result, recipe)]
+    changed = {
+        name: _public(name, value)
+        for name, value in program_flags(trained.config).items()
+        if name in defaults and value != defaults[name] and name not in OF_THIS_MACHINE
+    }
+    return {
+        "metadata": {name: value for name, value in metadata.items() if value is not None},
+        "dataset": None if recipe is None else _name_of(recipe),
+        "command": shlex.join(["python", program, *command_line(changed)]) if "flags" in trained.config else None,
+        "results": [_row(result) for result in results],
+    }
+
+
+def _is_on_hub(recipe: DataRecipe) -> bool:
+    return recipe.dataset_path is None and recipe.dataset != SYNTHETIC_FLOWERS and not _is_path(recipe.dataset)
+
+
+def _is_path(name: str) -> bool:
+    """Return whether ``name``, which may also be an id on the hub, is a file or folder."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return Path(name).exists()
+
+
+def _name_of(recipe: DataRecipe) -> str:
+    """Return the name of the data for a reader; of a folder, the last part of its path only."""
+    if recipe.dataset == SYNTHETIC_FLOWERS and recipe.dataset_path is None:
+        return "flowers drawn by the program"
+    return recipe.dataset if _is_on_hub(recipe) else f"own pictures, {Path(recipe.dataset_path or recipe.dataset).name}"
+
+
+def _public(name: str, value: Any) -> Any:
+    is_path = name in NAMES_OR_PATHS and value is not None and _is_path(str(value))
+    return Path(str(value)).name if is_path else value
+
+
+def _results_of(trained: Trained, weights: str) -> list[dict[str, Any]]:
+    """Return the results of evaluate.py for this checkpoint and these weights."""
+    path = trained.run_folder / RESULTS_FILE
+    if not path.exists():
+        return []
+    return [
+        result
+        for result in read_document(path, list[dict[str, Any]])
+        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == weights
+    ]
+
+
+def _eval_results(result: Mapping[str, Any], recipe: DataRecipe | None) -> list[EvalResult]:
+    on_hub = recipe is not None and _is_on_hub(recipe)
+    return [
+        EvalResult(
+            task_type=TASK,
+            dataset_type=recipe.dataset if recipe is not None and on_hub else "imagefolder",
+            dataset_name="unknown" if recipe is None else _name_of(recipe),
+            dataset_split=result.get("split"),
+            metric_type=metric,
+            metric_value=round(value, 6),
+            metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
+        )
+        for metric, value in _measures(result).items()
+    ]
+
+
+def _measures(result: Mapping[str, Any]) -> dict[str, float]:
+    """Return the distances of a result by name, without their standard deviations."""
+    return {name: value for name, value in result["distances"].items() if not name.endswith("_std")}
+
+
+def _row(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result as rows of the card's table."""
+    scale = result.get("guidance_scale", 1)
+    guided = f", guidance {scale:g}" if scale != 1 else ""
+    return {
+        "how": f"{result.get('steps')} steps{guided}, {result.get('num_samples')} pictures",
+        "numbers": {name: f"{value:.4g}" for name, value in _measures(result).items()},
+    }
