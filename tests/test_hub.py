@@ -94,7 +94,7 @@ def test_a_card_of_weights_alone_says_nothing_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--license mit", "--license names the licence on the card of --save_pretrained: pass a folder"),
+        ("--license mit", "--license needs --save_pretrained, whose model card names it: pass a folder"),
         ("--license MIT --save_pretrained model", "such as mit or cc-by-4.0"),
     ],
 )
