@@ -1,7 +1,7 @@
 """Start and end a program: alone, or as one of the processes of torchrun or accelerate launch.
 
 The command line is parsed before torch is imported, so that ``--help`` and a mistyped flag answer at once. This module
-itself imports next to nothing: until :func:`run` heeds signals, Ctrl-C would end in a traceback.
+itself imports no other package: until :func:`run` handles errors and signals, either would end in a traceback.
 """
 
 import argparse
@@ -13,8 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Thread, Timer
 from typing import Any
 
@@ -23,10 +22,11 @@ from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_sign
 from rectified_flow.system.terminal import open_missing_streams, tolerant_streams
 
 EXPLANATION_TIMEOUT = 10.0
-"""Seconds that torchrun's other workers leave to rank 0 to explain a mistyped flag, before they exit too."""
+"""Seconds for which torchrun's other workers wait while rank 0 explains an error, before they exit too."""
 LEAVING_TIMEOUT = 10.0
-"""Seconds that a process which ends waits for an answer of the others."""
-
+"""Seconds for which a process that exits waits for an answer of the others."""
+DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
+"""Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
     errno.EACCES: "change its rights",
     errno.EPERM: "change its rights",
@@ -40,90 +40,79 @@ REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the limit of open files (ulimit -n)",
 }
-"""What to do about errors of the operating system that no program can foresee everywhere."""
+"""Remedies for errors of the operating system that can occur wherever a file is used."""
 
 
 def run(main: str, config_class: str, description: str) -> None:
     """Parse the command line, call ``main`` with the config in every process, and exit with a code.
 
-    The end of one process ends all: the first that exits explains why, once. The code is 0 for a run that finished,
-    ``--interrupted_exit_code`` for one that was asked to stop, 2 for a :class:`UsageError`, 1 for all else. Only an
-    unforeseen error has a traceback. A signal that comes before the command line is parsed, or as the program leaves,
-    kills the process.
+    The first of several processes that fails explains why, and its exit code is the code of all: 0 for a run that
+    finished, ``--interrupted_exit_code`` for one that a signal stopped, 2 for a :class:`UsageError` or a missing
+    package, 1 for anything else. Only an unforeseen error prints a traceback. A signal that arrives before the command
+    line is parsed, or while the program exits, kills the process.
 
     Args:
-        main: ``module:function``, imported after parsing; it returns False if it was asked to stop.
+        main: ``module:function``, imported after parsing. The function returns False if a signal stopped it.
         config_class: ``module:class`` of all flags of the program.
-        description: for ``--help``.
+        description: the text at the top of ``--help``.
     """
     open_missing_streams()
     with tolerant_streams(), exit_on_signals():
-        _prepare_process()
+        _exit(*_outcome(main, config_class, description))
+
+
+def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]:
+    """Run the program; return its exit code, and whether all processes end at the same point of it."""
+    interrupted = 0
+    try:
         config = _parse(config_class, description)
-        _exit(*_call(main, config))
+        interrupted = config.program.interrupted_exit_code
+        with exit_on_signals(interrupted):
+            _import_modules(config.program.import_)
+        with stop_on_signals():
+            with exit_on_signals(interrupted):
+                function = _find(main)
+            return (interrupted if function(config) is False else 0), True
+    except UsageError as error:
+        return _explain(f"{_program()}: error: {error}", 2), True
+    except RunError as error:
+        return _explain(f"{_program()}: {error}", 1), True
+    except KeyboardInterrupt:
+        return _explain(STOPPED, interrupted), False
+    except Exception as error:
+        missing = _missing_package(error)
+        if missing is not None:
+            return _explain(f"{_program()}: error: {missing}", 2), True
+        return _explain(_describe(error), 1), True
 
 
-def _prepare_process() -> None:
-    from rectified_flow.system.machine import share_processors
+def _parse(config_class: str, description: str) -> Any:
+    """Return the config of the command line; ``--help`` and a mistyped flag are answered once and raise SystemExit."""
+    from rectified_flow.flags import parse
+    from rectified_flow.system.machine import allow_open_files, share_processors
 
     share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-
-
-def _call(main: str, config: Any) -> tuple[int, bool]:
-    """The exit code, and whether all processes end here alike."""
-    stopped = config.program.interrupted_exit_code
     try:
-        with stop_on_signals(), _naming_missing_packages():
-            with exit_on_signals(stopped):
-                function = _find(main)
-            return (stopped if function(config) is False else 0), True
-    except UsageError as error:
-        return _agreed_code(f"{_program()}: error: {error}", code=2), True
-    except RunError as error:
-        return _agreed_code(f"{_program()}: {error}", code=1), True
-    except KeyboardInterrupt:
-        return _agreed_code(STOPPED, code=stopped), False
-    except Exception as error:
-        return _agreed_code(_explain(error), code=1), True
-
-
-def _program() -> str:
-    return os.path.basename(sys.argv[0])
-
-
-def _parse(config_class: str, description: str) -> Any:
-    from rectified_flow.flags import parse
-    from rectified_flow.system.machine import allow_open_files
-
-    speaks = os.environ.get("RANK", "0") == "0"
-    try:
-        with _naming_missing_packages():
-            flags = _find(config_class)
-        config = parse(flags, description, _without_local_rank(sys.argv[1:]), quiet=not speaks)
-        allow_open_files()
-        with exit_on_signals(config.program.interrupted_exit_code):
-            _import_modules(config.program.import_)
-        return config
-    except UsageError as error:
-        if speaks:
-            print(f"{_program()}: error: {error}", file=sys.stderr, flush=True)
-        code = 2
+        config = parse(
+            _find(config_class), description, _without_local_rank(sys.argv[1:]), quiet=not _is_first_worker()
+        )
     except SystemExit as explained:
-        code = int(explained.code or 0)
-    if not speaks and code != 0 and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(EXPLANATION_TIMEOUT)  # torchrun ends all workers with the first that exits
-    sys.exit(code)
+        if explained.code:
+            _await_explanation()
+        raise
+    allow_open_files()
+    return config
 
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
-    """The command line without the flag that torch.distributed.launch adds; LOCAL_RANK, if unset, is its value."""
+    """Return the command line without the flag of torch.distributed.launch, whose value becomes ``LOCAL_RANK``."""
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument("--local-rank", "--local_rank", type=int)
     try:
         found, others = finder.parse_known_args(arguments)
-    except argparse.ArgumentError:  # without a number, which the real parser explains
+    except argparse.ArgumentError:  # no number: the parser of the program explains it
         return arguments
     if found.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(found.local_rank))
@@ -131,17 +120,13 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
 
 
 def _import_modules(names: tuple[str, ...]) -> None:
-    """Import the modules of ``--import``, also from the current folder.
-
-    Raises:
-        UsageError: if one cannot be imported.
-    """
+    """Import the modules of ``--import``, also from the current folder."""
     if names and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     for name in names:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a module's own
+        except Exception as error:  # a module may raise anything
             raise UsageError(
                 f"--import {name} failed ({type(error).__name__}: {first_line(error)}): name a module, as in Python's "
                 "import, that the current folder or the environment has"
@@ -153,61 +138,81 @@ def _find(name: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-@contextmanager
-def _naming_missing_packages() -> Iterator[None]:
-    """A package of an extra that is not installed becomes a UsageError."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package in ("", __name__.partition(".")[0]):
-            raise
-        raise UsageError(
-            f"the Python package {package} is not installed: the first lines of {_program()} say how to install it"
-        ) from error
+def _program() -> str:
+    return os.path.basename(sys.argv[0])
 
 
-def _agreed_code(sentence: str, code: int) -> int:
-    """The first process to get here prints ``sentence``, and its ``code`` is that of all."""
-    first, agreed = _agree_in_leaving(code)
+def _missing_package(error: Exception) -> str | None:
+    """Return a sentence if ``error`` is the failed import of another package."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    if package in ("", __name__.partition(".")[0]):
+        return None
+    problem = "is not installed"
+    if not isinstance(error, ModuleNotFoundError):
+        problem = f"cannot be imported ({first_line(error)})"
+    return f"the Python package {package} {problem}: pip install --upgrade {DISTRIBUTIONS.get(package, package)}"
+
+
+def _describe(error: Exception) -> str:
+    """Return a sentence for an error that a person can remedy, or else its traceback."""
+    dist, torch = sys.modules.get("torch.distributed"), sys.modules.get("torch")
+    rank = f"rank {dist.get_rank()}: " if dist is not None and _in_group() else ""
+    # torch has no class for a full memory of the CPU.
+    full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    if full or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return f"{rank}out of memory ({first_line(error)}): lower --batch_size, --image_size or --dim"
+    lost = isinstance(error, RuntimeError) and "gloo" in str(error)
+    if lost or (dist is not None and isinstance(error, dist.DistError)):
+        return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
+    if isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
+        file = error.filename2 or error.filename  # if renaming failed, the new name
+        return f"{_program()}: {rank}{file}: {error.strerror}; {REMEDIES[error.errno]}"
+    return rank + "".join(traceback.format_exception(error))
+
+
+def _explain(sentence: str, code: int) -> int:
+    """Print the sentence in the first process that gets here; return the exit code of that process in all."""
+    if _in_group():
+        first, code = _agree_on_exit(code)
+    else:
+        first = _is_first_worker() or code in (1, 2)
+        if code in (1, 2):
+            _await_explanation()
     if first:
         print(sentence, file=sys.stderr, flush=True)
-    return agreed
+    return code
 
 
-def _exit(code: int, orderly: bool) -> None:
-    """Exit; one of several processes that trained does so past the interpreter's own end.
+def _is_first_worker() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
-    DDP keeps the process group's threads alive for good. One of them that releases the last message while the
-    interpreter ends aborts the process. After an error, clean-up could wait for a device that waits for another.
+
+def _await_explanation() -> None:
+    """Give rank 0 the time to explain an error of all: torchrun ends all workers with the first that exits."""
+    if not _is_first_worker() and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(EXPLANATION_TIMEOUT)
+
+
+def _in_group() -> bool:
+    """Return whether this process has joined a process group."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and bool(dist.is_initialized())
+
+
+def _agree_on_exit(code: int) -> tuple[bool, int]:
+    """Return whether this process is the first to exit, and the code of the first.
+
+    The processes do not meet in a collective, since the others may never come to it: the first to write into the store
+    of the process group leads. (``torch.distributed.elastic``'s ``record`` reports errors to torchrun alone, from every
+    process.)
     """
-    if code == 2 or not _in_group():
-        sys.exit(code)
-    import torch.distributed as dist
-
-    if code != 1:
-        atexit._run_exitfuncs()
-        if orderly:  # else others may be in a collective, and this would wait for them
-            limit = Timer(LEAVING_TIMEOUT, os._exit, [code])
-            limit.daemon = True
-            limit.start()
-            dist.destroy_process_group()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _agree_in_leaving(code: int) -> tuple[bool, int]:
-    # No collective: the others may never come here. The first to write into the store they met at leads.
-    if not _in_group():
-        return True, code
     import torch.distributed as dist
 
     mine, leader = f"{dist.get_rank()} {code}", ""
 
     def find_leader() -> None:
         nonlocal leader
-        with suppress(Exception):  # the store goes with the process that hosts it
+        with suppress(Exception):  # the store ends with the process that hosts it
             leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
 
     call = Thread(target=find_leader, daemon=True)  # it never returns if the network does not answer
@@ -215,34 +220,29 @@ def _agree_in_leaving(code: int) -> tuple[bool, int]:
     call.join(LEAVING_TIMEOUT)
     if leader:
         return leader == mine, int(leader.split()[1])
-    return code == 1, code  # bad input that process has explained; of its death nobody has spoken
+    return code == 1, code  # the host of the store has explained an error in the flags, but not its own death
 
 
-def _in_group() -> bool:
-    """Whether this process has joined others."""
-    dist = sys.modules.get("torch.distributed")
-    return dist is not None and bool(dist.is_initialized())
+def _exit(code: int, together: bool) -> None:
+    """Exit; one of several processes that trained does so without the clean-up of the interpreter.
 
-
-def _explain(error: Exception) -> str:
+    DDP keeps the threads of the process group for good, and one that releases the last message while the interpreter
+    ends aborts the process. After an error, clean-up could wait for a device that waits for another process.
+    """
+    if code == 2 or not _in_group():
+        sys.exit(code)
     import torch.distributed as dist
 
-    rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
-    if _is_out_of_memory(error):
-        return f"{rank}out of memory ({first_line(error)}): lower --batch_size, --image_size or --dim"
-    if isinstance(error, RuntimeError) and ("gloo" in str(error) or isinstance(error, dist.DistError)):
-        return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
-    if isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
-        file = error.filename2 or error.filename  # of a renamed file, the one that was to be
-        return f"{_program()}: {rank}{file}: {error.strerror}; {REMEDIES[error.errno]}"
-    return rank + "".join(traceback.format_exception(error))
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """Whether a device's, torch's, numpy's or Python's memory is full; torch has no class for that of the CPU."""
-    import torch
-
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if code != 1:
+        atexit._run_exitfuncs()
+        if together:  # else other processes may be in a collective, which this call would wait for
+            limit = Timer(LEAVING_TIMEOUT, os._exit, [code])
+            limit.daemon = True
+            limit.start()
+            dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def train_oxford() -> None:

@@ -155,7 +155,7 @@ def test_a_missing_checkpoint_or_package_is_one_sentence(tmp_path: Path) -> None
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
     [(code, sentence)] = run_on_ranks(1, without_onnxscript, tmp_path)
     assert (code, sentence.count("\n")) == (2, 1)
-    assert "the Python package onnxscript is not installed: the first lines of export.py say how" in sentence
+    assert "the Python package onnxscript is not installed: pip install --upgrade onnxscript" in sentence
 
 
 def without_onnxscript(run: Path) -> tuple[int, str]:

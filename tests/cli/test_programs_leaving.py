@@ -2,8 +2,10 @@
 
 import errno
 import os
+import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,7 +74,7 @@ def test_the_exit_code_and_local_rank_of_a_program() -> None:
 @pytest.mark.parametrize("config_class", [TrainRectifiedFlow, SampleConfig])
 @pytest.mark.parametrize("code", ["-1", "1", "2", "256"])
 def test_a_code_with_another_meaning_is_refused(config_class: type, code: str) -> None:
-    with pytest.raises(UsageError, match=f"--interrupted_exit_code is {code}; it must be 0 or from 3 to 255"):
+    with pytest.raises(UsageError, match=f"--interrupted_exit_code is {code}[;,] "):
         parse(config_class, "", ["--interrupted_exit_code", code])
 
 
@@ -82,7 +84,7 @@ def agree_without_an_answer(code: int) -> tuple[bool, int]:
 
     mute = SimpleNamespace(compare_set=lambda *_: time.sleep(2 * PATIENCE))
     setattr(dist.distributed_c10d, "_get_default_store", lambda: mute)  # noqa: B010
-    return launch._agree_in_leaving(code)
+    return launch._agree_on_exit(code)
 
 
 @pytest.mark.parametrize("code", [1, 2])
@@ -96,7 +98,7 @@ def end_in_a_mute_group(code: int) -> None:
     import torch.distributed as dist
 
     setattr(dist, "destroy_process_group", lambda: time.sleep(2 * PATIENCE))  # noqa: B010
-    launch._exit(code, orderly=True)
+    launch._exit(code, together=True)
 
 
 def test_leaving_does_not_wait_for_a_group_that_does_not_end() -> None:
@@ -129,5 +131,37 @@ def test_a_file_that_the_system_refuses_is_one_sentence(
 def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: OSError, ending: str) -> None:
     """Those that name a file and that a person can mend have no traceback."""
     monkeypatch.setattr(sys, "argv", ["program.py"])
-    assert launch._explain(error).endswith(ending)
-    assert launch._explain(error).startswith("program.py") == ending.startswith("program.py")
+    assert launch._describe(error).endswith(ending)
+    assert launch._describe(error).startswith("program.py") == ending.startswith("program.py")
+
+
+BLOCKED = """
+import runpy, sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == {package!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Blocker())
+sys.argv = ["train_oxford.py", *{flags!r}]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+SCRIPT = str(Path(__file__).resolve().parents[2] / "train_oxford.py")
+
+
+@pytest.mark.parametrize(
+    ("package", "flags", "distribution"),
+    [
+        ("psutil", ["--help"], "psutil"),
+        ("tyro", ["--help"], "tyro"),
+        ("torch", ["--dry_run"], "torch"),
+        ("PIL", ["--dry_run"], "pillow"),
+    ],
+)
+def test_a_missing_package_is_one_sentence(package: str, flags: list[str], distribution: str) -> None:
+    code = BLOCKED.format(package=package, flags=flags, script=SCRIPT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2, done.stderr
+    sentence = f"the Python package {package} is not installed: pip install --upgrade {distribution}"
+    assert done.stderr == f"train_oxford.py: error: {sentence}\n"

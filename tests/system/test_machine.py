@@ -120,7 +120,7 @@ def test_a_full_memory_is_a_sentence() -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**50)
     for error in (full.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
-        assert re.match(r"out of memory \(.*\): lower --batch_size, ", launch._explain(error))
+        assert re.match(r"out of memory \(.*\): lower --batch_size, ", launch._describe(error))
 
 
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
