@@ -1,7 +1,6 @@
 """watch.py: a page on this machine that shows runs while they train. It reads their folders, and writes nothing."""
 
 import errno
-import json
 import mimetypes
 import sys
 import webbrowser
@@ -18,39 +17,33 @@ from rectified_flow.runs.watched import WatchedRuns
 from rectified_flow.system.terminal import lines
 
 PACKAGE = Path(__file__).resolve().parent.parent
-ASSETS = {
-    "index.html": PACKAGE / "watch_page" / "index.html",
-    "watch.mjs": PACKAGE / "watch_page" / "watch.mjs",
-    "chart.mjs": PACKAGE / "watch_page" / "chart.mjs",
-    "scale.mjs": PACKAGE / "watch_page" / "scale.mjs",
-    "watch.css": PACKAGE / "watch_page" / "watch.css",
-    "style.css": PACKAGE / "page" / "style.css",
-}
-POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+PAGE = PACKAGE / "watch_page"
+ASSETS = {path.name: path for path in [*PAGE.iterdir(), PACKAGE / "page" / "style.css"]}
 HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": POLICY,
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
 }
 REMEDY = "pass the --output_dir of a run, or a folder of runs"
 PORTS = 20
-"""Numbers that are tried from ``--port`` on."""
+"""Number of ports that are tried, from ``--port`` on."""
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page and what it asks for.
+    """Serves the page, the reports of runs, and their grids of samples.
 
     Args:
         address: host and port.
-        runs: to show.
+        runs: the runs to show.
     """
 
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], runs: WatchedRuns) -> None:
         super().__init__(address, Handler)
-        self.runs, self._lock = runs, Lock()
+        self.runs, self.lock = runs, Lock()
         self.is_local = ip_address(str(self.server_address[0])).is_loopback
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -58,43 +51,55 @@ class Server(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
-    def report(self) -> bytes:
-        """All runs, as JSON."""
-        with self._lock:  # the runs read on from where they were
-            return json.dumps(self.runs.report()).encode()
-
-    def sample(self, run: str, name: str) -> bytes | None:
-        """A grid of a run's samples."""
-        with self._lock:
-            watched = {str(number): each for number, each in self.runs.find().items()}.get(run)
-        return None if watched is None else watched.sample(name)
+    def sample(self, number: str, name: str) -> bytes | None:
+        """Return a grid of samples of the run with this number."""
+        with self.lock:
+            run = {str(each): run for each, run in enumerate(self.runs.find())}.get(number)
+        return None if run is None else run.sample(name)
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
 
     server: Server
+    timeout = 30
+    """Seconds after which a connection without a whole request is closed."""
 
     def do_GET(self) -> None:
-        """Send an asset, the runs, or a grid of samples; nothing else has an address."""
+        """Send an asset, the reports of all runs, or a grid of samples; anything else is not found."""
         if self.server.is_local and not self._names_this_machine():
             self.send_error(403, "only by a name of this machine")
             return
-        match urlsplit(self.path).path.split("/")[1:]:
+        match self.path.partition("?")[0].split("/")[1:]:
             case ["runs.json"]:
-                self._send(self.server.report(), "application/json")
-            case ["samples", run, name]:
-                self._send(self.server.sample(run, name), "image/png")
+                with self.server.lock:  # each report reads on where the last one ended
+                    content = self.server.runs.report().encode()
+                self._send(content, "application/json")
+            case ["samples", number, name]:
+                self._send(self.server.sample(number, name), "image/png")
             case [name] if (name or "index.html") in ASSETS:
                 asset = ASSETS[name or "index.html"]
-                self._send(asset.read_bytes(), _type_of(asset))
+                kind = "text/javascript" if asset.suffix == ".mjs" else mimetypes.guess_type(asset.name)[0]
+                self._send(asset.read_bytes(), kind or "text/plain")
             case _:
-                self.send_error(404)
+                self._send(None, "")
+
+    def end_headers(self) -> None:
+        """Add the headers of every answer, errors included."""
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        super().end_headers()
+
+    def log_message(self, *_arguments: Any) -> None:
+        """Print nothing: the page asks every few seconds."""
 
     def _names_this_machine(self) -> bool:
-        """A page elsewhere could have its own name lead here, and read what is meant for this machine alone."""
-        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        """Return whether the request names this machine.
+
+        A page on another site could give its own name this machine's address, and read the answers.
+        """
         try:
+            name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             return name == "localhost" or ip_address(name).is_loopback
         except ValueError:
             return False
@@ -104,22 +109,14 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(404)
             return
         self.send_response(200)
-        headers = {"Content-Type": kind, "Content-Length": str(len(content))}
-        for name, value in (headers | HEADERS).items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
-    def log_message(self, *_arguments: Any) -> None:
-        """Nothing: the page asks every few seconds."""
-
-
-def _type_of(asset: Path) -> str:
-    return "text/javascript" if asset.suffix == ".mjs" else mimetypes.guess_type(asset.name)[0] or "text/plain"
-
 
 def serve(flags: WatchedConfig) -> Server:
-    """A server that is bound, to the first free port from ``--port`` on.
+    """Return a server that is bound, to the first free port from ``--port`` on.
 
     Raises:
         UsageError: if a folder does not exist, or no port is free.
@@ -148,6 +145,8 @@ def watch(config: WatchConfig) -> None:
         address = f"http://{config.watched.host}:{server.server_address[1]}"
         texts = {"runs": f"{len(server.runs.find())} in {folders}", "page": f"{address}, until Ctrl-C"}
         print(lines(texts), flush=True)
+        if not server.is_local:
+            print("warning: everyone who can reach this machine can see the page (--host)", flush=True)
         for folder in server.runs.empty():
             print(f"warning: {folder} holds no run yet: {REMEDY}", flush=True)
         if config.watched.open:

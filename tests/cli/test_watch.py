@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
-from rectified_flow.cli.watch import Server, serve, watch
+from rectified_flow.cli.watch import Handler, Server, serve, watch
 from rectified_flow.errors import UsageError
+from tests.patience import PATIENCE
 from tests.watched_runs import begin_run, write_status
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +31,9 @@ def run(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(*folders: Path, host: str = "127.0.0.1") -> Iterator[Server]:
-    with serve(WatchedConfig(folders, host=host, port=18765)) as server:
+def served(*folders: Path, host: str = "127.0.0.1", port: int = 0) -> Iterator[Server]:
+    """A server at the given port, or at a free one."""
+    with serve(WatchedConfig(folders, host=host, port=port)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
@@ -90,6 +92,7 @@ def test_runs_that_appear_keep_their_numbers(run: Path, tmp_path: Path) -> None:
         *(f"/samples/{'9' * 5000}/step_00000020.png", "/samples/0/step_00000040.png", "/samples/00/step_00000020.png"),
         *("/samples/9/step_00000020.png", "/samples/-1/step_00000020.png", "/samples/x/step_00000020.png"),
         *("/../pyproject.toml", "/watch.py", "//etc/passwd", "/status.json", "/samples/0/step_00000030.png"),
+        *("/samples/0/%00.png", "http://[/", "/samples/0/step_00000020.png/"),
     ],
 )
 def test_nothing_else_has_an_address(run: Path, path: str) -> None:
@@ -98,12 +101,18 @@ def test_nothing_else_has_an_address(run: Path, path: str) -> None:
     (run / "samples" / "step_00000030.png").symlink_to(secret)
     os.mkfifo(run / "samples" / "step_00000040.png")
     with served(run) as server:
-        assert get(server, path)[0] == 404
+        status, _, headers = get(server, path)
+        assert status == 404
+        assert headers["Content-Security-Policy"].startswith("default-src 'self';")
+        assert headers["X-Content-Type-Options"] == "nosniff"
 
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403), ("", 403), ("10.0.0.1", 403)],
+    [
+        *[("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:80", 200), ("evil.example", 403), ("", 403)],
+        *[("10.0.0.1", 403), ("[", 403), ("[::1", 403), ("a\tb", 403), ("localhost:x", 200)],
+    ],
 )
 def test_only_names_of_this_machine_are_answered(run: Path, host: str, status: int) -> None:
     with served(run) as server:
@@ -116,7 +125,7 @@ def test_who_opens_it_to_others_is_answered_by_any_name(run: Path) -> None:
 
 
 def test_the_next_port_is_taken(run: Path) -> None:
-    with served(run) as one, served(run) as other:
+    with served(run) as one, served(run, port=one.server_address[1]) as other:
         assert one.server_address[1] != other.server_address[1]
 
 
@@ -130,6 +139,39 @@ def test_a_browser_that_hangs_up_is_no_error(run: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr().err == ""
 
 
+def test_a_connection_without_a_request_is_closed(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Handler, "timeout", 0.1)
+    with (
+        served(run) as server,
+        socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=PATIENCE) as connection,
+    ):
+        connection.sendall(b"GET /runs.json HT")
+        assert connection.recv(1) == b""
+    assert capfd.readouterr().err == ""
+
+
+def test_bytes_that_are_no_request_have_no_traceback(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    requests = [b"\0\0\0\0\r\n\r\n", b"GET /\0 HTTP/1.0\r\nHost: localhost\r\n\r\n", b"POST / HTTP/1.0\r\n\r\n"]
+    with served(run) as server:
+        for request in [*requests, b"GET / HTTP/1.0\r\nHost: \0\r\n\r\n"]:
+            with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=PATIENCE) as connection:
+                connection.sendall(request)
+                assert connection.recv(12)[:12] not in (b"", b"HTTP/1.0 200")
+        assert get(server, "/runs.json")[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_who_opens_it_to_others_is_warned(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Server, "serve_forever", lambda _self: None)
+    for host, warned in {"0.0.0.0": True, "127.0.0.1": False}.items():
+        watch(WatchConfig(WatchedConfig((run,), host=host, port=0)))
+        assert ("warning: everyone who can reach this machine" in capsys.readouterr().out) == warned
+
+
 def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rectified_flow.cli.watch.PORTS", 1)
     with served(run) as server:
@@ -141,24 +183,24 @@ def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere is no folder: pass the --output_dir of a run, or a folder of runs"):
         serve(WatchedConfig((tmp_path / "nowhere",)))
-    with pytest.raises(UsageError, match="--port is 70000; it must be from 0 to 65535"):
+    with pytest.raises(UsageError, match="--port is 70000; it must be at most 65535"):
         WatchedConfig(port=70000)
-    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 --port 18765 cannot be served"):
-        serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=18765))
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 --port 0 cannot be served"):
+        serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=0))
 
 
 # The program
 
 
 def test_ctrl_c_ends_the_program(tmp_path: Path) -> None:
-    command = [sys.executable, "watch.py", str(tmp_path), "--port", "18765"]
+    command = [sys.executable, "watch.py", str(tmp_path), "--port", "0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         printed = [program.stdout.readline() for _ in range(3)]
         program.send_signal(signal.SIGINT)
         _, errors = program.communicate(timeout=60)
     assert printed[0].split() == ["runs", "0", "in", str(tmp_path)]
-    assert printed[1].startswith("page        http://127.0.0.1:187")
+    assert printed[1].startswith("page        http://127.0.0.1:")
     assert printed[2] == f"warning: {tmp_path} holds no run yet: pass the --output_dir of a run, or a folder of runs\n"
     assert (program.returncode, "Traceback" in errors) == (0, False)
 
@@ -167,7 +209,7 @@ def test_the_page_is_opened_only_when_asked_for(run: Path, monkeypatch: pytest.M
     opened: list[str] = []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr(Server, "serve_forever", lambda _self: None)
-    watch(WatchConfig(WatchedConfig((run,), port=18765)))
+    watch(WatchConfig(WatchedConfig((run,), port=0)))
     assert opened == []
-    watch(WatchConfig(WatchedConfig((run,), port=18765, open=True)))
+    watch(WatchConfig(WatchedConfig((run,), port=0, open=True)))
     assert [address.rpartition(":")[0] for address in opened] == ["http://127.0.0.1"]

@@ -2,14 +2,17 @@
 
 import json
 import os
+import re
 import time
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rectified_flow.runs.watched import POINTS, Curve, Curves, WatchedRun, WatchedRuns
+from rectified_flow.runs import watched
+from rectified_flow.runs.watched import CURVES, POINTS, Curve, Curves, WatchedRun, WatchedRuns
 from tests.watched_runs import add, begin_run, metrics, now, write_status
 
 
@@ -119,7 +122,7 @@ def test_long_curves_are_thinned_to_means() -> None:
 def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curves = Curves(run / "metrics.jsonl")
     taken: list[bytes] = []
-    monkeypatch.setattr(curves, "_take", taken.append)
+    monkeypatch.setattr(curves, "_add", taken.append)
     for _ in range(3):
         curves.read_on()
     assert len(taken) == 3
@@ -127,14 +130,14 @@ def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = (begin_run(tmp_path / "a" / "cats"), begin_run(tmp_path / "b" / "cats"))
-    assert [each["name"] for each in WatchedRuns(folders).report()] == ["a/cats", "b/cats"]
+    assert [each["name"] for each in json.loads(WatchedRuns(folders).report())] == ["a/cats", "b/cats"]
 
 
 def test_a_run_is_shown_once_and_by_its_name(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run)
     (run.parent / "best").symlink_to(run)
     runs = WatchedRuns((Path(), run, run.parent, Path("../cats")))
-    assert [each["name"] for each in runs.report()] == ["cats", "best"]
+    assert [each["name"] for each in json.loads(runs.report())] == ["cats", "best"]
 
 
 def test_a_run_that_may_not_be_read_hides_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,4 +150,70 @@ def test_a_run_that_may_not_be_read_hides_no_other(run: Path, monkeypatch: pytes
         return stat(path, *arguments, **more)
 
     monkeypatch.setattr(os, "stat", refuse)
-    assert [each["name"] for each in WatchedRuns((run.parent,)).report()] == ["cats"]
+    assert [each["name"] for each in json.loads(WatchedRuns((run.parent,)).report())] == ["cats"]
+
+
+def fifo(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+
+
+def zeros(folder: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("/dev/zero")
+
+
+def zeros_as_status(folder: Path) -> None:
+    os.truncate(folder / "status.json", 2**40)
+
+
+def million_keys(folder: Path) -> None:
+    add(folder, "metrics", {"step": 40, **{f"key {number}": 1.0 for number in range(10**6)}})
+
+
+def status_text(folder: Path, name: str, value: str) -> None:
+    text = (folder / "status.json").read_text()
+    (folder / "status.json").write_text(re.sub(rf'"{name}": [^,]*', f'"{name}": {value}', text))
+
+
+SICK: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (fifo, "metrics.jsonl cannot be read"),
+    "a link to /dev/zero": (zeros, "metrics.jsonl cannot be read"),
+    "a line with a million keys": (million_keys, ""),
+    "infinitely many steps": (lambda folder: status_text(folder, "total_steps", "1e400"), "status.json"),
+    "steps beyond a float": (lambda folder: status_text(folder, "total_steps", "9" * 400), ""),
+    "steps beyond an integer": (lambda folder: status_text(folder, "total_steps", "9" * 5000), ""),
+    "a rate near 0": (lambda folder: add(folder, "metrics", metrics(40, images_per_second=1e-320)), ""),
+    "a status without an end": (zeros_as_status, ""),
+    "a time far away": (lambda folder: write_status(folder, time="9999-12-31T23:59:59-2359"), ""),
+}
+
+
+@pytest.mark.parametrize("sickness", SICK)
+def test_a_sick_run_is_a_sentence_and_others_live(run: Path, sickness: str) -> None:
+    begin_run(run.parent / "sick")
+    make, sentence = SICK[sickness]
+    make(run.parent / "sick")
+    runs = WatchedRuns((run.parent,))
+    for _ in range(2):
+        healthy, sick = json.loads(runs.report(), parse_constant=pytest.fail)
+        assert (healthy["state"], healthy["message"]) == ("running", "")
+        assert len(healthy["curves"]["metrics"]["loss"]) == 3
+        assert (sick["name"], set(sick)) == ("sick", set(healthy))
+        assert sentence in sick["message"]
+        assert len(sick["curves"]["metrics"]) <= CURVES
+
+
+def test_a_long_file_is_read_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "CHUNK", 150)
+    curves = Curves(run / "metrics.jsonl")
+    lengths = []
+    for _ in range(5):
+        curves.read_on()
+        lengths.append(len(curves.curves["loss"].steps))
+    assert lengths[0] == 1
+    assert lengths[-1] == 3
+    add(run, "metrics", {"step": 35, "text": 1000 * "x"}, metrics(40))
+    for _ in range(12):
+        curves.read_on()
+    assert list(curves.curves["loss"].steps) == [10, 20, 30, 40]
