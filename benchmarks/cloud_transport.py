@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/clouds"))
 
 from geometry import Euclidean
-from points import Points
+from point_clouds import Points
 from riemannian import PointCoupling, RiemannianFlow, equal_shares
 from set_transformer import SetTransformer
 from transport import sinkhorn

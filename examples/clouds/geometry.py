@@ -1,4 +1,4 @@
-"""Geometries of points: the plane and its like, the sphere and the flat torus.
+"""Geometries of points: the plane, the sphere and the flat torus.
 
 Points, and tangent vectors at them, are float32 ``[..., dim]``. All functions are differentiable. The formulas are
 textbook ones, written so that float32 keeps its digits for near points and for antipodes, where ``arccos`` of a scalar
@@ -8,59 +8,62 @@ are wrong by up to 41%. It has no flat torus.)
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from rectified_flow.registry import register
+from rectified_flow import register
 
-TOLERANCE = 1e-3
+_TINY = 1e-12
 
 
 class Geometry(ABC):
-    """Points in a space with straightest lines. Register a subclass, and checkpoints can name it."""
+    """A space with geodesics. Methods that are not abstract are those of a flat space.
+
+    Register a subclass with :func:`rectified_flow.register`, and checkpoints can name it.
+    """
 
     dim: int
     """Numbers of a point."""
+    window: ClassVar[tuple[float, float]]
+    """Range of the coordinates that a picture shows."""
 
     @abstractmethod
     def from_normal(self, z: Tensor) -> Tensor:
-        """Standard normal numbers ``[..., dim]`` to points of the noise: normal in the plane, else uniform."""
+        """Map standard normal numbers ``[..., dim]`` to noise: normal in the plane, uniform elsewhere."""
 
     @abstractmethod
     def project(self, x: Tensor) -> Tensor:
-        """The nearest point."""
-
-    @abstractmethod
-    def to_tangent(self, x: Tensor, v: Tensor) -> Tensor:
-        """The nearest tangent vector at ``x``."""
+        """Return the nearest point of the geometry."""
 
     @abstractmethod
     def exp(self, x: Tensor, v: Tensor) -> Tensor:
-        """Where the straightest line that starts in ``x`` with velocity ``v`` is at time 1."""
+        """Return the point that the geodesic from ``x`` with velocity ``v`` reaches at time 1."""
 
     @abstractmethod
     def log(self, x: Tensor, y: Tensor) -> Tensor:
-        """The shortest ``v`` with ``exp(x, v) = y``; one of them where there are several."""
-
-    @abstractmethod
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The vector ``v`` at ``x``, moved in parallel along the shortest line to ``y``."""
-
-    @abstractmethod
-    def squared_distance(self, x: Tensor, y: Tensor) -> Tensor:
-        """Of points ``[..., dim]``: ``[...]``."""
+        """Return the shortest ``v`` with ``exp(x, v) = y``; one of them where there are several."""
 
     @abstractmethod
     def coordinates(self, x: Tensor) -> Tensor:
-        """Smooth functions ``[..., k]`` of the point, of about unit scale, that tell points apart, for a network."""
+        """Return smooth functions ``[..., k]`` of a point, of about unit scale, as inputs of a network."""
 
-    @abstractmethod
-    def problem_with(self, x: Tensor) -> str | None:
-        """What is wrong with points, or None; ends a sentence that begins with their name."""
+    def to_tangent(self, x: Tensor, v: Tensor) -> Tensor:
+        """Project ``v`` onto the tangent space at ``x``."""
+        return v
+
+    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Transport the tangent vector ``v`` at ``x`` in parallel along the shortest geodesic to ``y``."""
+        return v
+
+    def squared_distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the squared geodesic distance ``[...]`` of points ``[..., dim]``."""
+        return self.log(x, y).square().sum(dim=-1)
 
     def geodesic(self, x: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """The point at time ``t`` of the shortest line from ``x`` at 0 to ``y`` at 1, and the line's velocity there."""
+        """Return the point at time ``t`` of the shortest geodesic from ``x`` to ``y``, and the velocity there."""
         v = self.log(x, y)
         point = self.exp(x, t * v)
         return point, self.transport(x, point, v)
@@ -69,88 +72,87 @@ class Geometry(ABC):
 @register
 @dataclass(frozen=True)
 class Euclidean(Geometry):
-    """The plane, for ``dim`` 2."""
+    """Euclidean space; the plane for ``dim`` 2."""
 
     dim: int = 2
+    window = (-3.0, 3.0)
 
     def from_normal(self, z: Tensor) -> Tensor:
+        """Return ``z``: the noise is normal."""
         return z
 
     def project(self, x: Tensor) -> Tensor:
+        """Return ``x``: every point belongs to the plane."""
         return x
 
-    def to_tangent(self, x: Tensor, v: Tensor) -> Tensor:
-        return v
-
     def exp(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return the end of a straight line."""
         return x + v
 
     def log(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the difference."""
         return y - x
 
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return v
-
-    def squared_distance(self, x: Tensor, y: Tensor) -> Tensor:
-        return (y - x).square().sum(dim=-1)
-
     def coordinates(self, x: Tensor) -> Tensor:
+        """Return the point itself."""
         return x
 
-    def problem_with(self, x: Tensor) -> str | None:
-        return None
-
     def geodesic(self, x: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a point of a straight line, and the line's velocity."""
         return (1 - t) * x + t * y, y - x  # rounded as in RectifiedFlow
 
 
 @register
 @dataclass(frozen=True)
 class Sphere(Geometry):
-    """The unit sphere in ``dim`` dimensions; ``dim`` 3 has the surface of a ball."""
+    """The unit sphere in ``dim`` dimensions; the surface of a ball for ``dim`` 3."""
 
     dim: int = 3
+    window = (-1.0, 1.0)
 
     def from_normal(self, z: Tensor) -> Tensor:
+        """Return points with the directions of ``z``, which are uniform."""
         return self.project(z)
 
     def project(self, x: Tensor) -> Tensor:
+        """Scale to norm 1."""
         return x / _norm(x).clamp(min=_TINY)
 
     def to_tangent(self, x: Tensor, v: Tensor) -> Tensor:
+        """Remove the part along ``x``."""
         return v - (x * v).sum(dim=-1, keepdim=True) * x
 
     def exp(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return the end of an arc of a great circle."""
         angle = _norm(v)
         return self.project(angle.cos() * x + torch.sinc(angle / torch.pi) * v)
 
     def log(self, x: Tensor, y: Tensor) -> Tensor:
-        """At antipodes, along a meridian of the axis that is farthest from them."""
+        """Return the shortest ``v``; at antipodes, along a meridian of the axis that is farthest from them."""
         cosine = (x * y).sum(dim=-1, keepdim=True)
         near = torch.where(cosine >= 0, 1.0, -1.0)
-        across = self.to_tangent(x, y - near * x)  # of the small difference to y or to its antipode: keeps the digits
+        # The tangent part of the small difference to y, or to its antipode, keeps the digits that y itself would lose.
+        across = self.to_tangent(x, y - near * x)
         sine = _norm(across)
-        axis = torch.nn.functional.one_hot(x.abs().argmin(dim=-1), x.shape[-1]).to(x)
-        away = self.project(self.to_tangent(x, axis))
+        away = self.project(self.to_tangent(x, one_hot(x.abs().argmin(dim=-1), x.shape[-1]).to(x)))
         direction = torch.where(sine > _TINY, across / sine.clamp(min=_TINY), torch.where(cosine < 0, away, across))
         return torch.atan2(sine, cosine) * direction
 
     def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """Rotate ``v`` along with the great circle through ``x`` and ``y``."""
         along = (y * v).sum(dim=-1, keepdim=True) / (1 + (x * y).sum(dim=-1, keepdim=True)).clamp(min=_TINY)
         return v - along * (x + y)
 
     def squared_distance(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the squared angle between the points."""
         return (2 * torch.atan2(_norm(y - x), _norm(y + x)).squeeze(-1)).square()
 
     def coordinates(self, x: Tensor) -> Tensor:
+        """Return the coordinates at unit scale."""
         return x * self.dim**0.5
 
-    def problem_with(self, x: Tensor) -> str | None:
-        off = float((_norm(x) - 1).abs().amax())
-        return f"reach {off:.3g} off the unit sphere; scale each to norm 1" if off > TOLERANCE else None
-
     def geodesic(self, x: Tensor, y: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Without parallel transport, which has no answer half a turn away."""
+        """Return point and velocity without parallel transport, which is not defined half a turn away."""
         v = self.log(x, y)
         angle = _norm(v)
         sine, cosine = (t * angle).sin(), (t * angle).cos()
@@ -160,44 +162,32 @@ class Sphere(Geometry):
 @register
 @dataclass(frozen=True)
 class FlatTorus(Geometry):
-    """Coordinates in [0, 1), where each end is glued to the other; ``dim`` 2 is the usual torus."""
+    """Coordinates in [0, 1) with both ends of each axis glued together; the usual torus for ``dim`` 2."""
 
     dim: int = 2
+    window = (0.0, 1.0)
 
     def from_normal(self, z: Tensor) -> Tensor:
+        """Map normal numbers to uniform ones by their distribution function."""
         return self.project(torch.special.ndtr(z))
 
     def project(self, x: Tensor) -> Tensor:
+        """Return the coordinates modulo 1."""
         x = x - x.floor()
         return torch.where(x >= 1, torch.zeros_like(x), x)  # as -1e-9 + 1 is 1 in float32
 
-    def to_tangent(self, x: Tensor, v: Tensor) -> Tensor:
-        return v
-
     def exp(self, x: Tensor, v: Tensor) -> Tensor:
+        """Return the end of a straight line, modulo 1."""
         return self.project(x + v)
 
     def log(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the difference to the nearest copy of ``y``."""
         return (y - x) - (y - x).round()
 
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return v
-
-    def squared_distance(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.log(x, y).square().sum(dim=-1)
-
     def coordinates(self, x: Tensor) -> Tensor:
+        """Return cosine and sine of each coordinate as an angle."""
         angles = 2 * torch.pi * x
         return 2**0.5 * torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-    def problem_with(self, x: Tensor) -> str | None:
-        least, most = (float(value) for value in x.aminmax())
-        if least >= 0 and most < 1:
-            return None
-        return f"reach from {least:.3g} to {most:.3g}; the torus has coordinates in [0, 1): take them modulo 1"
-
-
-_TINY = 1e-12
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Clouds of points in memory, checked and padded to one size."""
+"""Clouds of points: a dataset in memory, and the space of a flow on them."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -7,85 +7,116 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from geometry import Geometry
-from points import Points
-from rectified_flow.condition import Condition
-from rectified_flow.errors import UsageError
+from geometry import Geometry, Sphere
+from rectified_flow import Labels, Space, UsageError, register
+
+PICTURE_SIDE = 64
+TOLERANCE = 1e-3
+"""Distance from the geometry up to which a point is projected without an error."""
 
 
 class PointClouds(Dataset[dict[str, Tensor]]):
-    """Clouds of a geometry; items are ``clouds`` ``[n, d]``, ``weights`` ``[n]`` and a condition.
+    """Labelled clouds, padded to one size; items are ``clouds`` ``[n, d]``, ``weights`` ``[n]`` and ``labels``.
 
-    Points of weight 0 are left out. A cloud with fewer points than the largest is padded by copies of its first point,
-    of weight 0.
+    The points of a cloud have weight 1. The padding is copies of the first point, of weight 0.
 
     Args:
-        clouds: points ``[n_i, d]`` of each.
-        geometry: of the points.
-        weights: of the points ``[n_i]`` of each, not negative; if not given, all count alike.
-        conditions: the kind of a condition by its name, and its values ``[len(clouds), ...]``.
+        clouds: points ``[n_i, d]`` of each cloud.
+        labels: int64 ``[len(clouds)]``.
+        geometry: the geometry of the points.
+        classes: number of different labels.
+        size: points of a padded cloud; those of the largest cloud if not given.
 
     Raises:
-        UsageError: if a cloud is empty, its weights are all zero, or a point is none of the geometry; names the cloud.
+        UsageError: if a cloud is empty or has a point outside of the geometry; the sentence names the cloud.
     """
 
     def __init__(
-        self,
-        clouds: Sequence[Tensor],
-        geometry: Geometry,
-        *,
-        weights: Sequence[Tensor] | None = None,
-        conditions: dict[str, tuple[Condition, Tensor]] | None = None,
+        self, clouds: Sequence[Tensor], labels: Tensor, geometry: Geometry, *, classes: int, size: int | None = None
     ) -> None:
-        if not clouds:
-            raise UsageError("there are no clouds of points")
-        weights = weights or [torch.ones(len(cloud)) for cloud in clouds]
-        space = Points(geometry)
-        for number, (cloud, weight) in enumerate(zip(clouds, weights, strict=True)):
-            problem = _problem_with(cloud, weight, space)
+        for number, cloud in enumerate(clouds):
+            problem = Points(geometry).problem_with(cloud)
             if problem is not None:
                 raise UsageError(f"cloud {number}: {problem}")
-        present = [(cloud[weight > 0], weight[weight > 0]) for cloud, weight in zip(clouds, weights, strict=True)]
-        size = max(len(cloud) for cloud, _ in present)
-        self.clouds = torch.stack([torch.cat((c, c[:1].expand(size - len(c), -1))) for c, _ in present]).float()
-        self.weights = torch.stack([torch.cat((w, w.new_zeros(size - len(w)))) for _, w in present]).float()
-        given = conditions or {}
-        self.conditions = {name: kind for name, (kind, _) in given.items()}
-        self.values = {name: values for name, (_, values) in given.items()}
-        self.description = f"{len(self):,} clouds of up to {size} points"
+        places = torch.arange(size or max(map(len, clouds)))
+        present = [places < len(cloud) for cloud in clouds]
+        self.entries = {
+            "clouds": torch.stack(
+                [cloud[places * there] for cloud, there in zip(clouds, present, strict=True)]
+            ).float(),
+            "weights": torch.stack(present).float(),
+            "labels": labels,
+        }
+        self.conditions = {"labels": Labels(classes)}
+        self.description = f"{len(self):,} clouds of up to {len(places)} points"
 
     @property
     def fingerprint(self) -> str:
+        """Hash of all entries."""
         digest = sha256()
-        for name, each in self._entries.items():
-            digest.update(name.encode() + each.numpy().tobytes())
+        for name, values in self.entries.items():
+            digest.update(name.encode() + values.numpy().tobytes())
         return digest.hexdigest()
 
     def __len__(self) -> int:
-        return len(self.clouds)
+        return len(self.entries["labels"])
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {name: values[0] for name, values in self.read_batch([index]).items()}
+        return {name: values[index] for name, values in self.entries.items()}
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Rows of the items' entries, ``[b, ...]``."""
-        rows = torch.as_tensor(indices)
-        return {name: values[rows] for name, values in self._entries.items()}
+        """Return the entries of some items, ``[b, ...]``."""
+        return {name: values[torch.as_tensor(indices)] for name, values in self.entries.items()}
+
+
+@register
+class Points(Space):
+    """Clouds ``[b, n, d]`` of points of a geometry. Their weights are an entry of the batch of their own.
+
+    Args:
+        geometry: the geometry of the points.
+        shape: ``(n, d)``; that of the first training batch if not given.
+    """
+
+    key = "clouds"
+
+    def __init__(self, geometry: Geometry, shape: Sequence[int] | None = None) -> None:
+        self.geometry = geometry
+        self.shape = None if shape is None else tuple(shape)
+
+    def encode(self, data: Tensor) -> Tensor:
+        """Project stored points onto the geometry, float32."""
+        return self.geometry.project(data.float())
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Return points of the geometry, float32."""
+        return self.geometry.project(x.float())
+
+    def render(self, data: Tensor) -> Tensor:
+        """Draw white points on black; those on the far side of a sphere, as its last axis shows it, are grey."""
+        low, high = self.geometry.window
+        places = (data[..., :2] - low) / (high - low) * PICTURE_SIDE
+        columns, rows = places.long().clamp(0, PICTURE_SIDE - 1).unbind(dim=-1)
+        far = (data[..., -1] < 0) & isinstance(self.geometry, Sphere)
+        shades = torch.where(far, 90, 255).to(torch.uint8)
+        pictures = torch.zeros(len(data), PICTURE_SIDE**2, dtype=torch.uint8, device=data.device)
+        pictures.scatter_reduce_(1, (PICTURE_SIDE - 1 - rows) * PICTURE_SIDE + columns, shades, "amax")
+        return pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE).expand(-1, 3, -1, -1)
+
+    def problem_with(self, data: Tensor) -> str | None:
+        """Describe what is wrong with clouds ``[..., n, d]``, or return None."""
+        if data.ndim < 2 or data.shape[-2] == 0 or data.shape[-1] != self.geometry.dim:
+            return f"its shape is {tuple(data.shape)}; {self.geometry} needs points [n, {self.geometry.dim}]"
+        off = (data - self.geometry.project(data)).abs().amax()
+        if off <= TOLERANCE:
+            return None
+        return (
+            f"points are up to {off:.3g} off the {self.geometry}: project them"
+            if off.isfinite()
+            else "points are not finite"
+        )
 
     @property
-    def _entries(self) -> dict[str, Tensor]:
-        return {"clouds": self.clouds, "weights": self.weights, **self.values}
-
-
-def _problem_with(cloud: Tensor, weights: Tensor, space: Points) -> str | None:
-    if cloud.ndim != 2:
-        return f"its shape is {tuple(cloud.shape)}; pass points as [n, d]"
-    if len(cloud) == 0:
-        return "it has no points: leave it out"
-    if weights.shape != cloud.shape[:1]:
-        return f"{len(weights)} weights for {len(cloud)} points"
-    if not (weights.isfinite().all() and (weights >= 0).all()):
-        return "a weight is negative or not finite"
-    if not weights.any():
-        return "all of its weights are zero: leave it out"
-    return space.problem_with(cloud[weights > 0])
+    def noun(self) -> str:
+        """The size of a cloud in words."""
+        return f"{self.shape[0]} points" if self.shape else "clouds"

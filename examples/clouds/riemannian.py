@@ -1,4 +1,4 @@
-"""Flows between clouds of points, in the plane, on the sphere or on the torus."""
+"""Flows between clouds of points, along the geodesics of the plane, the sphere or the torus."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from geometry import Geometry
-from points import Points
+from point_clouds import Points
+from rectified_flow import Flow, register
 from rectified_flow.condition import Values
 from rectified_flow.flows import TimeGrid
-from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import NO_GUIDANCE
 from rectified_flow.flows.solvers import FixedStep, Guidance, Velocity, Watch, guided, integrate
 from rectified_flow.flows.times import TimeDistribution, Uniform, time_grid
-from rectified_flow.registry import register
 from transport import barycentric, cloud_costs, drawn_targets, sinkhorn
 
 PointCoupling = Literal["independent", "barycentric", "drawn"]
@@ -23,30 +22,29 @@ PointCoupling = Literal["independent", "barycentric", "drawn"]
 
 @register
 class RiemannianFlow(Flow):
-    """Flow matching along straightest lines (Chen & Lipman 2023, arXiv:2302.03660), for clouds of points.
+    """Flow matching along geodesics (Chen & Lipman 2023, arXiv:2302.03660), for clouds of points.
 
-    Each point of a cloud moves from a point of noise along the shortest line of ``space.geometry``. The network is
-    called ``network(x, t, weights=weights, **conditions)``, and its output is projected to the tangent space. In the
-    plane and without weights, this is :class:`RectifiedFlow`.
+    Each point of a cloud comes from a point of noise along the shortest geodesic of ``space.geometry``. The network is
+    called ``network(x, t, weights=weights, **conditions)``, and its output is projected onto the tangent space. In the
+    plane and without weights, this is :class:`rectified_flow.RectifiedFlow`.
 
-    A batch may have ``weights``, float32 ``[b, n]``, not negative: they weight the points in the loss, and a point of
-    weight 0 is absent, whatever its coordinates.
+    A batch may have ``weights``, float32 ``[b, n]``, not negative, of any sum. They weight the points in the loss. A
+    point of weight 0 is absent, whatever its coordinates.
 
     Args:
-        network: see above; without weights, it is called without them.
-        space: of the clouds.
-        time_distribution: of the training times, uniform if not given. Where points are coupled, much is decided near
-            the noise, which the times of pictures seldom see.
-        point_coupling: which point of the noise each point comes from: any, or by optimal transport inside of the pair
-            of clouds (Haviv et al. 2024, arXiv:2411.00698), ``barycentric`` the mean of those that the plan names, or
-            ``drawn`` one of them.
-        regularisation: of that transport, see :func:`sinkhorn <transport.sinkhorn>`. With 0.02, a
-            quarter of the noise's points is drawn by none of 40, and they are missed where sampling starts; with the
-            default, 8%.
-        settings: those of :class:`Flow`; the coupling ``ot`` pairs whole clouds with noise, at the transport's cost.
+        network: the network; without weights in the batch, it is called without them.
+        space: the space of the clouds.
+        time_distribution: distribution of the training times; uniform by default. With coupled points, much is decided
+            near the noise, where the times that suit pictures are rare.
+        point_coupling: coupling of the points of a cloud with those of its noise: ``independent``, or by optimal
+            transport (Haviv et al. 2024, arXiv:2411.00698) with the ``barycentric`` mean of a point's targets, or one
+            target ``drawn`` from them.
+        regularisation: regularisation of that transport, see :func:`transport.sinkhorn`. With 0.02, a quarter of the
+            noise's 40 points is the target of none, and is missed where sampling starts; with 0.002, 8%.
+        settings: settings of :class:`rectified_flow.Flow`. The coupling ``ot`` pairs whole clouds with noise.
 
     Raises:
-        ValueError: if the coupling is ``immiscible``, which is for data without a geometry.
+        ValueError: if the coupling is ``immiscible``, which is defined in the plane only.
     """
 
     space: Points
@@ -68,49 +66,48 @@ class RiemannianFlow(Flow):
         self.point_coupling, self.regularisation = point_coupling, regularisation
 
     def forward(self, **batch: Any) -> Tensor:
-        """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
+        """Draw noise and times for a batch and return the scalar loss; see :meth:`rectified_flow.Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)
-        weights = _shares_of(batch)
+        weights = shares(batch["weights"]) if "weights" in batch else None
         start = self.couple(x_0, self.space.geometry.from_normal(noise), weights)
         t = self.time_distribution.draw(len(x_0), x_0.device)
         return self.loss(x_0, start, t, conditions, weights)
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values, weights: Tensor | None = None) -> Tensor:
-        """The loss as a function of every draw.
+        """Return the loss as a function of every random draw.
 
         Args:
             x_0: clouds ``[b, n, d]``.
-            noise: the point ``[b, n, d]`` that each comes from.
+            noise: points of noise ``[b, n, d]``, each coupled with the point of the cloud in its place.
             t: times ``[b]``.
-            conditions: by name.
-            weights: ``[b, n]``, each row with sum 1; None weights all points alike.
+            conditions: values by name.
+            weights: weights of the points ``[b, n]`` with sum 1 in each row; None for equal weights.
         """
-        x_t, truth = self.space.geometry.geodesic(x_0, noise, t[:, None, None])
-        squares = (self._velocity(x_t, t, weights, conditions) - truth).square()
+        x_t, velocity = self.space.geometry.geodesic(x_0, noise, t[:, None, None])
+        squares = (self._velocity(x_t, t, weights, conditions) - velocity).square()
         if weights is None:
             return squares.flatten(1).mean(dim=1).mean()
         return (squares.mean(dim=2) * weights).sum(dim=1).mean()
 
     def couple(self, x_0: Tensor, noise: Tensor, weights: Tensor | None) -> Tensor:
-        """The point of noise, ``[b, n, d]``, that each point of a cloud comes from; weights as of the loss."""
+        """Return the noise ``[b, n, d]`` coupled with each point of ``x_0``, whose weights are those of the loss."""
         if self.point_coupling == "independent":
             return noise
         geometry, w = self.space.geometry, equal_shares(x_0) if weights is None else weights
-        cost = geometry.squared_distance(x_0[:, :, None], noise[:, None])
-        plan = sinkhorn(cost, w, w, **self._precision)
+        plan = sinkhorn(geometry.squared_distance(x_0[:, :, None], noise[:, None]), w, w, **self._precision)
         if self.point_coupling == "barycentric":
             return barycentric(plan, x_0, noise, geometry)
         return noise.gather(1, drawn_targets(plan)[..., None].expand_as(noise))
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
-        weights = _shares_of(batch)
+        """Return the transport costs ``[b, b]`` of each cloud with the noise of each."""
         geometry, everywhere = self.space.geometry, equal_shares(noise)
-        w = everywhere if weights is None else weights
+        w = shares(batch["weights"]) if "weights" in batch else everywhere
         return cloud_costs(x_0, w, geometry.from_normal(noise), everywhere, geometry, **self._precision)
 
     @property
     def _precision(self) -> dict[str, Any]:
-        """Errors of a twentieth of a cloud's weight are nothing beside the draws of a step."""
+        """Settings of the transport. An error of a twentieth of the weight is small beside a step's random draws."""
         return {"regularisation": self.regularisation, "tolerance": 0.05, "max_iterations": 500}
 
     @torch.no_grad()
@@ -128,39 +125,40 @@ class RiemannianFlow(Flow):
         watch: Watch | None = None,
         **conditions: Tensor,
     ) -> Tensor:
-        """Generate clouds ``[b, n, d]``, each point on the geometry.
+        """Generate clouds ``[b, n, d]`` of points on the geometry.
 
         Args:
-            count: how many, where no tensor has a number of rows.
+            count: number of clouds, where no tensor has a number of rows.
             steps: intervals between noise and data.
-            solver: how to cross an interval.
-            grid: how the intervals are cut.
-            guidance: pushes towards the conditions.
-            weights: of the points ``[b, n]``, of any sum; a point of weight 0 is absent.
-            noise: ``[b, n, d]``, standard normal; drawn if not given.
-            generator: source of the draws, on the network's device.
+            solver: method to cross an interval.
+            grid: kind of the time grid.
+            guidance: guidance towards the conditions.
+            weights: weights of the points ``[b, n]``, of any sum; a point of weight 0 is absent.
+            noise: standard normal ``[b, n, d]``; drawn if not given.
+            generator: source of the random draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``.
 
         Raises:
-            ValueError: as :meth:`RectifiedFlow.sample`, or if the solver follows no lines of a geometry.
+            ValueError: if the solver has no form on a geometry, or guidance has no conditions.
         """
         if solver not in STEPS:
-            raise ValueError(f"the solver {solver} knows no geometry: take euler, midpoint or heun")
+            raise ValueError(f"the solver {solver} has no form on a geometry: take euler, midpoint or heun")
         if guidance.scale != 1 and not self.conditions:
             raise ValueError("guidance needs a network that takes conditions")
-        times, count = time_grid(steps, grid), count if weights is None else len(weights)
+        count = count if weights is None else len(weights)
         z, values = self.draw_start(count, conditions, noise=noise, generator=generator)
         w = None if weights is None else shares(weights.to(z.device))
 
         def velocity(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-            rows = w if w is None else w.repeat(len(x) // len(w), 1)  # guidance asks for each row twice
+            rows = w if w is None else w.repeat(len(x) // len(w), 1)  # guidance evaluates each row twice
             return self._velocity(x, t, rows, conditions)
 
+        geometry = self.space.geometry
         with self.evaluating():
             field = guided(velocity, self.conditions, values, guidance)
-            start = self.space.geometry.from_normal(z)
-            x = integrate(field, start, times, watch=watch, step=partial(STEPS[solver], self.space.geometry))
+            step, times = partial(STEPS[solver], geometry), time_grid(steps, grid)
+            x = integrate(field, geometry.from_normal(z), times, watch=watch, step=step)
         return self.space.decode(x)
 
     def _velocity(self, x: Tensor, t: Tensor, weights: Tensor | None, conditions: Values) -> Tensor:
@@ -185,18 +183,15 @@ def _heun(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float
 
 
 STEPS: dict[FixedStep, Callable[..., Tensor]] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
-"""The solvers along geodesics: a velocity is transported in parallel to the point where it is used."""
+"""Solvers along geodesics. A velocity belongs to the tangent space of its point: it is transported in parallel to the
+point where the step starts before it is used there."""
 
 
 def shares(weights: Tensor) -> Tensor:
-    """Weights ``[b, n]`` of any sum, as float32 with sum 1 in each row."""
+    """Scale weights ``[b, n]`` of any sum to sum 1 in each row, float32."""
     return weights.float() / weights.float().sum(dim=1, keepdim=True)
 
 
 def equal_shares(x: Tensor) -> Tensor:
-    """Weights of clouds ``[b, n, d]`` whose points count alike, with sum 1."""
+    """Return equal weights ``[b, n]`` of the points of clouds ``[b, n, d]``, with sum 1."""
     return x.new_full(x.shape[:2], 1 / x.shape[1])
-
-
-def _shares_of(batch: dict[str, Any]) -> Tensor | None:
-    return shares(batch["weights"]) if "weights" in batch else None

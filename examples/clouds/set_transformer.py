@@ -5,33 +5,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from geometry import Geometry
+from rectified_flow import register
 from rectified_flow.condition import Kinds
 from rectified_flow.networks.unet import TimeEmbedding, zero_init
-from rectified_flow.registry import register
 
 HEAD = 32
 
 
 @register
 class SetTransformer(nn.Module):
-    """Attention among the points of a cloud; another order of the points is the same order of the output.
+    """Attention among the points of a cloud; permuted points give the output permuted alike.
 
-    A point of twice the weight counts as two points, and one of weight 0 not at all.
+    A point of twice the weight counts as two points, and a point of weight 0 is absent.
 
     Args:
-        geometry: of the points.
-        conditions: that it takes, by name.
+        geometry: geometry of the points.
+        conditions: conditions by name.
         width: channels of a point, a multiple of 32.
-        layers: of attention.
-
-    Raises:
-        ValueError: if the width is no multiple of 32.
+        layers: number of attention layers.
     """
 
     def __init__(self, geometry: Geometry, conditions: Kinds, width: int, layers: int) -> None:
         super().__init__()
-        if width % HEAD:
-            raise ValueError(f"width is {width}; it must be a multiple of {HEAD}")
         self.geometry, self.conditions, self.width, self.layers = geometry, dict(conditions), width, layers
         features = geometry.coordinates(torch.zeros(1, geometry.dim)).shape[1]
         self.place = nn.Sequential(nn.Linear(features, width), nn.SiLU(), nn.Linear(width, width))
@@ -47,22 +42,17 @@ class SetTransformer(nn.Module):
         Args:
             x: points ``[b, n, d]``.
             t: times ``[b]``.
-            weights: of the points ``[b, n]``, of any sum; None weights all alike.
-            conditions: values by name ``[b, ...]``; a condition left out is "none" for every row.
+            weights: weights of the points ``[b, n]``, of any sum; None for equal weights.
+            conditions: values by name ``[b, ...]``; a condition that is left out is "none" in every row.
 
         Returns:
             Velocities ``[b, n, d]``.
-
-        Raises:
-            ValueError: if a condition is not one of the network's.
         """
-        unknown = conditions.keys() - self.conditions.keys()
-        if unknown:
-            raise ValueError(f"this network does not take {', '.join(unknown)}, only {list(self.conditions)}")
         hidden, context = self.place(self.geometry.coordinates(x)), self.time(t, t)
         for name, embedding in self.embeddings.items():
             values = conditions[name] if name in conditions else self.conditions[name].none(len(x), x.device)
             context = context + embedding(values)
+        # The logarithm of a weight, added to the scores, multiplies the point's share of the attention by the weight.
         bias = None if weights is None else weights.log()[:, None, None]
         for block in self.blocks:
             hidden = block(hidden, F.silu(context), bias)
@@ -81,6 +71,7 @@ class AttentionBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.SiLU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor, context: Tensor, bias: Tensor | None) -> Tensor:
+        """Return new channels ``[b, n, width]``; ``bias`` ``[b, 1, 1, n]`` is added to the attention scores."""
         scale_1, shift_1, scale_2, shift_2 = self.modulation(context)[:, None].chunk(4, dim=2)
         q, k, v = self.qkv(self.norm(x) * (1 + scale_1) + shift_1).unflatten(2, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=None if bias is None else bias.to(q))

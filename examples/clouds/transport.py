@@ -9,7 +9,7 @@ from geometry import Geometry
 from rectified_flow import randomness
 
 _SCALINGS = 10
-"""Scalings between two evaluations of the kernel, which cost as much as several of them."""
+"""Scalings between two evaluations of the kernel, which cost as much as several scalings."""
 _TINY = 1e-30
 
 
@@ -23,32 +23,31 @@ def sinkhorn(
     tolerance: float = 1e-4,
     max_iterations: int = 10_000,
 ) -> Tensor:
-    """Plans of entropic optimal transport (Cuturi 2013, arXiv:1306.0895), many at once.
+    """Compute many plans of entropic optimal transport at once (Cuturi 2013, arXiv:1306.0895).
 
-    Scalings are absorbed into potentials, and the regularisation falls to its value step by step (Schmitzer 2016,
-    arXiv:1610.06519), so float32 is enough for one of 1e-3. Each plan is a function of its own row,
-    whatever else is in the batch.
+    Scalings are absorbed into potentials, and the regularisation is annealed (Schmitzer 2016, arXiv:1610.06519), so
+    that float32 suffices for a regularisation of 1e-3. Each plan depends on its own row alone.
 
     Args:
         cost: float32 ``[k, n, m]``, not negative.
-        a: weights of the sources ``[k, n]``; each row sums to 1, and a source of weight 0 is absent.
+        a: weights of the sources ``[k, n]`` with sum 1 in each row. A source of weight 0 is absent.
         b: weights of the targets ``[k, m]``, likewise.
-        regularisation: of each plan, as a multiple of the mean cost of its independent coupling.
-        tolerance: the greatest sum over sources of errors of the weight that leaves them.
-        max_iterations: after which a plan is taken as it is.
+        regularisation: multiple of the mean cost of the independent coupling.
+        tolerance: largest accepted error of the weights that leave the sources, summed over the sources.
+        max_iterations: number of scalings after which a plan is returned as it is.
 
     Returns:
-        Float32 ``[k, n, m]``. The weights that arrive are exact.
+        Plans, float32 ``[k, n, m]``. Their column sums are ``b`` exactly.
     """
     cost = cost.where((a[:, :, None] > 0) & (b[:, None] > 0), 0)
-    least = _column(regularisation * torch.einsum("kn,knm,km->k", a, cost, b)).clamp(min=_TINY)
-    greatest = torch.maximum(_column(cost.flatten(1).amax(dim=1)), least)
+    least = (regularisation * torch.einsum("kn,knm,km->k", a, cost, b)).clamp(min=_TINY)[:, None]
+    greatest = torch.maximum(cost.flatten(1).amax(dim=1, keepdim=True), least)
     f, g = torch.zeros_like(a), torch.zeros_like(b)
     plan, done = torch.zeros_like(cost), torch.zeros(len(cost), dtype=torch.bool, device=cost.device)
     blocks = -(-max_iterations // _SCALINGS)
     for block in range(blocks):
         epsilon = torch.maximum(greatest * 0.25**block, least)
-        kernel = ((f[:, :, None] + g[:, None] - cost) / epsilon).exp()
+        kernel = ((f[:, :, None] + g[:, None] - cost) / epsilon[:, None]).exp()
         u, v = torch.ones_like(a), torch.ones_like(b)
         for _ in range(_SCALINGS):
             u = a / _times(kernel, v).clamp(min=_TINY)
@@ -59,18 +58,18 @@ def sinkhorn(
         done |= ready
         if done.all():
             break
-        f, g = f + epsilon[:, 0] * u.log(), g + epsilon[:, 0] * v.log()
+        f, g = f + epsilon * u.log(), g + epsilon * v.log()
     return plan
 
 
 def barycentric(plan: Tensor, x: Tensor, y: Tensor, geometry: Geometry) -> Tensor:
-    """Where a plan sends each point on average: the barycentric projection, seen from the point's tangent space.
+    """Return the mean target of each source, in the tangent space of the source: the barycentric projection.
 
     Args:
         plan: ``[k, n, m]``.
         x: sources ``[k, n, d]``.
         y: targets ``[k, m, d]``.
-        geometry: of the points.
+        geometry: geometry of the points.
 
     Returns:
         Points ``[k, n, d]``; a source of weight 0 stays where it is.
@@ -80,7 +79,7 @@ def barycentric(plan: Tensor, x: Tensor, y: Tensor, geometry: Geometry) -> Tenso
 
 
 def drawn_targets(plan: Tensor) -> Tensor:
-    """A target of each source, int64 ``[k, n]``, drawn with the probabilities of a plan ``[k, n, m]``."""
+    """Draw a target of each source, int64 ``[k, n]``, with the probabilities of a plan ``[k, n, m]``."""
     ways = plan.cumsum(dim=2)
     chance = randomness.rand("plan", plan.shape[:2], plan.device)[..., None] * ways[..., -1:]
     return torch.searchsorted(ways, chance, right=True).squeeze(2).clamp(max=plan.shape[2] - 1)
@@ -89,28 +88,23 @@ def drawn_targets(plan: Tensor) -> Tensor:
 def cloud_costs(
     x: Tensor, a: Tensor, y: Tensor, b: Tensor, geometry: Geometry, *, at_once: int = 256, **settings: Any
 ) -> Tensor:
-    """The mean squared distance that the points of each cloud travel to become those of each other, ``[k, l]``.
+    """Return the mean squared distance that points travel from each cloud to each other cloud, ``[k, l]``.
 
     Args:
         x: clouds ``[k, n, d]``.
-        a: weights of their points ``[k, n]``, as of :func:`sinkhorn`.
+        a: weights of their points ``[k, n]``, as in :func:`sinkhorn`.
         y: clouds ``[l, m, d]``.
         b: weights of their points ``[l, m]``.
-        geometry: of the points.
-        at_once: pairs in memory together.
-        settings: of :func:`sinkhorn`.
+        geometry: geometry of the points.
+        at_once: number of pairs in memory at once.
+        settings: settings of :func:`sinkhorn`.
     """
     pairs = torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(y))).to(x.device)
     costs = []
     for i, j in (part.unbind(dim=1) for part in pairs.split(at_once)):
         cost = geometry.squared_distance(x[i][:, :, None], y[j][:, None])
-        plan = sinkhorn(cost, a[i], b[j], **settings)
-        costs.append((plan * cost).sum(dim=(1, 2)))
+        costs.append((sinkhorn(cost, a[i], b[j], **settings) * cost).sum(dim=(1, 2)))
     return torch.cat(costs).reshape(len(x), len(y))
-
-
-def _column(values: Tensor) -> Tensor:
-    return values[:, None, None]
 
 
 def _times(kernel: Tensor, v: Tensor) -> Tensor:

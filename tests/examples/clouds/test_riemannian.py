@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
-from points import Points
+from point_clouds import Points
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import FixedStep, Guidance, integrate
@@ -217,7 +217,7 @@ def test_pictures_of_clouds() -> None:
     ("what", "sentence"),
     [
         (lambda: flow_of(Sphere(3), coupling="immiscible"), "take ot or independent"),
-        (lambda: flow_of(Sphere(3)).sample(2, solver="stochastic"), "knows no geometry"),  # type: ignore[arg-type]
+        (lambda: flow_of(Sphere(3)).sample(2, solver="stochastic"), "has no form on a geometry"),  # type: ignore[arg-type]
         (
             lambda: RiemannianFlow(FromOnePoint(Sphere(3), torch.eye(3)[0]), space=Points(Sphere(3), (5, 3))).sample(
                 2, guidance=Guidance(2.0)

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import train_point_clouds as example
+from cloud_distances import chamfer_costs
+from digits import GEOMETRIES, Digits
 from geometry import Euclidean
-from point_clouds import PointClouds
+from point_clouds import PointClouds, Points
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.ranks import run_on_ranks
@@ -62,14 +64,14 @@ def test_a_resumed_run_is_the_same_to_the_byte(whole: Path, tmp_path: Path) -> N
 
 def train_with_a_far_point(words: str) -> None:
     """Train, with one cloud whose squares no float32 holds."""
-    split = example.Digits.split
+    split = Digits.split
 
-    def spoilt(digits: example.Digits, held_out: int) -> tuple[PointClouds, ...]:
+    def spoilt(digits: Digits, held_out: int) -> tuple[PointClouds, ...]:
         parts = split(digits, held_out)
-        parts[0].clouds[: len(parts[0]) // 40, 0] = 1e30
+        parts[0].entries["clouds"][: len(parts[0]) // 40, 0] = 1e30
         return parts
 
-    example.Digits.split = spoilt  # type: ignore[assignment, method-assign]
+    Digits.split = spoilt  # type: ignore[assignment, method-assign]
     train(words)
 
 
@@ -82,6 +84,20 @@ def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/step_00000008").exists()
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--points 2 --width 32 --layers 1 --measured_clouds 10 --condition_dropout 0 --point_coupling barycentric",
+        "--points 40 --width 32 --measured_clouds 10 --geometry sphere",  # no held-out cloud is as large as the largest
+        "--points 9 --width 64 --layers 4 --measured_clouds 20 --condition_dropout 0.9 --coupling ot",
+    ],
+)
+def test_flags_at_both_ends(flags: str, tmp_path: Path) -> None:
+    tiny = "--train_num_steps 1 --batch_size 2 --measure_every 1"
+    run_on_ranks(1, train, f"--output_dir {tmp_path} {tiny} {flags}")
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+
+
 @pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     folder = run(tmp_path, "--geometry torus --train_num_steps 60 --measure_every 60 --ema_decay 0.9")
@@ -90,22 +106,22 @@ def test_it_learns(tmp_path: Path) -> None:
     assert after["chamfer"] < 0.9 * before["chamfer"]
 
 
-@pytest.mark.parametrize("name", list(example.GEOMETRIES))
+@pytest.mark.parametrize("name", list(GEOMETRIES))
 def test_digits_are_wrapped_and_come_back(name: str) -> None:
-    digits = example.Digits(name, 12)
+    digits = Digits(name, 12)
     for cloud in digits.clouds[:20]:
-        assert digits.geometry.problem_with(cloud) is None
+        assert Points(digits.geometry).problem_with(cloud) is None
         assert 6 <= len(cloud) <= 12
         assert digits.unwrap(cloud).abs().max() <= 1 + 1e-5
         assert torch.allclose(digits.wrap(digits.unwrap(cloud)), cloud, atol=1e-5)
     training, held_out, others = digits.split(100)
     assert len(training) + len(held_out) + len(others) == len(digits.clouds)
     for part in (held_out, others):
-        assert part.values["labels"].bincount().tolist() == [10] * 10
+        assert part.entries["labels"].bincount().tolist() == [10] * 10
 
 
 def test_rasters_are_the_pictures_again() -> None:
-    digits = example.Digits("sphere", 400)
+    digits = Digits("sphere", 400)
     cloud = digits.clouds[0]
     raster = digits.rasterise(cloud[None], torch.ones(1, len(cloud)))[0]
     assert torch.allclose(raster, (digits.pictures[0] / digits.pictures[0].sum()).float(), atol=0.03)
@@ -114,7 +130,7 @@ def test_rasters_are_the_pictures_again() -> None:
 def test_chamfer_by_hand() -> None:
     x, y = torch.tensor([[[0.0, 0.0], [3.0, 0.0]]]), torch.tensor([[[0.0, 1.0], [9.0, 9.0]]])
     a, b = torch.tensor([[0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
-    cost = example.chamfer_costs(x, a, y, b, Euclidean(2))
+    cost = chamfer_costs(x, a, y, b, Euclidean(2))
     assert cost.tolist() == [[pytest.approx(0.5 * 1 + 0.5 * 10 + 1)]]
 
 
