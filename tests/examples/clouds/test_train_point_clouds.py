@@ -137,7 +137,7 @@ def test_chamfer_by_hand() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--points 1", "a cloud needs at least 2"),
+        ("--points 1", "--points is 1; it must be at least 2"),
         ("--width 33", "it must be a multiple of 32"),
         ("--measured_clouds 15", "it must be a multiple of 10"),
     ],

@@ -84,6 +84,35 @@ def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        "--vocabulary 1 --length 1 --width 32 --layers 1 --measured_lines 30 --max_samples 600",
+        "--vocabulary 3000 --length 64 --width 64 --layers 3 --measured_lines 5000 --measure_every 1 --no_skip_empty",
+    ],
+)
+def test_flags_at_both_ends(text: Path, flags: str, tmp_path: Path) -> None:
+    tiny = "--train_num_steps 1 --batch_size 2 --lr_warmup_steps 0"
+    run_on_ranks(1, train, f"--text {text} --output_dir {tmp_path} {tiny} {flags}")
+    assert (tmp_path / "checkpoints/step_00000001").exists()
+
+
+def test_the_first_word_of_the_vocabulary_may_be_the_most_frequent(tmp_path: Path) -> None:
+    """Token 3 follows the special ones; the tokenizer sorts characters, so that it is the exclamation mark."""
+    (tmp_path / "lines.txt").write_text("! ! ! a\n" * 60)
+    run_on_ranks(1, train, f"--text {tmp_path}/lines.txt --output_dir {tmp_path} --batch_size 8 {FLAGS}")
+    row = json.loads((tmp_path / "accuracy.jsonl").read_text().splitlines()[0])
+    assert row["guess"] > 0.5, "three of four words are exclamation marks"
+
+
+@pytest.mark.parametrize("line", ["sun sun sun", "   ", "[MASK] [PAD] [UNK]"])
+def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text(f"{line}\n" * 60)
+    words = f"--text {tmp_path}/lines.txt --output_dir {tmp_path}/run"
+    with pytest.raises(UsageError, match=r"lines\.txt: 3 lines have fewer than two different words"):
+        train(words)
+
+
+@pytest.mark.parametrize(
     ("flags", "sentence"), [("", "--text is missing"), ("--text {text} --width 33", "it must be a multiple of 32")]
 )
 def test_bad_flags_are_a_sentence(text: Path, flags: str, sentence: str) -> None:
