@@ -1,10 +1,8 @@
 """A folder of clips with captions: videos, or folders of frames."""
 
-import importlib
 import json
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import inf
@@ -15,8 +13,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from rectified_flow import UsageError
 from rectified_flow.data.image_folder import IMAGE_SUFFIXES
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import first_line, require
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
 
@@ -27,24 +26,25 @@ CAPTION_KEYS = ("text", "caption", "prompt")
 
 @dataclass(frozen=True)
 class Clip:
-    """A video's file, or the folder of its frames."""
+    """A video file or a folder of frames, and its caption."""
 
     path: Path
     caption: str
 
     def decode(self, frames: int, height: int, width: int, fps: float) -> Tensor:
-        """The first frames, uint8 ``[f, 3, h, w]``, resized to cover that and cut to the centre.
+        """Return the first frames, uint8 ``[f, 3, h, w]``, resized to cover the size and cropped to the centre.
 
         Args:
-            frames: how many.
-            height: of a frame [px].
-            width: likewise.
-            fps: frames a second; of a faster video, some are left out. A folder has its own, whatever that is.
+            frames: number of frames.
+            height: height of a frame [px].
+            width: width of a frame [px].
+            fps: frames per second; of a faster video, some are left out. All frames of a folder are used.
 
         Raises:
-            UsageError: if it cannot be read, or is too short.
+            UsageError: if the clip cannot be read, or is too short.
         """
-        _require_decoder(self.path)
+        if not self.path.is_dir():
+            import av  # noqa: F401, a missing package is no broken clip
         taken: list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]] = []
         try:
             for image in _frames(self.path, fps):
@@ -54,35 +54,33 @@ class Clip:
                     break
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
-        if len(taken) < frames:
-            raise UsageError(
-                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
-                "remove it, or lower --frames"
-            )
+        require(
+            len(taken) == frames,
+            f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
+            "remove it, or lower --frames",
+        )
         return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
 
 
 def find_clips(folder: Path) -> list[Clip]:
-    """All clips below ``folder``, each with its caption.
+    """Return all clips below ``folder``.
 
-    A caption is in ``metadata.jsonl`` (rows with ``file_name`` and ``text``, ``caption`` or ``prompt``), in a file
-    beside the clip with the suffix ``.txt``, or in ``caption.txt`` in the clip's folder.
+    The caption of a clip is in ``metadata.jsonl`` (rows with ``file_name`` and ``text``, ``caption`` or ``prompt``), in
+    a file beside the clip with the suffix ``.txt``, or in ``caption.txt`` in the clip's folder.
 
     Raises:
         UsageError: if the folder has no clips, a clip has no caption, or a caption cannot be read.
     """
-    if not folder.is_dir():
-        raise UsageError(f"--dataset_path {folder} is not a folder")
-    listed = _listed(folder / METADATA_FILE)
+    require(folder.is_dir(), f"--dataset_path {folder} is not a folder")
+    listed = _listed_captions(folder / METADATA_FILE)
     clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
-    if not clips:
-        kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
-        raise UsageError(f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
+    kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
+    require(bool(clips), f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
     return clips
 
 
 def clips_fingerprint(clips: Sequence[Clip], *, times: bool) -> str:
-    """Changes whenever a clip's caption, name or size does; with ``times`` also when its file was written again."""
+    """Hash the captions, names and sizes of clips; with ``times``, also the times of their files."""
     digest = blake2b(digest_size=16)
     for clip in clips:
         for file in sorted(clip.path.iterdir()) if clip.path.is_dir() else [clip.path]:
@@ -92,32 +90,22 @@ def clips_fingerprint(clips: Sequence[Clip], *, times: bool) -> str:
     return digest.hexdigest()
 
 
-def _require_decoder(path: Path) -> None:
-    """Raise a ModuleNotFoundError if what decodes videos is not installed."""
-    if not path.is_dir():
-        importlib.import_module("av")
-
-
 def _paths(folder: Path) -> Iterator[Path]:
-    """Videos, and folders that have pictures but no videos, in order."""
+    """Yield videos, and folders with pictures but without videos, in order."""
     for path in sorted(folder.iterdir()):
         if path.name.startswith("."):
             continue
         if path.suffix.lower() in VIDEO_SUFFIXES:
             yield path
         elif path.is_dir():
-            inside = list(_paths(path))
-            yield from inside or ([path] if _pictures(path) else [])
+            yield from [*_paths(path)] or ([path] if _pictures(path) else [])
 
 
 def _pictures(folder: Path) -> list[Path]:
+    """Return the pictures of a folder in the order of the numbers in their names: 10 follows 9."""
     pictures = [path for path in folder.iterdir() if path.suffix.lower() in IMAGE_SUFFIXES]
-    return sorted(pictures, key=lambda path: [int(part) if part.isdecimal() else part for part in _numbers(path)])
-
-
-def _numbers(path: Path) -> list[str]:
-    """The name cut at its numbers, so that 10 comes after 9."""
-    return re.split(r"(\d+)", path.name)
+    parts = {path: re.split(r"(\d+)", path.name) for path in pictures}
+    return sorted(pictures, key=lambda path: [int(part) if part.isdecimal() else part for part in parts[path]])
 
 
 def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
@@ -139,16 +127,17 @@ def _frames(path: Path, fps: float) -> Iterator[Image.Image]:
                 due = (due if time < due + 1 / fps else time) + 1 / fps  # after a gap, from there on
 
 
-def _listed(path: Path) -> dict[Path, str]:
-    """Captions by clip, of a metadata file."""
-    if not path.exists():
-        return {}
-    captions = {}
+def _read(path: Path) -> str:
     try:
-        rows = path.read_text().splitlines()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{printable(path)} cannot be read ({first_line(error)}): correct or remove it") from error
-    for number, row in enumerate(rows, start=1):
+
+
+def _listed_captions(path: Path) -> dict[Path, str]:
+    """Return the captions of a metadata file by clip."""
+    captions = {}
+    for number, row in enumerate(_read(path).splitlines() if path.exists() else [], start=1):
         try:
             entry = json.loads(row)
             text = next(entry[key] for key in CAPTION_KEYS if isinstance(entry.get(key), str))
@@ -159,13 +148,8 @@ def _listed(path: Path) -> dict[Path, str]:
 
 
 def _caption_beside(path: Path) -> str:
-    own = path / CAPTION_FILE if path.is_dir() else path.parent / CAPTION_FILE
-    for file in (path.with_suffix(".txt"), own):
-        with suppress(FileNotFoundError):
-            try:
-                return file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                if isinstance(error, FileNotFoundError):
-                    raise
-                raise UsageError(f"caption {printable(file)} cannot be read ({first_line(error)})") from error
-    raise UsageError(f"clip {printable(path)} has no caption: write one into {path.with_suffix('.txt').name}")
+    own = path.with_suffix(".txt")
+    shared = (path if path.is_dir() else path.parent) / CAPTION_FILE
+    found = [file for file in (own, shared) if file.exists()]
+    require(bool(found), f"clip {printable(path)} has no caption: write one into {own.name}")
+    return _read(found[0]).strip()

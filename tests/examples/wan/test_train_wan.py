@@ -18,7 +18,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train_wan as example
+import wan_pipeline
 from clips import find_clips
+from encoded_clips import encode_clips
 from rectified_flow.condition import drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
@@ -29,6 +31,9 @@ from rectified_flow.randomness import BatchRows, deterministic
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
+from wan_flags import WanFlags
+from wan_flow import Captions, ClipFlow, WanNetwork
+from wan_pipeline import Wan
 
 pytestmark = pytest.mark.xdist_group("wan")
 SIZE = "--frames 9 --height 32 --width 32"
@@ -50,12 +55,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def flags_of(words: str) -> Any:
-    return parse(example.WanFlags, "", words.split())
+    return parse(WanFlags, "", words.split())
 
 
 def wan_of(model: Path, clips: Path, more: str = "") -> Any:
     flags = flags_of(f"--model {model} --dataset_path {clips} {SIZE} {more}")
-    return example.Wan(flags.wan, torch.device("cpu"))
+    return Wan(flags.wan, torch.device("cpu"))
 
 
 def train(words: list[str]) -> list[str | None]:
@@ -134,8 +139,8 @@ def test_a_saved_lora_changes_the_pipeline_by_what_was_trained(runs: Path, model
 
 def flow_of(wan: Any, transformer: Any, *, first_frame: bool = False, empty: torch.Tensor | None = None) -> Any:
     empty = torch.zeros(7, 32) if empty is None else empty
-    network = example.WanNetwork(transformer, empty, "here")
-    return example.ClipFlow(network, first_frame=first_frame, space=wan.space).eval()
+    network = WanNetwork(transformer, empty, "here")
+    return ClipFlow(network, first_frame=first_frame, space=wan.space).eval()
 
 
 def test_the_loss_is_that_of_diffusers(models: dict[str, Path], clips: Path) -> None:
@@ -186,7 +191,7 @@ def test_our_euler_is_the_pipelines(models: dict[str, Path], clips: Path, kind: 
         prompt_embeds=text, negative_prompt_embeds=empty, height=32, width=32, num_frames=9, num_inference_steps=4,
         guidance_scale=3.0, latents=x.clone(), output_type="latent", **given,
     ).frames  # fmt: skip
-    network, frames = example.WanNetwork(transformer, empty[0], "here"), known.shape[2]
+    network, frames = WanNetwork(transformer, empty[0], "here"), known.shape[2]
 
     def velocity(x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         x = torch.cat((known.expand(len(x), -1, -1, -1, -1), x[:, :, frames:]), dim=2)
@@ -201,7 +206,7 @@ def test_our_euler_is_the_pipelines(models: dict[str, Path], clips: Path, kind: 
 def test_clips_are_encoded_as_the_pipeline_does(models: dict[str, Path], clips: Path) -> None:
     wan = wan_of(models["one"], clips)
     found = find_clips(clips)
-    dataset = example.encode_clips(wan, found, PartialState())
+    dataset = encode_clips(wan, found, PartialState())
     assert len(dataset) == 5
     item = dataset.read_batch([3])
     assert (item["latents"].shape, item["text"].shape) == ((1, 1, 2, 16, 3, 4, 4), (1, 512, 32))
@@ -221,7 +226,7 @@ def test_clips_are_encoded_as_the_pipeline_does(models: dict[str, Path], clips: 
 
 def test_captions_are_dropped_for_the_empty_one() -> None:
     empty, text = torch.randn(7, 32), torch.randn(400, 7, 32)
-    kind = example.Captions(empty)
+    kind = Captions(empty)
     with deterministic(BatchRows(0, 0, 400, slice(None))):
         dropped = kind.is_none(drop({"text": kind}, {"text": text}, 0.25)["text"])
     assert 70 < dropped.sum() < 130
@@ -279,9 +284,24 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
         with pytest.raises(UsageError) as caught:
             example.train(flags_of(words))
         assert sentence in str(caught.value)
-    monkeypatch.setattr(example, "memory", lambda: 1000)
+    monkeypatch.setattr(wan_pipeline, "memory", lambda: 1000)
     with pytest.raises(UsageError, match=r"--train full needs .* GB .* pass --train lora"):
-        wan_of(models["one"], clips, "--train full").check()
+        assert wan_of(models["one"], clips, "--train full").settings
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--frames 1 --lora_rank 1 --caption_dropout 1 --fps 100 --preview_clips 0 --no_gradient_checkpointing",
+        "--frames 5 --train full --caption_dropout 0 --fps 1 --preview_clips 9 --preview_steps 1 --noise_range 0.9 1",
+    ],
+)
+def test_flags_at_both_ends(models: dict[str, Path], clips: Path, flags: str, tmp_path: Path) -> None:
+    words = (
+        f"--model {models['one']} --dataset_path {clips} {FLAGS} --output_dir {tmp_path} --train_num_steps 1 {flags}"
+    )
+    assert run_on_ranks(1, train, [f"{words} --sample_every 1"]) == [[None]]
+    assert (tmp_path / "checkpoints/step_00000001").exists()
 
 
 @pytest.mark.parametrize("flags", ["--lora_alpha 4", "--noise_range 0 0.5", "--time_shift 1"])
@@ -295,11 +315,11 @@ def test_a_run_does_not_go_on_as_another(runs: Path, models: dict[str, Path], cl
 
 def test_other_weights_encode_anew(models: dict[str, Path], clips: Path, tmp_path: Path) -> None:
     wan = wan_of(models["one"], clips)
-    before = wan.weights
+    before = wan.encoders
     other = shutil.copytree(models["one"], tmp_path / "other")
-    assert wan_of(other, clips).weights != before
+    assert wan_of(other, clips).encoders != before
     os.utime(next((other / "vae").iterdir()), (1, 1))
-    assert wan_of(models["one"], clips).weights == before
+    assert wan_of(models["one"], clips).encoders == before
 
 
 def test_a_full_disk_does_not_end_the_run(
@@ -311,7 +331,7 @@ def test_a_full_disk_does_not_end_the_run(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("rectified_flow.system.pictures.replace_file", full)
-    monkeypatch.setattr(example, "replace_file", full)
+    monkeypatch.setattr("wan_callbacks.replace_file", full)
     words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {tmp_path}/run"
     assert example.train(flags_of(f"{words} --train_num_steps 2"))
     assert (tmp_path / "run/checkpoints/step_00000002").exists()
@@ -320,7 +340,7 @@ def test_a_full_disk_does_not_end_the_run(
 
 def test_objectives_that_need_an_interval_are_refused(models: dict[str, Path], clips: Path) -> None:
     wan = wan_of(models["one"], clips)
-    network = example.WanNetwork(wan.transformer(), torch.zeros(7, 32), "here")
+    network = WanNetwork(wan.transformer(), torch.zeros(7, 32), "here")
     flow = MeanFlow(network, space=wan.space)
     with pytest.raises(UsageError, match="a Wan transformer takes no r: train it as a rectified flow"):
         flow(latents=torch.randn(2, 1, 1, *wan.space.shape), text=torch.randn(2, 7, 32))
@@ -368,11 +388,10 @@ def test_copied_clips_are_the_same_data(models: dict[str, Path], clips: Path, tm
     """Encoded again, as nobody knows; but a run goes on with them."""
     copied = shutil.copytree(clips, tmp_path / "copied", copy_function=shutil.copyfile)
     first, second = (
-        example.encode_clips(wan_of(models["one"], folder), find_clips(folder), PartialState())
-        for folder in (clips, copied)
+        encode_clips(wan_of(models["one"], folder), find_clips(folder), PartialState()) for folder in (clips, copied)
     )
     assert first.path != second.path
     assert first.fingerprint == second.fingerprint
     (copied / "clip 0/caption.txt").write_text("another")
-    changed = example.encode_clips(wan_of(models["one"], copied), find_clips(copied), PartialState())
+    changed = encode_clips(wan_of(models["one"], copied), find_clips(copied), PartialState())
     assert changed.fingerprint != first.fingerprint
