@@ -1,0 +1,1 @@
+"""Questions that trainings answer: cases with several seeds and budgets, see README.md."""

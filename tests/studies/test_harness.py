@@ -1,0 +1,146 @@
+"""The harness of studies: rows, resuming, failures, and what a person reads."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from studies.harness import append_row, format_table, read_rows, run
+from tests.patience import PATIENCE
+
+TOY = "tests.studies.toy"
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Callable[..., int]:
+    """Run the toy study in a folder of its own."""
+
+    def start(*arguments: str) -> int:
+        return run(TOY, [*arguments, *places(tmp_path)])
+
+    return start
+
+
+def places(folder: Path) -> list[str]:
+    return ["--output_dir", str(folder), "--results", str(folder / "results.jsonl")]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def cells(output: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")]
+
+
+def test_rows_are_computed_once_and_tabulated(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--only", "plain", "after", "--budget", "4", "--seeds", "0", "1", "--workers", "2")
+    assert toy(*arguments) == 0
+    rows = read_rows(tmp_path / "results.jsonl")
+    assert sorted((row["case"], row["seed"]) for row in rows) == [
+        ("after", 0),
+        ("after", 1),
+        ("plain", 0),
+        ("plain", 1),
+    ], "the trainings that rows start from have no rows"
+    assert rows[0]["figures"]["2 calls"] == {"frechet": 12.5}
+    head, _, *lines = cells(capsys.readouterr().out)
+    assert head[-3:] == ["minutes", "frechet, 1 call", "frechet, 2 calls"]
+    assert [line[3] for line in lines] == ["plain", "after"] or [line[3] for line in lines] == ["after", "plain"]
+    assert all(line[5:] == ["2", "32", "4.0", "25.5", "12.5"] for line in lines), "means of two seeds"
+    assert toy(*arguments) == 0
+    assert len(read_rows(tmp_path / "results.jsonl")) == 4
+
+
+def test_a_plan_names_rows_and_their_time(toy: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert toy("--only", "plain", "--budget", "4") == 0
+    capsys.readouterr()
+    assert toy("--only", "plain", "after", "--budget", "4", "30", "--workers", "2", "--dry_run") == 0
+    *rows, summary = capsys.readouterr().out.splitlines()
+    assert rows[0] == "done: plain, synthetic-flowers, 32 px, budget 4, seed 0"
+    assert rows[1].startswith("to do: after")
+    # 2 and 15 minutes each for the two trainings of "after", and 30 for "plain"
+    assert summary.startswith("3 of 4 rows to compute: 64 minutes of training, 0.5 hours with --workers 2")
+
+
+def test_a_row_that_fails_leaves_the_others(
+    toy: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert toy("--only", "fails", "dies", "after fails", "plain", "--budget", "2") == 1
+    assert [row["case"] for row in read_rows(tmp_path / "results.jsonl")] == ["plain"]
+    failures = [line for line in capsys.readouterr().err.splitlines() if line.startswith("failed")]
+    assert len(failures) == 3, "the training before, that case, and the one that was killed"
+    log = next(part for part in failures[0].split() if "log.txt" in part).rstrip(":")
+    assert "no luck" in Path(log).read_text()
+
+
+def test_a_killed_study_ends_its_workers_and_resumes_inside_the_row(tmp_path: Path) -> None:
+    arguments = ["--only", "waits", "--budget", "4", *places(tmp_path)]
+    command = [sys.executable, "-c", f"import sys; from studies.harness import run; sys.exit(run({TOY!r}))", *arguments]
+    study = subprocess.Popen(command)
+    found: list[Path] = []
+
+    def is_waiting() -> bool:
+        found[:] = [each for each in tmp_path.glob("toy/*/pid") if each.read_text()]
+        return bool(found)
+
+    wait_for(is_waiting)
+    worker = int(found[0].read_text())
+    study.send_signal(signal.SIGKILL)
+    study.wait()
+
+    def has_ended() -> bool:
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return True
+        return Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z"
+
+    wait_for(has_ended)
+    assert read_rows(tmp_path / "results.jsonl") == []
+    (tmp_path / "toy" / "go").touch()
+    assert subprocess.run(command, check=False, capture_output=True).returncode == 0
+    assert (found[0].parent / "steps").read_text().split() == ["1", "2", "3", "4"], "no step is taken again"
+    assert [row["case"] for row in read_rows(tmp_path / "results.jsonl")] == ["waits"]
+
+
+def test_a_line_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    append_row(results, {"case": "one"})
+    with results.open("a") as file:
+        file.write('{"case": "tw')
+    append_row(results, {"case": "three"})
+    assert [row["case"] for row in read_rows(results)] == ["one", "three"]
+
+
+def test_distances_are_plotted_over_budgets(toy: Callable[..., int], tmp_path: Path) -> None:
+    assert toy("--only", "plain", "--budget", "1", "4") == 0
+    assert toy("--only", "plain", "--budget", "1", "4", "--plot", str(tmp_path / "plot.png")) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_cases_are_named(toy: Callable[..., int]) -> None:
+    with pytest.raises(SystemExit, match="matches no case; there are plain, after"):
+        toy("--only", "other")
+
+
+def test_a_table_has_empty_cells_for_ways_that_a_case_lacks() -> None:
+    shared: dict[str, Any] = {"data": "d", "image_size": 8, "budget": 1.0, "num_samples": 2, "seed": 0, "images": 8}
+    rows = [
+        {**shared, "case": "a", "figures": {"1 call": {"frechet": 2.0}}},
+        {**shared, "case": "b", "figures": {"2 calls": {"frechet": 3.0}}},
+    ]
+    _, _, *lines = cells(format_table(json.loads(json.dumps(rows)), ["frechet", "kernel"]))
+    assert [line[-2:] for line in lines] == [["2", ""], ["", "3"]]

@@ -1,0 +1,123 @@
+"""Every study at toy size: a training of a step or two, and its figures."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision.io import write_png
+
+import studies
+from studies.harness import Figures, Flags, Row, load_study, run
+from studies.training import Budget
+
+PROGRAMS = sorted(
+    f"studies.{file.stem}" for file in Path(studies.__file__).parent.glob("*.py") if "\nSTUDY = " in file.read_text()
+)
+
+
+@pytest.fixture(autouse=True)
+def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of two classes of small pictures, which programs find by an environment variable."""
+    generator = torch.Generator().manual_seed(0)
+    for index in range(16):
+        folder = tmp_path / "data" / "toy" / "ab"[index % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=generator)
+        write_png(picture, str(folder / f"{index}.png"))
+    monkeypatch.setenv("STUDIES_DATA", str(tmp_path / "data"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def compute(row: Row) -> Figures:
+    """Train a row and those before it in this process, and measure it."""
+    if row.before is not None and row.before.trained is None:
+        compute(row.before)
+    row.folder.mkdir(parents=True, exist_ok=True)
+    row.definition.train(row)
+    assert row.trained is not None
+    return row.definition.measure(row)
+
+
+def row_of(study: str, case: str, tmp_path: Path, budget: float = 1e-5, size: int = 8, data: str = "toy") -> Row:
+    return Row(f"studies.{study}", case, data, size, 0, budget, 6, "processor", tmp_path / "runs")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_and_plan(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(program, ["--help"])
+    assert end.value.code == 0
+    shown = capsys.readouterr().out
+    study = load_study(program)
+    assert all(name in shown for name in study.cases)
+    assert shown.count("?") >= 1, "a study has a question"
+    assert run(program, ["--dry_run"]) == 0
+    assert "rows to compute" in capsys.readouterr().out or study.flags != Flags()
+
+
+@pytest.mark.parametrize("case", ["rectified flow", "mean flow", "from a teacher", "reflow"])
+def test_one_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from studies import one_step
+
+    monkeypatch.setattr(one_step, "PATHS", 32)
+    monkeypatch.setattr(one_step, "PATH_STEPS", 2)
+    figures = compute(row_of("one_step", case, tmp_path))
+    assert list(figures) == ["1 call", "2 calls", "4 calls", "16 calls"]
+    assert all(figures["1 call"][name] >= 0 for name in ("frechet", "precision", "recall", "copies"))
+
+
+@pytest.mark.parametrize(
+    ("study", "case", "way"),
+    [
+        ("quality", "here", "averaged weights"),
+        ("defaults", "times uniform", "8 calls"),
+        ("guidance", "classes", "scale 1.5"),
+        ("latents", "pixels", "8 calls"),
+        ("latents", "haar", "8 calls"),
+    ],
+)
+def test_other_studies(study: str, case: str, way: str, tmp_path: Path) -> None:
+    figures = compute(row_of(study, case, tmp_path, size=16 if case == "haar" else 8))
+    assert figures[way]["frechet"] > 0
+
+
+def test_small_data(tmp_path: Path) -> None:
+    row = row_of("small_data", "plain, 64", tmp_path, budget=128, size=8, data="synthetic-flowers")
+    figures = compute(row)
+    assert {"least loss", "nearest", "end", "step 2", "step 16"} <= set(figures)
+    assert {"loss", "kernel", "copies", "gap"} <= set(figures["end"])
+    assert row.trained is not None
+    assert row.trained["images"] == 128
+
+
+@pytest.mark.parametrize("study", ["quality", "one_step"])
+def test_the_peer(study: str, tmp_path: Path) -> None:
+    pytest.importorskip("rectified_flow_pytorch")
+    case = next(name for name in load_study(f"studies.{study}").cases if name.startswith("rectified-flow-pytorch"))
+    assert any("last weights" in way for way in compute(row_of(study, case, tmp_path, size=16)))
+
+
+def test_a_resumed_training_has_the_seconds_of_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that is cut short after some steps spends what is left of its budget, and no more."""
+    row, seen = row_of("quality", "here", tmp_path), list[tuple[int, float]]()
+    row.folder.mkdir(parents=True)
+    row.definition.train(row)
+    (row.folder / "trained.json").unlink()
+    (row.folder / "seconds.jsonl").write_text("[1, 1000.0]\n")
+    start = Budget.on_start
+
+    def watch(budget: Budget, trainer: object) -> None:
+        start(budget, trainer)  # type: ignore[arg-type]
+        seen.append((trainer.state.step, budget.seconds))  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(Budget, "on_start", watch)
+    row.definition.train(row)
+    [(step, seconds)] = seen
+    assert step == 1
+    assert seconds >= 1000
+    assert row.trained is not None
+    assert row.trained["images"] == 8, "no further step"
