@@ -24,7 +24,7 @@ import ranks
 import starting
 import step_parts
 import training_speed
-from peer import PEER
+
 from turns import Row, describe_machine, print_rows
 
 RESULTS = Path(__file__).with_name("README.md")

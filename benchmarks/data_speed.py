@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PEER
+
 from training_speed import write_photographs
 from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PEER
+
 from turns import Row, Times, Turns, describe_machine, ratio, take_turns
 
 from rectified_flow.flows.flow import Flow

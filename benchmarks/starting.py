@@ -15,7 +15,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PEER
+
 from training_speed import write_photographs
 from turns import Row, Times, describe_machine, print_rows, ratio
 

@@ -23,7 +23,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from peer import PEER
+
 from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.cli.parts import build_flow, open_pictures

@@ -1,6 +1,5 @@
 """The benchmarks: whose turn it is, where the table goes, and that each one still runs."""
 
-import copy
 import importlib
 import subprocess
 import sys
@@ -8,26 +7,19 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torchvision.io import write_png
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from turns import Times, Turns, ratio, take_turns
 
-from rectified_flow import randomness
-from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.unet import Unet
-from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.training.state import TrainingState
 from tests.patience import PATIENCE
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 def work(seconds: float, log: Path, turns: Turns) -> None:
@@ -180,107 +172,3 @@ def test_launches_are_counted_without_a_gpu() -> None:
     assert launches == kernels + calls
     assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
     assert 1 < gigabytes < 4
-
-
-def test_score_augmentation_turns_moves_and_scales_noise_and_picture_alike() -> None:
-    from score_augmentation import TOLD, ScoreAugmented, transformed
-
-    x = torch.arange(16.0).reshape(1, 1, 4, 4)
-    one, zero = torch.ones(1), torch.zeros(1)
-    assert torch.equal(transformed(x, one, zero, torch.zeros(1, 2)), x)
-    assert torch.equal(transformed(x, zero, one, torch.zeros(1, 2)), x.rot90(1, (2, 3)))
-    assert torch.equal(transformed(x, one, zero, torch.tensor([[1.0, 0.0]])), F.pad(x, (0, 1))[..., 1:])
-
-    flow = ScoreAugmented(Unet(4, (1,), conditions=TOLD, image_size=8, attention_sides=()), 0.5, space=Pixels())
-    pictures = torch.rand(64, 3, 8, 8) * 2 - 1
-    with randomness.deterministic(randomness.Samples(0, range(64))):
-        x_0, noise, conditions = flow.draw_batch({"images": pictures})
-        plain, _, _ = RectifiedFlow(flow.network, space=Pixels()).draw_batch({"images": pictures})
-    told = conditions["augmentation"]
-    alone = (told == 0).all(dim=1)
-    assert 0.05 < alone.float().mean() < 0.3, "an eighth of the rows, and some quarter turns by nothing"
-    assert torch.equal(x_0[alone], plain[alone])
-    assert (x_0[~alone] != plain[~alone]).flatten(1).any(dim=1).all()
-    assert torch.equal(x_0 == 0, noise == 0), "what a shift leaves behind is empty in both"
-
-
-def test_a_second_head_and_a_warm_up_start_as_the_default() -> None:
-    """A network that knows no intervals yet predicts the velocity with either head, so that only its loss is added."""
-    from one_step_flows import StudyFlow
-
-    torch.manual_seed(0)
-    network = Unet(4, (1, 2), image_size=8, attention_sides=())
-    nn.init.normal_(network.conv_out.weight, std=0.1)
-    x_0, noise, t = torch.rand(6, 3, 8, 8), torch.randn(6, 3, 8, 8), torch.linspace(0.1, 1, 6)
-
-    def loss(**settings: Any) -> tuple[float, Tensor]:
-        copied = copy.deepcopy(network)
-        flow = StudyFlow(copied, **settings).train()
-        flow.progress = 0.5
-        value = flow.loss(x_0, noise, t, t / 2, {}, 3)[0]
-        value.backward()
-        gradient = copied.conv_in.weight.grad
-        assert gradient is not None
-        return float(value.detach()), gradient
-
-    plain, plain_gradient = loss()
-    assert loss(warms=True)[0] == plain, "the derivative has its whole weight from half of the training on"
-    of_velocity = StudyFlow(network).weighted(
-        network(torch.lerp(x_0, noise, t[:, None, None, None]), t) - (noise - x_0)
-    )
-    both, gradient = loss(two_heads=True)
-    assert both == pytest.approx(plain + float(of_velocity[0].detach()), rel=1e-5)
-    assert not torch.allclose(gradient, plain_gradient), "both heads are learned"
-
-
-def test_matching_moves_what_is_drawn_to_the_teacher() -> None:
-    """Nothing moves where the critic has the teacher's velocity; where it has a larger one, pictures were too low."""
-    from one_step_flows import StudyFlow
-
-    torch.manual_seed(0)
-    network = Unet(4, (1, 2), image_size=8, attention_sides=())
-    nn.init.normal_(network.conv_out.weight, std=0.1)
-    flow = StudyFlow(network, teacher=copy.deepcopy(network), matching=0.5, pull=1.0, paths=torch.zeros(1, 3, 3, 8, 8))
-    critic, noise = flow.critic, torch.randn(4, 3, 8, 8)
-    assert isinstance(critic, Unet)
-    of_drawn, of_critic = network.conv_out.bias, critic.conv_out.bias
-    assert of_drawn is not None
-    assert of_critic is not None
-    for shift in (0.0, 0.1):
-        nn.init.constant_(of_critic, shift)
-        flow.logged = {}
-        flow.zero_grad()
-        flow._match(noise).backward()
-        assert of_drawn.grad is not None
-        assert of_critic.grad is not None
-        assert of_critic.grad.abs().max() > 0, "the critic always learns"
-        assert (of_drawn.grad > 0).all() if shift else (of_drawn.grad == 0).all(), "a lower u draws higher pictures"
-
-
-def test_a_study_is_resumed_and_its_table_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import one_step_study
-    from one_step_study import Case, Flags, measure, print_table
-
-    (tmp_path / "pictures").mkdir()
-    for index in range(8):
-        write_png(torch.full((3, 32, 32), 30 * index, dtype=torch.uint8), str(tmp_path / f"pictures/{index}.png"))
-    names = ("rectified", "lagrangian, shares, power 0, taught")
-    flags = Flags(
-        factors=names,
-        data=str(tmp_path / "pictures"),
-        seeds=(0,),
-        images=8,
-        dim=4,
-        num_samples=2,
-        output_dir=tmp_path,
-        results=tmp_path / "results.jsonl",
-    )
-    for name in (*names, names[0]):
-        measure(Case(name, 0, flags))
-    assert flags.results.read_text().count("\n") == 2, "what is there is not measured again"
-    print_table(flags)
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in rows[2:]] == list(names)
-    columns = len(one_step_study.CALLS) + 1
-    assert all(row[6].strip() == "" and float(row[5]) > 0 for row in rows[2:3]), "a rectified flow needs no control"
-    assert all(float(cell) >= 0 for cell in rows[3][2 : 2 + columns])
