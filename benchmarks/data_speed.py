@@ -5,6 +5,7 @@ list of the images that `datasets` decodes. Needs Linux, and `pip install -e ".[
 """
 
 import itertools
+import math
 import multiprocessing
 import multiprocessing.synchronize
 import sys
@@ -20,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from training_speed import write_photographs
-from turns import Row, Turns, describe_machine, print_rows, ratio, take_turns
+from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.store import ImageDataset
@@ -44,6 +45,8 @@ class Flags:
     """Number of processes that share the decoded images."""
     rounds: int = 5
     """Number of timed rounds per loader."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
 
 
 def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
@@ -98,7 +101,9 @@ def hold_list(folder: Path) -> int:
 def measure_loading(flags: Flags, folder: Path) -> Row:
     """Images per second of both loaders, each in one process."""
     times = take_turns(
-        {"ours": partial(load_ours, flags, folder), PEER: partial(load_peer, flags, folder)}, rounds=flags.rounds
+        {"ours": partial(load_ours, flags, folder), PEER: partial(load_peer, flags, folder)},
+        rounds=flags.rounds,
+        minutes=flags.minutes,
     )
     speeds = f"{1 / times['ours'].median:,.0f} (uint8) and {1 / times[PEER].median:,.0f} (float32) images/s"
     what = f"image loading, {flags.image_size} px, one process"

@@ -4,6 +4,7 @@ All schemes run in one call and take turns. Peak memory needs Linux. Needs `pip 
 """
 
 import ctypes
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,8 +20,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-from turns import Row, Times, Turns, describe_machine, ratio, take_turns
+from turns import PEER, Row, Times, Turns, describe_machine, ratio, take_turns
 
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
@@ -57,6 +57,8 @@ class Flags:
     """Number of timed rounds per scheme."""
     compile: bool = False
     """Compile this project's objectives."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
 
 
 def build_ours(scheme: str, flags: Flags) -> nn.Module:
@@ -134,7 +136,7 @@ def _process_memory(which: str) -> float:
 def measure(flags: Flags, schemes: list[tuple[str, str]]) -> dict[tuple[str, str], Times]:
     """Times of schemes, each given by its project and its name."""
     contenders = {f"{who}: {scheme}": partial(train, who, scheme, flags) for who, scheme in schemes}
-    times = take_turns(contenders, rounds=flags.rounds)
+    times = take_turns(contenders, rounds=flags.rounds, minutes=flags.minutes)
     return dict(zip(schemes, times.values(), strict=True))
 
 

@@ -7,10 +7,12 @@ have a core or a GPU per process, and must be idle otherwise.
 import contextlib
 import io
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from step_parts import synchronized
-from turns import Row, Times, describe_machine, print_rows, ratio
+from turns import Row, Times, describe_machine, is_over, print_rows, ratio
 
 from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
@@ -50,6 +52,8 @@ class Flags:
     """Number of launches per number of processes."""
     steps: int = 5
     """Timed steps per launch, of which the median counts."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
     write_to: Path | None = None
     """For internal use: measure in the launched processes, and write the results to this file."""
 
@@ -94,7 +98,10 @@ def measure_rows(flags: Flags) -> list[Row]:
     """Measure both numbers of processes in turns."""
     results: dict[int, list[dict[str, float]]] = {1: [], flags.processes: []}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(flags.rounds):
+        began = time.monotonic()
+        for round_ in range(flags.rounds):
+            if is_over(began, flags.minutes) and round_ > 0:
+                break
             for processes, found in results.items():
                 answer = Path(folder) / "answer.json"
                 command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

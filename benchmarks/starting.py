@@ -4,10 +4,12 @@ This project's images are decoded in advance; the peer decodes one batch. Each p
 `pip install -e ".[benchmark]"`.
 """
 
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from training_speed import write_photographs
-from turns import Row, Times, describe_machine, print_rows, ratio
+from turns import PEER, Row, Times, describe_machine, is_over, print_rows, ratio
 
 PROJECT = Path(__file__).resolve().parent.parent
 OURS = """
@@ -54,6 +56,8 @@ class Flags:
     """Images per step."""
     rounds: int = 5
     """Number of launches of each program."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
 
 
 def processor_time(script: str, arguments: list[str]) -> float:
@@ -88,7 +92,10 @@ def measure_rows(flags: Flags) -> list[Row]:
         peers += [str(flags.batch_size)]
         processor_time(OURS, ours)  # decodes the images
         seconds: dict[str, list[float]] = {"ours": [], PEER: []}
-        for _ in range(flags.rounds):
+        began = time.monotonic()
+        for round_ in range(flags.rounds):
+            if is_over(began, flags.minutes) and round_ > 0:
+                break
             seconds["ours"].append(processor_time(OURS, ours))
             seconds[PEER].append(processor_time(PEERS, peers))
     mine, theirs = (Times(of, {}) for of in seconds.values())

@@ -5,6 +5,7 @@ Measures wall time of the real Trainer in interleaved rounds, and reports median
 
 import contextlib
 import io
+import math
 import sys
 import tempfile
 import time
@@ -18,7 +19,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from turns import Row, Times, describe_machine, print_rows, ratio, wait_for_device
+from turns import Row, Times, describe_machine, is_over, print_rows, ratio, wait_for_device
 
 from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
@@ -44,6 +45,8 @@ class Flags:
     """Compile the loss."""
     rounds: int = 5
     """Number of timed rounds."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
 
 
 def open_trainer(flags: Flags, folder: Path) -> Trainer:
@@ -164,7 +167,10 @@ def measure_rows(flags: Flags) -> list[Row]:
     with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         parts = Parts(open_trainer(flags, Path(folder)))
-        for _ in range(flags.rounds + 1):
+        began = time.monotonic()
+        for round_ in range(flags.rounds + 1):
+            if is_over(began, flags.minutes) and round_ > 1:  # the first is the warm-up
+                break
             parts.round()
         waits = count_waits(parts) if torch.cuda.is_available() else None
     times = {name: Times(seconds[1:], {}) for name, seconds in parts.seconds.items()}

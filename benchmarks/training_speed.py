@@ -9,8 +9,10 @@ Needs `pip install -e ".[benchmark]"`.
 
 import contextlib
 import io
+import math
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +20,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import tyro
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-from turns import Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
+from turns import PEER, Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.cli.parts import build_flow, open_pictures
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
@@ -57,6 +59,8 @@ class Flags:
     """Training steps before the first round."""
     pictures: int = 256
     """Number of JPEG files to train on."""
+    minutes: float = math.inf
+    """Start no further round once this time is over [minutes]."""
 
 
 def write_photographs(folder: Path, count: int) -> None:
@@ -156,11 +160,32 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
             "bf16": ours("bf16", NetworkConfig()),
         }
     small = NetworkConfig(dim=flags.dim)
-    return {
+    contenders: dict[str, Contender] = {
         PEER: partial(train_peer, PeerSetup(photographs, image_size, flags.peer_dim, flags.batch_size)),
         "float32": ours("no", small, batch_size=flags.batch_size),
-        "bf16": ours("bf16", small, batch_size=flags.batch_size),
     }
+    if compare_bf16() < SLOW_BF16:
+        contenders["bf16"] = ours("bf16", small, batch_size=flags.batch_size)
+    return contenders
+
+
+SLOW_BF16 = 2.0
+"""Time of bf16 in times of float32 from which on bf16 is left out: a step in it could take minutes."""
+
+
+def compare_bf16() -> float:
+    """Return the time of a convolution, a matrix product and their gradients on the CPU in bf16, in float32's times."""
+    seconds = {dtype: min(_probe(dtype) for _ in range(3)) for dtype in (torch.float32, torch.bfloat16)}
+    return seconds[torch.bfloat16] / seconds[torch.float32]
+
+
+def _probe(dtype: torch.dtype) -> float:
+    x = torch.randn(8, 32, 16, 16, dtype=dtype, requires_grad=True)
+    weight = torch.randn(32, 32, 3, 3, dtype=dtype, requires_grad=True)
+    matrix = torch.randn(256, 256, dtype=dtype, requires_grad=True)
+    began = time.process_time()
+    (F.conv2d(x, weight, padding=1).float().sum() + (matrix @ matrix).float().sum()).backward()
+    return time.process_time() - began
 
 
 AIMS = {
@@ -174,7 +199,11 @@ AIMS = {
 def measure_size(flags: Flags, image_size: int, folder: Path) -> list[Row]:
     """The rows of one image size."""
     times = take_turns(
-        build_contenders(flags, image_size, folder), rounds=flags.rounds, pieces=flags.steps, warm_up=flags.warm_up
+        build_contenders(flags, image_size, folder),
+        rounds=flags.rounds,
+        pieces=flags.steps,
+        warm_up=flags.warm_up,
+        minutes=flags.minutes / len(flags.image_sizes),
     )
     peers = [name for name in times if name in (PEER, PEER_TUNED)]
     rows = []
@@ -201,7 +230,12 @@ def measure_rows(flags: Flags) -> list[Row]:
         folder = Path(name)
         (folder / "photographs").mkdir()
         write_photographs(folder / "photographs", flags.pictures)
-        return [row for image_size in flags.image_sizes for row in measure_size(flags, image_size, folder)]
+        rows = [row for image_size in flags.image_sizes for row in measure_size(flags, image_size, folder)]
+    slowness = 0.0 if torch.cuda.is_available() else compare_bf16()
+    if slowness >= SLOW_BF16:
+        reason = f"left out: bf16 takes {slowness:.1f} times as long as float32 on this processor"
+        rows.append(Row("training images/s, whole loop, bf16", PEER, AIMS[PEER, "bf16"], "not measured", reason))
+    return rows
 
 
 if __name__ == "__main__":

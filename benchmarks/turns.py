@@ -4,6 +4,7 @@ On a CPU, the clock is the processor time of one thread, on which other programs
 wall time. Compare the ratios, not the times: the speed of the machine cancels in a ratio.
 """
 
+import math
 import multiprocessing
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+PEER = "rectified-flow-pytorch"
 Contender = Callable[["Turns"], object]
 """A function to be timed. It works until :class:`Turns` stops it, and must be picklable."""
 
@@ -90,7 +92,12 @@ def ratio(of: Times, to: Times) -> Ratio:
 
 
 def take_turns(
-    contenders: Mapping[str, Contender], *, rounds: int = 5, pieces: int = 1, warm_up: int = 1
+    contenders: Mapping[str, Contender],
+    *,
+    rounds: int = 5,
+    pieces: int = 1,
+    warm_up: int = 1,
+    minutes: float = math.inf,
 ) -> dict[str, Times]:
     """Time each contender in turn. The order is reversed from round to round.
 
@@ -99,11 +106,12 @@ def take_turns(
         rounds: turns per contender.
         pieces: pieces of work per turn.
         warm_up: pieces of work before the first turn, which are not timed.
+        minutes: no further round begins once this time is over, the warm-up included.
 
     Raises:
         RuntimeError: if a contender ends too early.
     """
-    spawn = multiprocessing.get_context("spawn")
+    spawn, began = multiprocessing.get_context("spawn"), time.monotonic()
     connections: dict[str, Connection] = {}
     processes = []
     for name, contender in contenders.items():
@@ -116,6 +124,8 @@ def take_turns(
         _hear(ours, name)  # its warm-up
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(rounds):
+        if is_over(began, minutes) and round_ > 0:
+            break
         for name in list(contenders) if round_ % 2 == 0 else reversed(list(contenders)):
             connections[name].send(True)
             seconds[name].append(_hear(connections[name], name))
@@ -126,6 +136,11 @@ def take_turns(
     for process in processes:
         process.join()
     return {name: Times(seconds[name], facts[name]) for name in contenders}
+
+
+def is_over(began: float, minutes: float) -> bool:
+    """Return whether some minutes have passed since ``began``, a time of ``time.monotonic``."""
+    return time.monotonic() - began > 60 * minutes
 
 
 def _hear(connection: Connection, name: str) -> Any:

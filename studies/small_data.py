@@ -104,6 +104,7 @@ def summarize(losses: list[dict[str, Any]], distances: list[dict[str, Any]]) -> 
     ways = {"least loss": best, "nearest": near, "end": {**losses[-1], **distances[-1]}}
     ways |= {f"step {loss['step']}": {**loss, **each} for loss, each in zip(losses, distances, strict=False)}
     names = {"loss": "heldout_loss", "seen": "seen_loss", "gap": "gap", "kernel": KERNEL, "copies": "copies"}
+    names["frechet"] = f"{FEATURES}_frechet_distance"
     return {
         way: {"step": line["step"], **{short: line[long] for short, long in names.items() if long in line}}
         for way, line in ways.items()

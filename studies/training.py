@@ -84,7 +84,8 @@ class Budget(Callback):
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         known = dict(json.loads(line) for line in lines)
         self.before, self.began = known.get(trainer.state.step, self.prepared), self.clock()
-        self._end_if_spent(trainer)
+        if trainer.state.step > 0:  # a run has at least one step, and so a checkpoint
+            self._end_if_spent(trainer)
 
     def on_step(self, trainer: Trainer) -> None:
         """End the run after this step if the budget is spent."""

@@ -190,7 +190,7 @@ def unknown_flags(text: str) -> list[str]:
     """Commands with a flag, or a value of it, that does not exist, marked or not; and flags in prose."""
     wrong = [str(each) for each in commands_of(text) if not _is_valid(each)]
     known = LAUNCHER_FLAGS | {"help"} | {name for config in CONFIGS.values() for name in names(config)}
-    for file in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py")]:
+    for file in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "studies/harness.py"]:
         known |= _fields(file)
     mentioned = re.findall(r"(?<![\w-])--([a-z]\w*)", prose_of(text))
     return wrong + [f"--{name} in prose" for name in mentioned if name.removeprefix("no_") not in known]
@@ -211,10 +211,12 @@ def _is_valid(command: Command) -> bool:
         return True
     if command.words[0] == "make":
         return re.search(rf"^{command.words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE) is not None
-    if command.script.startswith(("benchmarks/", "scripts/")):
-        file = ROOT / command.script
+    is_study = command.script == "-m" and command.words[2].startswith("studies.")
+    if is_study or command.script.startswith(("benchmarks/", "scripts/")):
+        file = ROOT / (f"{command.words[2].replace('.', '/')}.py" if is_study else command.script)
+        fields = _fields(ROOT / "studies/harness.py") if is_study else _fields(file) if file.exists() else set()
         given = {word[2:].partition("=")[0] for word in command.words if word.startswith("--")}
-        return file.exists() and {name.removeprefix("no_") for name in given} <= _fields(file)
+        return file.exists() and {name.removeprefix("no_") for name in given} <= fields
     return True
 
 
@@ -286,7 +288,9 @@ def test_nothing_on_the_page_is_unknown_to_the_code(page: Path) -> None:
     assert broken_imports(text) == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "benchmarks").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "benchmarks/README.md", ROOT / "studies/README.md"], ids=lambda page: page.name
+)
 def test_links_resolve(page: Path) -> None:
     assert dead_links(page.read_text(), page) == []
 
@@ -317,7 +321,7 @@ def test_commands_that_other_tests_run_are_run_there(test: str) -> None:
         ("bash", "", 'SAME="--dmi 8"\npython sample.py $SAME', ["line 1: python sample.py --dmi 8"]),
         ("bash", "", "rectified-flow-sample --solver ueler", ["line 1: rectified-flow-sample"]),
         ("bash", "<!-- not run: slow -->\n", "make deom", ["line 1: make deom"]),
-        ("bash", "<!-- not run: slow -->\n", "python benchmarks/steps.py --line a", ["line 1: python benchmarks"]),
+        ("bash", "<!-- not run: slow -->\n", "python benchmarks/ranks.py --lines a", ["line 1: python benchmarks"]),
         ("python", "", "from rectified_flow import Trainre", ["line 1: rectified_flow:Trainre"]),
         ("python", "", "x = = 1", ["line 1: invalid syntax"]),
     ],

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-from turns import Times, Turns, ratio, take_turns
+from turns import PEER, Times, Turns, ratio, take_turns
 
 from rectified_flow.training.state import TrainingState
 from tests.patience import PATIENCE
@@ -68,6 +69,52 @@ def test_a_machines_table_takes_the_place_of_its_last(tmp_path: Path) -> None:
     write_table("processor", "| other |", page)
     write_table("card (8 GB)", "| new |", page)
     assert page.read_text() == "# Benchmarks\n\nText.\n\n## card (8 GB)\n\n| new |\n\n## processor\n\n| other |\n"
+
+
+def test_rounds_end_when_their_time_is_over(tmp_path: Path) -> None:
+    """A round of all contenders is completed, so that ratios have as many of each."""
+    times = take_turns({name: partial(work, 0.01, tmp_path / "log") for name in "ab"}, rounds=1000, minutes=0)
+    assert [len(each.seconds) for each in times.values()] == [1, 1]
+
+
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+    import bench
+
+    [row] = bench.measure_part("step", 0)
+    assert (row.measured, row.remark) == ("not measured", "not within 0 minutes on this machine")
+    sleeps = f"import time; time.sleep({PATIENCE})"
+    starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeps!r}])"
+    process = subprocess.Popen([sys.executable, "-c", starts])
+    until = time.monotonic() + PATIENCE
+    while not (children := psutil.Process(process.pid).children()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    bench._end(process.pid)
+    process.wait()
+    assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []
+
+
+def test_a_part_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import bench
+
+    monkeypatch.setattr(bench, "_measure", fail)
+    [row] = bench.measure_part("step", PATIENCE / 60)
+    assert row.remark == "failed, see the error above"
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no luck")
+
+
+def test_slow_bf16_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import training_speed
+
+    flags = training_speed.Flags()
+    for slowness, names in ((1.0, [PEER, "float32", "bf16"]), (40.0, [PEER, "float32"])):
+        monkeypatch.setattr(training_speed, "compare_bf16", lambda slowness=slowness: slowness)
+        assert list(training_speed.build_contenders(flags, 8, tmp_path)) == names
+    [row] = training_speed.measure_rows(training_speed.Flags(image_sizes=(), pictures=1))
+    assert row.remark == "left out: bf16 takes 40.0 times as long as float32 on this processor"
 
 
 @pytest.mark.parametrize("name", sorted(file.stem for file in BENCHMARKS.glob("*.py")))

@@ -8,7 +8,7 @@ import torch
 from torchvision.io import write_png
 
 import studies
-from studies.harness import Figures, Flags, Row, load_study, run
+from studies.harness import Figures, Flags, Row, load_study, run, trainings_of
 from studies.training import Budget
 
 PROGRAMS = sorted(
@@ -26,6 +26,7 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         picture = torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=generator)
         write_png(picture, str(folder / f"{index}.png"))
     monkeypatch.setenv("STUDIES_DATA", str(tmp_path / "data"))
+    monkeypatch.setattr("rectified_flow.evaluation.evaluator.frechet_distance", lambda *_: 1.0)  # takes seconds each
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -34,16 +35,15 @@ def pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def compute(row: Row) -> Figures:
     """Train a row and those before it in this process, and measure it."""
-    if row.before is not None and row.before.trained is None:
-        compute(row.before)
-    row.folder.mkdir(parents=True, exist_ok=True)
-    row.definition.train(row)
-    assert row.trained is not None
+    for each in trainings_of(row):
+        each.folder.mkdir(parents=True, exist_ok=True)
+        each.definition.train(each)
+        assert each.trained is not None
     return row.definition.measure(row)
 
 
-def row_of(study: str, case: str, tmp_path: Path, budget: float = 1e-5, size: int = 8, data: str = "toy") -> Row:
-    return Row(f"studies.{study}", case, data, size, 0, budget, 6, "processor", tmp_path / "runs")
+def row_of(study: str, case: str, tmp_path: Path, budget: float = 1e-5, size: int = 8) -> Row:
+    return Row(f"studies.{study}", case, "toy", size, 0, budget, 6, "processor", tmp_path / "runs")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -80,18 +80,23 @@ def test_one_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("latents", "haar", "8 calls"),
     ],
 )
-def test_other_studies(study: str, case: str, way: str, tmp_path: Path) -> None:
+def test_other_studies(study: str, case: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("studies.guidance.SCALES", (1.5,))
     figures = compute(row_of(study, case, tmp_path, size=16 if case == "haar" else 8))
     assert figures[way]["frechet"] > 0
 
 
-def test_small_data(tmp_path: Path) -> None:
-    row = row_of("small_data", "plain, 64", tmp_path, budget=128, size=8, data="synthetic-flowers")
+def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from studies import small_data, training
+
+    monkeypatch.setattr(small_data, "EVALUATIONS", 2)
+    monkeypatch.setattr(small_data, "open_pictures", lambda data, size, _split: training.open_pictures(data, size))
+    row = row_of("small_data", "augment 0.15, 64", tmp_path, budget=64)
     figures = compute(row)
-    assert {"least loss", "nearest", "end", "step 2", "step 16"} <= set(figures)
+    assert {"least loss", "nearest", "end", "step 4", "step 8"} == set(figures)
     assert {"loss", "kernel", "copies", "gap"} <= set(figures["end"])
     assert row.trained is not None
-    assert row.trained["images"] == 128
+    assert row.trained["images"] == 64
 
 
 @pytest.mark.parametrize("study", ["quality", "one_step"])

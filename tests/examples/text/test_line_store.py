@@ -4,19 +4,14 @@ import gzip
 import multiprocessing
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
 import line_store
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-
-from text_lines import make_text, memory_of_readers
-
 from line_store import LineStore, open_lines
+from measure_lines import make_text, memory_of_readers
 from rectified_flow.errors import UsageError
 
 TEXTS = {

@@ -21,8 +21,7 @@ import numpy as np
 import psutil
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples/text"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from line_store import LineStore, open_lines
 
