@@ -29,7 +29,7 @@ from rectified_flow import randomness
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks import fused
+from rectified_flow.networks import forward_mode
 from rectified_flow.networks.unet import Unet
 from tests.pretended_card import Graph, move, pretended_card
 
@@ -51,7 +51,7 @@ class Flags:
     blocks_per_level: int = 2
     """Residual blocks in each level on the way down."""
     plain: bool = False
-    """Compile without this project's options and forms for a GPU, for comparison. For rectified flow only: the
+    """Compile without this project's options and form of a norm for a GPU, for comparison. For rectified flow only: the
     pretended card cannot take the gradient that the other form of a norm takes inside a forward-mode derivative."""
     tiny: bool = False
     """Count a network of one level at 32 px, without attention."""
@@ -89,7 +89,7 @@ def compile_step(name: Name, flags: Flags) -> Sequence[Graph]:
         graphs = stack.enter_context(pretended_card())
         stack.enter_context(torch.device("cuda"))
         if flags.plain:
-            stack.enter_context(patch.object(fused, "is_used", lambda _x: False))
+            stack.enter_context(patch.object(forward_mode, "is_compiled_for_gpu", lambda _x: False))
         flow: Flow = RectifiedFlow(network) if name == "rectified flow" else MeanFlow(network)
         move(flow).train()
         if flags.plain:

@@ -112,7 +112,7 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize(
     ("statement", "most"),
     [
-        ("from rectified_flow.networks.unet import Unet", 9),
+        ("from rectified_flow.networks.unet import Unet", 8),
         ("from rectified_flow.flows.rectified import RectifiedFlow", 20),
         ("from rectified_flow.flows.mean import MeanFlow", 20),
     ],

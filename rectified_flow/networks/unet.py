@@ -2,9 +2,6 @@
 
 Every operation has a forward-mode derivative (`torch.func.jvp`), alone, under bf16 autocast and inside a compiled loss:
 attention is written as matmul and softmax because the fused kernels have none.
-
-Compiled for a GPU, norms, convolutions, attention and upsampling take a second form (:mod:`.fused`), which the compiler
-fuses better. Change both together: tests/networks/test_fused.py fails where they differ.
 """
 
 import math
@@ -20,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds
 from rectified_flow.networks import forward_mode as tangents
-from rectified_flow.networks import fused
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, modulated
 from rectified_flow.registry import register
 
@@ -241,7 +237,7 @@ class Block(nn.Module):
         h = F.silu(modulated(self.norm2(h), scale, shift))
         if self.training and self.dropout > 0:
             h = randomness.dropout(h, self.dropout, self.layer)
-        return fused.shared(self.attention(fused.shared(self.skip(x) + self.conv2(h))))
+        return self.attention(self.skip(x) + self.conv2(h))
 
 
 class Attention(nn.Module):
@@ -257,16 +253,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm(x)).chunk(3, dim=1)
         q, k, v = (rearrange(each, "b (n d) h w -> b n (h w) d", n=self.heads) for each in qkv)
-        attended = rearrange(attend(q, k, v), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
+        weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
+        attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of queries to keys and values, all ``[b, n, p, d]``."""
-    if fused.is_used(q):
-        return fused.attend(q, k, v)
-    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
-    return weights @ v
 
 
 def _embedding_name(condition: str) -> str:
@@ -283,7 +272,7 @@ def resampled(x: Tensor, how: Resample) -> Tensor:
     """Halve (mean of 2x2) or double (nearest) the sides of ``x`` ``[b, c, h, w]``."""
     if how == "down":
         return F.avg_pool2d(x, 2)
-    return fused.doubled(x) if fused.is_used(x) else F.interpolate(x, scale_factor=2.0, mode="nearest")
+    return F.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
 def zero_init(module: M) -> M:
