@@ -14,8 +14,7 @@ from torch import Tensor
 from clips import Clip, clips_fingerprint
 from rectified_flow import LatentDataset
 from rectified_flow.data.build import default_cache_dir
-from rectified_flow.data.store import LATENTS_FILE
-from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.data.store import LATENTS_FILE, StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill_once
 from rectified_flow.errors import require
@@ -69,7 +68,7 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
             "std": space.std,
         }
         more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
-        writer.finish(np.full(writer.length, -1), **more)
+        writer.complete(np.full(writer.length, -1), **more)
 
     fill_once(writer, state, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
     return ClipDataset(writer.path)

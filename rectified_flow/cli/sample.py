@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.run_flags import SampleConfig
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.fitting import fit
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
@@ -37,7 +36,7 @@ from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file
 from rectified_flow.system.machine import require_disk
-from rectified_flow.system.pictures import open_picture, over_white, to_grid, write_motion, write_picture
+from rectified_flow.system.pictures import fit, open_picture, over_white, to_grid, write_motion, write_picture
 from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import line, lines, progress_bar
 
@@ -254,7 +253,7 @@ def _load_images(path: Path, count: int, flow: Flow, shape: Sequence[int]) -> Te
     for file in files[:count]:
         try:
             with open_picture(file) as image:
-                pictures.append(np.asarray(fit(image, framing)).transpose(2, 0, 1))
+                pictures.append(np.asarray(fit(image, framing.stored_size, alpha=framing.alpha)).transpose(2, 0, 1))
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
     return flow.space.from_pictures(torch.from_numpy(np.stack(pictures)).to(flow.device)).cpu()

@@ -16,10 +16,9 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainRectifiedFlow
 from rectified_flow.condition import Labels
-from rectified_flow.data.store import NOISE_FILE, ImageDataset, StoreDataset
-from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import fill, no_room
+from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import DamageError, UsageError, require
 from rectified_flow.flags import as_plain, checked, command_line, plain, replaced
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -31,14 +30,14 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.document import program_flags, read_config
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import lock_of, prepare_folder
+from rectified_flow.system.artifact import Artifact
+from rectified_flow.system.files import LOCK_TIMEOUT, prepare_folder, read_document
 from rectified_flow.system.signals import interruptible
 from rectified_flow.training.accelerator import choose_precision
 
 Config = TypeVar("Config", bound=TrainConfig)
 PATH_FILE = "path.float16"
 BATCH_SIZE = 64
-LOCK_TIMEOUT = 10.0
 NEW_FLAGS = ("network", "network_options", "dataset_options", "space", "space_options", "autoencoder_options")
 """Inherited flags that a teacher's run may lack: they were added after the first release."""
 FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
@@ -163,7 +162,7 @@ def open_drawn(
         f"--{taught.flag_prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
         "a smaller --batch_size",
     )
-    known = on_main(state, lambda: StoreWriter.recipe_of(taught.folder, Recipe))
+    known = on_main(state, lambda: recipe_of(taught))
     space: Space = build(known.space if known else checkpoint.load_description(taught.source)["space"])
     recipe = Recipe(
         source=str(taught.source),
@@ -179,15 +178,29 @@ def open_drawn(
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
     )
-    writer = StoreWriter(taught.folder, taught.count, files_of(taught, space), taught.rows)
+    writer = StoreWriter(taught.folder, taught.count, files_of(taught, space), taught.rows, asdict(recipe))
     with ExitStack() as held:
         done = on_main(state, lambda: _begin(writer, recipe, taught, held))
         if done is not None:
             generator = _Generator(taught, recipe, state, writer, pictures)
             with interruptible(generator.teacher):
-                fill(writer, state, done, generator.rows, doing="drawing", batch_size=BATCH_SIZE)
-            on_main(state, generator.finish)
+                fill(writer, state, done, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.recipe), space
+
+
+def folders_of(taught: TeacherData) -> list[Path]:
+    """Return the folders of the data that exist: the complete folder, and the stage of unfinished data."""
+    return Artifact(taught.folder, taught.rows, ()).folders
+
+
+def recipe_of(taught: TeacherData) -> Recipe | None:
+    """Return the recipe of the data, complete or not; None if nothing has been generated.
+
+    Raises:
+        UsageError: if it cannot be read.
+    """
+    recipes = [folder / RECIPE_FILE for folder in folders_of(taught)]
+    return next((read_document(each, Recipe) for each in recipes if each.exists()), None)
 
 
 def _begin(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> int | None:
@@ -195,26 +208,25 @@ def _begin(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitS
     rows, flag = taught.rows, f"{taught.rows}_dir"
     prepare_folder(flag, writer.path.parent)
     try:
-        held.enter_context(lock_of(Path(f"{writer.path}.lock")).acquire(timeout=LOCK_TIMEOUT))
-        known = StoreWriter.recipe_of(writer.path, Recipe)
+        held.enter_context(writer.locked(f"choose a --{flag}", LOCK_TIMEOUT))
+    except Timeout as error:
+        raise UsageError(
+            f"another run draws the {rows} {writer.path}: wait for its end, or choose another --output_dir"
+        ) from error
+    with writer.writable(f"choose a --{flag}"):
+        adopt(writer.path, rows)
+        known, whole = recipe_of(taught), writer.is_whole
         if known is not None:
             # A whole store is used in whichever precision this machine would generate it.
-            _refuse_other_recipe(known, recipe, writer.path, taught, whole=writer.is_whole)
-        if writer.is_whole:
+            _refuse_other_recipe(known, recipe, writer.path, taught, whole=whole)
+        if whole:
             return None
         require(
             known is None or known.teacher == recipe.teacher,
             f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose another "
             f"--{flag}",
         )
-        return writer.begin(asdict(recipe))
-    except Timeout as error:
-        raise UsageError(
-            f"another run draws the {rows} {writer.path}: wait for its end, or choose another --output_dir"
-        ) from error
-    except (OSError, NotImplementedError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"the {rows} {writer.path} cannot be written: {reason}; choose a --{flag}") from error
+        return writer.prepare()
 
 
 def _refuse_other_recipe(known: Recipe, recipe: Recipe, path: Path, taught: TeacherData, *, whole: bool) -> None:
@@ -273,10 +285,7 @@ class _Generator:
         if self._labels is not None:
             labels, names = self._labels.numpy(), self.pictures.class_names
         source, side = f"{self.taught.rows} of {self.taught.source}", self.pictures.info.image_size
-        try:
-            self.writer.finish(labels, source=source, image_size=side, class_names=names)
-        except OSError as error:
-            raise no_room(self.writer, error) from error
+        self.writer.complete(labels, source=source, image_size=side, class_names=names)
 
     @cached_property
     def _labels(self) -> Tensor | None:
@@ -296,7 +305,7 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
                 _flags_of(newest).get(taught.flag) is not None,
                 f"{checkpoints} holds checkpoints of a run without --{taught.flag}: choose another --output_dir",
             )
-    known = StoreWriter.recipe_of(taught.folder, Recipe)
+    known = recipe_of(taught)
     if known is None:
         return checkpoint.read(taught.source, lambda source: (source, _inherited(_flags_of(source), taught, source)))
     source = Path(known.source)
@@ -307,7 +316,7 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     require(
         checkpoint.fingerprint(source) != checkpoint.MISSING or bool(checkpoint.list_checkpoints(checkpoints)),
         f"{source} is gone, which draws the {taught.rows} in {taught.folder} and whose weights the run starts from: "
-        f"remove {' and '.join(map(str, StoreWriter.folders_of(taught.folder)))} to begin with another",
+        f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another",
     )
     return source, _inherited(known.flags, taught, taught.folder)
 

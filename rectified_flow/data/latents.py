@@ -10,15 +10,14 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, dtype_of
-from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, dtype_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill_once
 from rectified_flow.errors import DamageError, require
 from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
 
-LATENTS_VERSION = 1
+LATENTS_VERSION = 2
 ROWS_AT_ONCE = 256
 
 
@@ -151,7 +150,7 @@ class _Encoding:
             "std": std,
         }
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
-        writer.finish(np.asarray(self.pictures.labels), latents=latents, **more)
+        writer.complete(np.asarray(self.pictures.labels), latents=latents, **more)
 
     def _writer(self, *, mirrored: bool) -> StoreWriter:
         path = latents_path(self.pictures, self.autoencoder, mirrored=mirrored)

@@ -1,4 +1,4 @@
-"""What a person should know of their pictures before a network learns them."""
+"""Properties of images that a user needs to know before a network learns them."""
 
 from collections.abc import Sequence
 
@@ -8,24 +8,21 @@ from rectified_flow.data.store import ImageDataset, OriginalInfo
 from rectified_flow.system.terminal import size_text
 
 FEW = 10
-"""Pictures; a class with fewer is named."""
+"""Number of images below which a class is named."""
 NAMED = 5
-"""So many names are given at most."""
+"""Largest number of names in a list."""
 
 
 def describe_pictures(dataset: ImageDataset, near_duplicates: int | None = None) -> dict[str, str]:
-    """Number, sizes, enlarged and equal pictures, rare classes and broken files, a text by label.
+    """Describe number, sizes, enlarged and equal images, rare classes and broken files, a text by label.
 
     Args:
-        dataset: an image store's.
-        near_duplicates: pictures that nearly equal another one, if they were counted.
+        dataset: images of a store.
+        near_duplicates: number of images that nearly equal another one, if they were counted.
     """
-    info, originals = dataset.info, dataset.info.originals
-    texts = {"pictures": dataset.description}
-    if originals is None:
-        texts["sizes"] = f"unknown, as an earlier version made the store: remove {dataset.path} to have them counted"
-    else:
-        size = size_text(*(info.framing.stored_size if info.framing else (info.image_size, info.image_size)))
+    info, texts = dataset.info, {"pictures": dataset.description}
+    if info.originals is not None and info.framing is not None:
+        size, originals = size_text(*info.framing.stored_size), info.originals
         texts["sizes"] = _range(originals)
         texts["enlarged"] = f"{originals.enlarged} smaller than {size} px" + _blurred(originals)
         texts["duplicates"] = f"{originals.duplicates} equal to an earlier picture"
@@ -40,7 +37,7 @@ def describe_pictures(dataset: ImageDataset, near_duplicates: int | None = None)
 
 
 def summarize_pictures(dataset: ImageDataset) -> str:
-    """The sizes, and what may be wrong with the pictures, in a line."""
+    """Describe the sizes and the possible faults of the images in a line."""
     originals, rare, parts = dataset.info.originals, _rare_classes(dataset), [f"{len(dataset)}"]
     if originals is not None:
         parts[0] += f", {_range(originals)}"
@@ -65,7 +62,7 @@ def _blurred(originals: OriginalInfo) -> str:
 
 
 def _rare_classes(dataset: ImageDataset) -> list[str]:
-    """Names and numbers of pictures, the rarest first."""
+    """Return the names and sizes of rare classes, the rarest first."""
     names = dataset.class_names
     if not names:
         return []

@@ -1,17 +1,17 @@
-"""A store: the rows of a dataset in memory maps that every process shares.
+"""Stores: the rows of a dataset in memory maps that every process shares.
 
-A store is a folder: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its items, such as ``images.uint8``,
-``labels.npy`` ``[n]`` (-1 without labels) and ``info.json``. ``info.json`` has a hash of the contents, and size and
-time of each file, by which a later change is noticed.
+A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its items, such as ``images.uint8``,
+``labels.npy`` ``[n]`` (-1 without labels), ``info.json``, and the manifest by which a later change is noticed.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -24,102 +24,78 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.framing import Framing
-from rectified_flow.errors import DamageError, NewerError
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.files import open_regular, read_document, reading, write_document
+from rectified_flow.system.artifact import MANIFEST, Artifact, write_manifest
+from rectified_flow.system.files import read_document, reading
+from rectified_flow.system.machine import require_disk
 from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
-LABELS_FILE, INFO_FILE = "labels.npy", "info.json"
-FEATURES = "features-"
-"""What the names of files begin with that have features of the rows."""
+LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
 @dataclass(frozen=True)
-class FileInfo:
-    """What a file of a store was when it was written."""
-
-    size: int
-    """Bytes."""
-    time: int
-    """Of its last change [s]."""
-
-
-@dataclass(frozen=True)
 class LatentInfo:
-    """What the latents of a store are of."""
+    """The autoencoder and the scales of the latents of a store."""
 
     autoencoder: str
-    """Its name, for display."""
+    """Name of the autoencoder, for display."""
     pictures: str
-    """Fingerprint of the pictures that it encoded."""
+    """Fingerprint of the encoded images."""
     mean: list[float]
-    """Of each channel, over all pictures."""
+    """Mean of each channel over all images."""
     std: list[float]
-    """Standard deviation of each channel, likewise."""
+    """Standard deviation of each channel over all images."""
 
 
 @dataclass(frozen=True)
 class OriginalInfo:
-    """What the pictures of a store were before they were fitted."""
+    """Properties of the images of a store before they were resized."""
 
     width: list[Positive]
-    """The least and the largest [px]."""
+    """Smallest and largest width [px]."""
     height: list[Positive]
-    """Likewise."""
+    """Smallest and largest height [px]."""
     enlarged: int
-    """Pictures that have fewer pixels than they are stored with."""
+    """Number of images that have fewer pixels than they are stored with."""
     duplicates: int
-    """Pictures whose pixels in the store equal those of an earlier one."""
+    """Number of images whose stored pixels equal those of an earlier one."""
 
 
 @dataclass(frozen=True)
 class StoreInfo:
-    """``info.json``."""
+    """The contents of ``info.json``."""
 
     content: str
     """Hash of the rows and labels."""
     source: str
-    """Of the images, for display."""
+    """Source of the images, for display."""
     length: Positive
     image_size: Positive
+    rows: dict[str, list[Positive]]
+    """Shape of a row of each file but the labels'."""
     class_names: list[str] = field(default_factory=list)
-    """By label; empty without labels."""
+    """Names of the classes by label; empty without labels."""
     skipped: list[str] = field(default_factory=list)
     """Broken images that were left out."""
-    files: dict[str, FileInfo] = field(default_factory=dict)
-    rows: dict[str, list[Positive]] = field(default_factory=dict)
-    """Shape of a row of each file but the labels'; those of images with the default framing do not record it."""
     latents: LatentInfo | None = None
     framing: Framing | None = None
-    """Of pictures; None for squares at the centre without transparency, the only one of earlier versions."""
+    """Form of the images; None for other rows than images."""
     originals: OriginalInfo | None = None
-    """Earlier versions did not record it."""
+    files: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Size and time of each file, in stores of commit 2b575ae, which have no manifest."""
     sha256: str = ""
-    """Of this document; earlier versions did not record it."""
-
-    def __post_init__(self) -> None:
-        for name, shape in self.shapes.items():
-            file = self.files.get(name)
-            if file is not None and file.size != row_size(name, shape) * self.length:
-                raise ValueError(f"{file.size} bytes are not {self.length} rows of {' x '.join(map(str, shape))}")
+    """Hash of this document, in stores of commit 2b575ae."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of a row of each file but the labels'."""
-        if self.rows:
-            return {name: tuple(shape) for name, shape in self.rows.items()}
-        images = (3, self.image_size, self.image_size)
-        shapes: dict[str, tuple[int, ...]] = {IMAGES_FILE: images}
-        if NOISE_FILE in self.files:
-            points = self.files[NOISE_FILE].size // (row_size(NOISE_FILE, images) * self.length)
-            shapes[NOISE_FILE] = images if points == 1 else (points, *images)
-        return shapes
+        return {name: tuple(shape) for name, shape in self.rows.items()}
 
     @property
     def size_text(self) -> str:
-        """Sides of the pictures: ``64``, or ``96x64``."""
+        """Sides of the images: ``64``, or ``96x64``."""
         if self.framing is not None:
             return self.framing.size_text
         _, height, width = self.shapes.get(IMAGES_FILE, (3, self.image_size, self.image_size))
@@ -249,7 +225,7 @@ class ImageDataset(StoreDataset):
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
         images = self.read_batch(indices)["images"]
-        if self.info.framing is None:
+        if self.info.framing is None or self.info.framing.is_default:
             return images
         space = Pixels(self.info.framing.shape)
         return space.render(space.decode(space.encode(images)))
@@ -265,62 +241,128 @@ def row_size(name: str, shape: Sequence[int]) -> int:
     return dtype_of(name).itemsize * prod(shape)
 
 
-def find_damage(path: Path) -> str | None:
-    """The damage of the store at ``path`` in words, or None.
+class StoreWriter(Artifact):
+    """A store that is written row by row, from one process or several; writing resumes after a kill.
 
-    Sizes and times are compared; only where a time differs, as after copying, the contents are read.
+    Args:
+        path: folder of the finished store.
+        length: number of rows.
+        rows: shape of a row by file, ``NAME.DTYPE``.
+        kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
+        recipe: plain data to keep in ``recipe.json``; None keeps no such file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        length: int,
+        rows: Mapping[str, Sequence[int]],
+        kind: str,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        documents = (LABELS_FILE, INFO_FILE) if recipe is None else (LABELS_FILE, INFO_FILE, RECIPE_FILE)
+        super().__init__(path, kind, (*rows, *documents))
+        self.length, self.rows, self.recipe = length, dict(rows), recipe
+
+    def prepare(self) -> int:
+        """Create the files unless they exist, and return the number of rows written so far. Call in one process only.
+
+        Raises:
+            OSError: if the files cannot be created.
+            UsageError: if the disk has no room for them, or something foreign is in their place.
+        """
+        progress = self.begin()
+        if progress:
+            return min(int(progress["done"]), self.length)
+        sizes = {name: row_size(name, shape) * self.length for name, shape in self.rows.items()}
+        require_disk(sum(sizes.values()), self.path.parent, f"{self.length} {self.kind}", "make room, or take fewer")
+        for name, size in sizes.items():
+            with (self.stage / name).open("wb") as file:
+                file.truncate(size)
+        if self.recipe is not None:
+            (self.stage / RECIPE_FILE).write_text(json.dumps(self.recipe, indent=1))
+        self.reached({"done": 0})
+        return 0
+
+    def write(self, first: int, values: Mapping[str, Tensor]) -> None:
+        """Write consecutive rows.
+
+        Args:
+            first: number of the first row.
+            values: ``[b, ...]`` by file.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        for name, rows in values.items():
+            with (self.stage / name).open("r+b") as file:
+                file.seek(first * row_size(name, self.rows[name]))
+                file.write(rows.cpu().numpy().astype(dtype_of(name)).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+
+    def complete(self, labels: np.ndarray[Any, np.dtype[np.int64]], **info: Any) -> None:
+        """Finish the store, once all rows are written. Call in one process only.
+
+        Args:
+            labels: int64 ``[n]``, -1 without labels.
+            info: further fields of :class:`StoreInfo`.
+        """
+        finish_store(self, self.rows, labels, **info)
+
+
+def finish_store(
+    store: Artifact,
+    rows: Mapping[str, Sequence[int]],
+    labels: np.ndarray[Any, np.dtype[np.int64]],
+    **info: Any,
+) -> None:
+    """Write the labels and ``info.json`` of a store whose rows are in its stage, and finish it.
+
+    Args:
+        store: the store.
+        rows: shape of a row by file.
+        labels: int64 ``[n]``, -1 without labels.
+        info: further fields of :class:`StoreInfo`.
 
     Raises:
-        UsageError: if a file may not be read, or a newer version of this project wrote it, which is no damage.
+        OSError: if the disk is full.
     """
-    try:
-        info = read_document(path / INFO_FILE, StoreInfo)
-        stats = {name: _stat(path / name) for name in (*info.shapes, LABELS_FILE, *info.files)}
-        for name, made in info.files.items():
-            if stats[name].st_size != made.size:
-                return f"{name} has {stats[name].st_size} bytes, and had {made.size}"
-        # Whole seconds: some file systems keep no more.
-        if any(int(stats[name].st_mtime) != made.time for name, made in info.files.items()):
-            if _hash_of(path, info) != info.content:
-                return "other pixels or labels"
-            with suppress(OSError):  # read-only: the contents are read each time
-                for name, made in info.files.items():
-                    os.utime(path / name, (made.time, made.time))
-        if not info.sha256:
-            with suppress(OSError):
-                write_document(path / INFO_FILE, read_document(path / INFO_FILE, dict[str, Any]))
-    except NewerError:
-        raise
-    except DamageError as error:
-        return str(error)
-    return None
+    np.save(store.stage / LABELS_FILE, labels)
+    document = {
+        "content": hash_contents(store.stage, *rows),
+        "length": len(labels),
+        "rows": {name: list(shape) for name, shape in rows.items()},
+    }
+    (store.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
+    store.finish()
 
 
-def _hash_of(path: Path, info: StoreInfo) -> str | None:
-    """Hash of what is in a store now; None if its labels cannot even be read."""
-    with reading(path), suppress(ValueError, EOFError):
-        return hash_contents(path, *info.files)
-    return None
+def adopt(path: Path, kind: str) -> None:
+    """Give a store of commit 2b575ae a manifest, if its contents still have the hashes that its documents record."""
+    names = [name for name in (INFO_FILE, RECIPE_FILE) if (path / name).exists()]
+    if (path / MANIFEST).exists() or INFO_FILE not in names:
+        return
+    documents = [read_document(path / name, dict[str, Any]) for name in names]
+    info = documents[0]
+    with suppress(OSError, ValueError, LookupError, TypeError):  # else it is damaged, or cannot be written
+        rows = [name for name in info["files"] if name != LABELS_FILE]
+        if all(map(_is_sealed, documents)) and info["content"] == hash_contents(path, *rows):
+            write_manifest(path, kind, (*rows, LABELS_FILE, *names))
 
 
-def _stat(path: Path) -> os.stat_result:
-    with reading(path), open_regular(path) as file:
-        return os.fstat(file.fileno())
-
-
-def describe_files(path: Path, *names: str) -> dict[str, dict[str, int]]:
-    """Size [bytes] and time [s] of a store's files, by which a later change is noticed."""
-    stats = {name: (path / name).stat() for name in names}
-    return {name: {"size": stat.st_size, "time": int(stat.st_mtime)} for name, stat in stats.items()}
+def _is_sealed(document: Mapping[str, Any]) -> bool:
+    """Return whether a document of commit 2b575ae has the hash that it records."""
+    rest = {name: value for name, value in document.items() if name != "sha256"}
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest() == document.get("sha256")
 
 
 def hash_contents(path: Path, *names: str) -> str:
-    """Hash of what is in the named files of a store, the labels last."""
+    """Return the hash of the rows in the named files of a store, and of its labels."""
     content = blake2b(digest_size=16)
     for name in names:
-        if name != LABELS_FILE:
-            with (path / name).open("rb") as file:
-                while chunk := file.read(1 << 22):
-                    content.update(chunk)
+        with (path / name).open("rb") as file:
+            while chunk := file.read(1 << 22):
+                content.update(chunk)
     content.update(repr(np.load(path / LABELS_FILE).tolist()).encode())
     return content.hexdigest()

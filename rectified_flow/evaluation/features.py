@@ -1,27 +1,22 @@
 """Networks that map images to the features by which images are compared."""
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from importlib.metadata import version
-from io import BytesIO
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from rectified_flow.data.store import FEATURES, ImageDataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.rendered import RenderedItems
-from rectified_flow.system.files import hash_file, remove, replace_file
+from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.terminal import progress_bar
 
 COLOURS = "colours_8x8"
@@ -138,9 +133,9 @@ def reference_features(
     if isinstance(dataset, ImageDataset) and dataset.rows is not None:
         whole = reference_features(dataset.whole, features, state, batch_size=batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
-    known = on_main(state, lambda: _find_saved(dataset, features.name) if isinstance(dataset, ImageDataset) else None)
-    if known is not None:
-        return torch.from_numpy(np.load(known)) if state.is_main_process else torch.empty(0)
+    saved = _SavedFeatures(dataset, features.name) if isinstance(dataset, ImageDataset) else None
+    if on_main(state, lambda: saved is not None and saved.is_whole):
+        return saved.load() if saved is not None and state.is_main_process else torch.empty(0)
     rank, world_size, total = state.process_index, state.num_processes, len(dataset)
     mine = interleaved_share(total, rank, world_size)
     parts = []
@@ -152,25 +147,24 @@ def reference_features(
                 parts.append(features.extract(images.to(state.device)).cpu())
             bar.update(len(images))
     everything = gather_interleaved(torch.cat(parts), total)
-    if state.is_main_process and isinstance(dataset, ImageDataset):
-        content = BytesIO()
-        np.save(content, everything.numpy())
-        with suppress(OSError):  # if the folder is not writable, features are extracted again next time
-            path = dataset.path / f"{FEATURES}{features.name}.{sha256(content.getvalue()).hexdigest()}.npy"
-            replace_file(path, content.getvalue())
+    if saved is not None and state.is_main_process:
+        with suppress(OSError, UsageError):  # in a cache that cannot be written, they are extracted again next time
+            saved.save(everything)
     return everything if state.is_main_process else torch.empty(0)
 
 
-def _find_saved(dataset: ImageDataset, name: str) -> Path | None:
-    """The file of features that are as they were saved: its name has the hash of what is in it."""
-    pattern = re.compile(rf"{FEATURES}{re.escape(name)}\.([0-9a-f]{{64}})\.npy")
-    for path in sorted(dataset.path.iterdir()):
-        match = pattern.fullmatch(path.name)
-        if match is None:
-            continue
-        if match[1] == hash_file(path):
-            return path
-        tqdm.write(f"warning: {path} was altered; extracting the features of {dataset.info.source} again")
-        with suppress(OSError):
-            remove(path)
-    return None
+class _SavedFeatures(Artifact):
+    """The features of all images of a store, in a folder beside it."""
+
+    def __init__(self, dataset: ImageDataset, name: str) -> None:
+        path = dataset.path.with_name(f"{dataset.path.name}-features-{name}")
+        super().__init__(path, "features", ("features.npy",))
+
+    def load(self) -> Tensor:
+        return torch.from_numpy(np.load(self.path / "features.npy"))
+
+    def save(self, features: Tensor) -> None:
+        with self.locked("pass a writable folder with --cache_dir"):
+            self.begin()
+            np.save(self.stage / "features.npy", features.numpy())
+            self.finish()

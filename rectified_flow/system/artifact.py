@@ -23,10 +23,9 @@ A typical build::
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from os import utime
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,7 +96,6 @@ class Marker:
     progress: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class Artifact:
     """An artifact to be built or read.
 
@@ -107,14 +105,18 @@ class Artifact:
         files: names of the files that it consists of, besides the manifest.
     """
 
-    path: Path
-    kind: str
-    files: tuple[str, ...]
+    def __init__(self, path: Path, kind: str, files: Sequence[str]) -> None:
+        self.path, self.kind, self.files = path, kind, tuple(files)
 
     @property
     def stage(self) -> Path:
         """Folder in which the artifact is built."""
         return self.path.with_name(f"{self.path.name}.building")
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders that exist of the artifact: the finished one, and the stage of an unfinished build."""
+        return [folder for folder in (self.path, self.stage) if folder.exists()]
 
     @property
     def is_whole(self) -> bool:
@@ -133,15 +135,25 @@ class Artifact:
             Timeout: if another builder still holds the lock.
             UsageError: if the folder cannot be written, or the file system has no locks.
         """
-        try:
+        with self.writable(remedy):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_of(self.path.with_name(f"{self.path.name}.lock")).acquire(timeout=timeout):
                 yield
+
+    @contextmanager
+    def writable(self, remedy: str) -> Iterator[None]:
+        """Turn an error of the operating system into a sentence that ends with the ``remedy``.
+
+        Raises:
+            UsageError: on any error of the operating system.
+        """
+        try:
+            yield
         except Timeout:
             raise
         except (OSError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"the {self.kind} {self.path} cannot be written ({reason}): {remedy}") from error
+            raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
     def begin(self, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make the stage, or find that of an earlier build. Call with the lock held, in one process only.
@@ -195,14 +207,7 @@ class Artifact:
         for path in owned_files(self.stage, self.kind):
             if path.name not in (*self.files, MARKER):  # a leftover of a killed build
                 path.unlink()
-        record = partial(_record, timed=self.kind != CHECKPOINT)
-        files = {name: (known or {}).get(name) or record(self.stage / name) for name in self.files}
-        manifest = asdict(Manifest(files, self.kind, step))
-        document = {name: value for name, value in manifest.items() if value not in (None, CHECKPOINT)}
-        for each in document["files"].values():
-            if each["time"] is None:
-                del each["time"]
-        (self.stage / MANIFEST).write_text(json.dumps(document, indent=1))
+        write_manifest(self.stage, self.kind, self.files, step, known)
         flush_folder(self.stage)
 
     def publish(self) -> None:
@@ -219,6 +224,25 @@ class Artifact:
 
     def _mark(self, marker: Marker) -> None:
         replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
+
+
+def write_manifest(
+    folder: Path,
+    kind: str,
+    names: Sequence[str],
+    step: int | None = None,
+    known: Mapping[str, FileRecord] | None = None,
+) -> None:
+    """Write the manifest of the named files of ``folder``; arguments as in :meth:`Artifact.seal`."""
+    files = {name: (known or {}).get(name) or _record(folder / name, timed=kind != CHECKPOINT) for name in names}
+    document = asdict(Manifest(files, kind, step))
+    document["files"] = {name: _given(record) for name, record in document["files"].items()}
+    (folder / MANIFEST).write_text(json.dumps(_given(document), indent=1))
+
+
+def _given(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not defaults."""
+    return {name: value for name, value in document.items() if value not in (None, CHECKPOINT)}
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:

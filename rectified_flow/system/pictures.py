@@ -1,13 +1,15 @@
 """Pictures as files: opened, side by side in a grid, and written whole or not at all."""
 
+import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
 from rectified_flow.errors import RunError
@@ -17,6 +19,10 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 """A PNG may hold a long text, such as the settings of the program that made it; all texts have a limit together."""
+TURNED = (5, 6, 7, 8)
+"""Values of the orientation tag that exchange width and height; Pillow's size of a TIFF has them exchanged already."""
+BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
+"""Errors that Pillow raises if the block with the orientation is damaged; the image itself may be undamaged."""
 
 
 def open_picture(source: Path | IO[bytes]) -> Image.Image:
@@ -36,6 +42,55 @@ def over_white(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: bool = False) -> Image.Image:
+    """Return an image upright, in RGB or RGBA, resized and cropped or padded to ``size``.
+
+    Without alpha, transparent parts become white. With alpha, fully transparent pixels become white, so that a network
+    learns no colours that nobody sees. Pillow resizes RGBA with premultiplied alpha, so these leave no halo.
+
+    Args:
+        image: image of any mode and size.
+        size: width and height [px].
+        alpha: keep transparency.
+        pad: show the whole image, padded with white, instead of cropping its centre.
+
+    Raises:
+        ValueError: if the range of the pixels is unknown.
+    """
+    image.draft("RGB", (2 * max(size), 2 * max(size)))  # JPEG then decodes at a fraction of its size; others ignore it
+    with suppress(*BAD_EXIF):
+        ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I;16"):
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
+    image = image.convert("RGBA") if alpha else over_white(image)
+    image = _padded(image, size) if pad else ImageOps.fit(image, size, Image.Resampling.LANCZOS)
+    if not alpha:
+        return image
+    pixels = np.array(image)
+    pixels[pixels[..., 3] == 0, :3] = 255
+    return Image.fromarray(pixels)
+
+
+def _padded(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Return the whole image, as large as fits into ``size``, at the centre of a transparent or white canvas."""
+    scale = min(size[0] / image.width, size[1] / image.height)
+    inner = max(1, round(image.width * scale)), max(1, round(image.height * scale))
+    canvas = Image.new(image.mode, size, (255, 255, 255, 0)[: len(image.mode)])
+    corner = (size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2
+    canvas.paste(image.resize(inner, Image.Resampling.LANCZOS), corner)
+    return canvas
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """Return width and height that an undecoded image has once its orientation is applied [px]."""
+    turned = False
+    with suppress(*BAD_EXIF):
+        turned = image.format != "TIFF" and image.getexif().get(ExifTags.Base.Orientation) in TURNED
+    return (image.height, image.width) if turned else image.size
 
 
 def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:

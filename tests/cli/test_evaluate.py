@@ -73,7 +73,7 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "1/steps.png").exists()
     assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
     for name in ("cache-1", "cache-2"):
-        assert len(list((tmp_path / name).rglob("features-*.npy"))) == 2, "reference features were not kept"
+        assert len(list((tmp_path / name).rglob("*-features-*/features.npy"))) == 2, "reference features were not kept"
 
 
 def save_with_flags(run: Path, folder: Path, **flags: object) -> None:
@@ -169,7 +169,7 @@ def test_half_precision_is_for_drawing_only(run: Path, tmp_path: Path) -> None:
     for precision in ("no", "bf16"):
         flags = ["--mixed_precision", precision, "--cache_dir", tmp_path / precision, "--output_dir", tmp_path]
         measure("--checkpoint", run, "--steps", 1, *flags)
-    one, other = (np.load(next((tmp_path / name).rglob("features-eff*.npy"))) for name in ("no", "bf16"))
+    one, other = (np.load(next((tmp_path / name).rglob("*-features-eff*/features.npy"))) for name in ("no", "bf16"))
     assert np.array_equal(one, other)
 
 

@@ -189,7 +189,7 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     shutil.rmtree(mine)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
     flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
-    stage = f"{tmp_path}/run/paths.drawing"
+    stage = f"{tmp_path}/run/paths.building"
     said = f"has changed since it drew the first paths: remove {stage}"
     assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)

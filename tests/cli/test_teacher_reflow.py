@@ -16,8 +16,7 @@ from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
-from rectified_flow.data.store import StoreDataset
-from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
@@ -90,9 +89,9 @@ def test_one_process_that_was_killed_draws_the_same(
     PartialState()
     reached, written = StoreWriter.reached, list[int]()
 
-    def die(writer: StoreWriter, done: int) -> None:
-        reached(writer, done)
-        if done:
+    def die(writer: StoreWriter, progress: Mapping[str, Any]) -> None:
+        reached(writer, progress)
+        if progress["done"]:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

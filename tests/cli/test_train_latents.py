@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -17,8 +18,7 @@ from PIL import Image
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.latents import LatentDataset, encode_pictures
-from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.store_writer import StoreWriter
+from rectified_flow.data.store import ImageDataset, StoreWriter
 from rectified_flow.distributed import fill as filling
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
@@ -105,7 +105,7 @@ def test_two_processes_encode_the_same_once(pictures: ImageDataset, monkeypatch:
     together = run_on_ranks(2, encode, pictures)
     assert together[0].path == together[1].path
     first = (together[0].path / "latents.float16").read_bytes()
-    monkeypatch.setattr(StoreWriter, "begin", None)
+    monkeypatch.setattr(StoreWriter, "prepare", None)
     plain = encode(pictures, mirrored=False)
     assert plain.path == together[0].path, "the store with mirror images serves both"
     assert plain.read_batch([1])["latents"].shape == (1, 1, 1, 12, 4, 4)
@@ -121,9 +121,9 @@ def test_encoding_resumes_after_a_kill(pictures: ImageDataset, monkeypatch: pyte
     expected = encode(pictures).info.content
     shutil.rmtree(encode(pictures).path)
 
-    def die(writer: StoreWriter, done: int) -> None:
-        reached(writer, done)
-        if done:
+    def die(writer: StoreWriter, progress: Mapping[str, Any]) -> None:
+        reached(writer, progress)
+        if progress["done"]:
             raise KeyboardInterrupt
 
     def count(writer: StoreWriter, first: int, values: Any) -> None:
@@ -161,10 +161,10 @@ def test_another_run_that_encodes_is_waited_for(
     lock.acquire()
     claim = filling._claim
 
-    def release_later(writer: StoreWriter, held: Any, wait: float) -> Any:
-        if wait:
+    def release_later(writer: StoreWriter, held: Any, timeout: float) -> Any:
+        if timeout:
             lock.release()
-        return claim(writer, held, wait)
+        return claim(writer, held, timeout)
 
     monkeypatch.setattr(filling, "_claim", release_later)
     assert encode(pictures).path == path

@@ -1,5 +1,6 @@
 """Fifteen million images, simulated by files with holes, in eight processes at once."""
 
+import json
 import multiprocessing
 import pickle
 import time
@@ -11,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rectified_flow.data.store import ImageDataset, find_damage
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import StreamSampler
 from rectified_flow.runs.config import GlobalBatch
-from rectified_flow.system.files import write_document
+from rectified_flow.system.artifact import find_damage, write_manifest
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -28,10 +29,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with (path / "images.uint8").open("wb") as file:
         file.truncate(LENGTH * 3 * SIDE**2)
     np.lib.format.open_memmap(path / "labels.npy", mode="w+", dtype=np.int64, shape=(LENGTH,))
-    stats = {name: (path / name).stat() for name in ("images.uint8", "labels.npy")}
-    files = {name: {"size": stat.st_size, "time": int(stat.st_mtime)} for name, stat in stats.items()}
     info = {"content": "", "source": "holes", "length": LENGTH, "image_size": SIDE, "class_names": ["a", "b"]}
-    write_document(path / "info.json", info | {"files": files})
+    (path / "info.json").write_text(json.dumps(info | {"rows": {"images.uint8": [3, SIDE, SIDE]}}))
+    write_manifest(path, "image store", ("images.uint8", "labels.npy", "info.json"))
     return path
 
 
@@ -44,7 +44,7 @@ def anonymous_memory() -> int:
 def open_and_read(path: Path, rank: int) -> tuple[ImageDataset, float]:
     """The dataset, and the processor time until its first image was there [s]."""
     began = time.process_time()
-    assert find_damage(path) is None
+    assert find_damage(path, "image store") is None
     dataset = ImageDataset(path)
     assert len(dataset[0]) == 2
     opened = time.process_time() - began

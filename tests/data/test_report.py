@@ -1,6 +1,5 @@
 """What is said of pictures, and what a store records for it."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.data.report import describe_pictures, summarize_pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
-from rectified_flow.system.files import write_document
 
 
 @pytest.fixture
@@ -52,15 +50,6 @@ def test_flowers_have_nothing_wrong() -> None:
     assert describe_pictures(dataset)["enlarged"] == "0 smaller than 8 px"
 
 
-def test_a_store_of_an_earlier_version_says_what_it_does_not_know(tmp_path: Path) -> None:
-    path = open_store(SyntheticFlowers(8, count=120), 4, cache_dir=tmp_path)
-    info = json.loads((path / "info.json").read_text())
-    write_document(path / "info.json", {name: info[name] for name in info if name not in ("originals", "sha256")})
-    assert open_store(SyntheticFlowers(8, count=120), 4, cache_dir=tmp_path) == path
-    assert "unknown" in describe_pictures(ImageDataset(path))["sizes"]
-    assert summarize_pictures(ImageDataset(path)) == "120"
-
-
 def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:
     framings = [
         *(Framing(4, 4), Framing(8, 4), Framing(4, 8), Framing(4, 4, alpha=True)),
@@ -68,12 +57,11 @@ def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -
     ]
     paths = [open_store(SyntheticFlowers(8, count=2), framing, cache_dir=tmp_path) for framing in framings]
     assert len(set(paths)) == len(framings)
-    assert paths[0].name == "synthetic-flowers-4px-35bb90d4f63ab683", "stores of version 0.2 are built again"
     for path, framing in zip(paths, framings, strict=True):
         dataset = ImageDataset(path)
         assert dataset.images.shape == (2, *framing.stored_shape)
         assert dataset.read_pictures([0, 1]).shape == (2, 3, *framing.shape[1:])
-        assert (dataset.info.framing or Framing(4, 4)) == framing
+        assert dataset.info.framing == framing
 
 
 def test_pictures_are_compared_by_their_centre_over_white(tmp_path: Path) -> None:

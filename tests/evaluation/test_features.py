@@ -26,12 +26,12 @@ def test_no_byte_of_saved_features_changes_unnoticed(tmp_path: Path, capsys: pyt
     expected = reference_features(dataset, features, state)
     assert torch.equal(reference_features(dataset, features, state), expected)
     assert seen == [5], "they were not kept"
-    [path] = dataset.path.glob("features-*.npy")
+    path = dataset.path.with_name(f"{dataset.path.name}-features-means-1.0") / "features.npy"
     whole = path.read_bytes()
     assert np.array_equal(np.load(path), expected.numpy())
     for place in (0, 70, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         assert torch.equal(reference_features(dataset, features, state), expected)
-        assert f"warning: {path} was altered" in capsys.readouterr().out
+        assert f"warning: the features {path.parent} is damaged and is made again" in capsys.readouterr().out
         assert path.read_bytes() == whole, "they were not kept again"
     assert seen == 5 * [5]

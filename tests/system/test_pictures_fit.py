@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.data.fitting import fit, upright_size
 from rectified_flow.data.framing import Framing, parse_ratio
 from rectified_flow.errors import UsageError
+from rectified_flow.system import pictures
+from rectified_flow.system.pictures import upright_size
 
 ORANGE = (200, 100, 0)
+
+
+def fit(image: Image.Image, framing: Framing) -> Image.Image:
+    return pictures.fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
 
 
 def square(side: int) -> Framing:
