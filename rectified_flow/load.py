@@ -25,10 +25,10 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.document import read_config
-from rectified_flow.runs.manifest import read_manifest
 from rectified_flow.runs.snapshots import synthesize
 from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents
+from rectified_flow.system.artifact import read_manifest
 
 OWN_CLASSES = (
     *("flows.rectified", "flows.mean", "flows.flow_map", "networks.unet", "spaces.pixels"),

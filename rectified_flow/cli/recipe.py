@@ -143,7 +143,7 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
     found = checkpoint.list_checkpoints(config.run.checkpoints)
     if not found and config.run.resume not in ("auto", "never"):
         with suppress(UsageError):  # of which the run itself will say more
-            found = [checkpoint.resolve(Path(config.run.resume), warn=lambda _text: None)]
+            found = [checkpoint.resolve(Path(config.run.resume), lambda _text: None, (checkpoint.CONFIG_FILE,))]
     for newest in reversed(found):
         path = newest / checkpoint.CONFIG_FILE
         with suppress(DamageError):  # likewise

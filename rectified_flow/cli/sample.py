@@ -31,9 +31,9 @@ from rectified_flow.hub import card_of_run, save_pretrained
 from rectified_flow.load import autocast, load_average, load_trained, solver_name, solver_options
 from rectified_flow.registry import describe as description_of
 from rectified_flow.runs.folder import STATUS_FILE
-from rectified_flow.runs.manifest import MANIFEST
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
+from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import locked, prepare_folder, replace_file
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.pictures import fit, open_picture, over_white, to_grid, write_motion, write_picture

@@ -307,7 +307,11 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
             )
     known = recipe_of(taught)
     if known is None:
-        return checkpoint.read(taught.source, lambda source: (source, _inherited(_flags_of(source), taught, source)))
+        return checkpoint.read(
+            taught.source,
+            lambda source: (source, _inherited(_flags_of(source), taught, source)),
+            names=(checkpoint.CONFIG_FILE,),
+        )
     source = Path(known.source)
     require(
         source.resolve().is_relative_to(taught.source.resolve()),

@@ -1,10 +1,9 @@
-"""``trainer.json``: what a run resumes from, beside the tensors of a checkpoint."""
+"""Checkpoints: folders with the weights of a flow and everything that a run resumes from, whole or absent."""
 
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -22,18 +21,8 @@ from torch import Tensor, nn
 from rectified_flow.distributed.collectives import any_rank, on_main
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
-from rectified_flow.runs.document import upgraded
-from rectified_flow.runs.manifest import MANIFEST, Natural, find_damage, read_manifest, write_manifest
-from rectified_flow.system.files import (
-    flush,
-    flush_folder,
-    open_regular,
-    read_bytes,
-    read_document,
-    reading,
-    remove,
-    replace_file,
-)
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
+from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
 
 ByRank = Annotated[list[float], Field(min_length=1)]
 Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -41,32 +30,31 @@ Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """What makes two runs the same run; part of every checkpoint."""
+    """Properties that make two runs the same run; part of every checkpoint."""
 
     dataset: str
     """Fingerprint of the dataset."""
     seed: Natural
     global_batch: Natural
     origin: str
-    """The checkpoint or run that ``--resume`` named when the run began, or "new"."""
+    """Checkpoint or run that ``--resume`` named when the run began, or "new"."""
     precision: str = ""
-    """Of the forward pass; "" in checkpoints that do not record it."""
+    """Precision of the forward pass."""
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """The counters of a run after ``step`` steps; the first checkpoints of version 0.1 lack some."""
+    """The contents of ``trainer.json``: the counters of a run after ``step`` steps."""
 
     step: Natural
     run: RunIdentity
     images_seen: Natural = 0
-    updates: Natural = -1
-    """As many as steps, where it is not recorded."""
+    updates: Natural = 0
     bad_steps: Natural = 0
     bad_in_a_row: Natural = 0
     scaler_skips: Natural = 0
-    sums: dict[str, float | ByRank] = field(default_factory=dict)
-    """Of the values to log, by rank; version 0.1 kept their mean."""
+    sums: dict[str, ByRank] = field(default_factory=dict)
+    """Sums of the values to log, by rank."""
     summands: Natural = 0
     ema_step: Natural | None = None
     grad_scaler: dict[str, Natural | Scale] | None = None
@@ -76,33 +64,32 @@ class SavedState:
     def __post_init__(self) -> None:
         if self.sums and self.summands == 0:
             raise ValueError("there are sums of no summands")
-        if self.updates < 0:
-            object.__setattr__(self, "updates", self.step)
 
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
-STAGE_PREFIX = ".writing-"
+FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
+"""Files that a trained flow is loaded from; resuming a run reads others, too."""
 BEST = "best"
 MISSING = "missing"
-"""The fingerprint of no checkpoint."""
+"""Fingerprint of a checkpoint that does not exist."""
 NAME = re.compile(r"step_([0-9]{8,})")
 
 T = TypeVar("T")
 
 
 def step_name(step: int) -> str:
-    """``step_00000100``, for files and folders that sort by step."""
+    """Return ``step_00000100``, for files and folders that sort by step."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder."""
+    """Return the step in the name of a checkpoint's folder."""
     return int(path.name.removeprefix("step_"))
 
 
 def list_steps(folder: Path) -> list[Path]:
-    """What has the name of a step in ``folder``, oldest first.
+    """Return the files and folders in ``folder`` whose name is that of a step, oldest first.
 
     Raises:
         UsageError: if the folder may not be read.
@@ -123,56 +110,65 @@ def save(
     *,
     best: bool = False,
 ) -> Path:
-    """Write a checkpoint into ``folder``.
+    """Write a checkpoint.
 
     Args:
-        folder: where the run's checkpoints are.
-        step: optimizer steps made.
-        tensors: file name to named tensors.
-        documents: file name to what JSON can hold.
-        best: point the name ``best`` to it.
+        folder: folder of the run's checkpoints.
+        step: number of optimizer steps made.
+        tensors: named tensors by file name.
+        documents: plain data by file name.
+        best: mark the checkpoint as the best.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        OSError: if the disk is full.
+        UsageError: if the checkpoint would replace a folder that holds something foreign.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for abandoned in folder.glob(f"{STAGE_PREFIX}*"):
-        with suppress(OSError):
-            remove(abandoned)
-    path, stage = folder / step_name(step), folder / f"{STAGE_PREFIX}{step_name(step)}"
-    stage.mkdir()
+    for abandoned in (*folder.glob("step_*.building"), *folder.glob("step_*.removing")):  # by a killed run
+        with suppress(OSError, UsageError):
+            remove(abandoned, CHECKPOINT)
+    artifact = Artifact(folder / step_name(step), CHECKPOINT, (*tensors, *documents))
+    artifact.begin()
     try:
         for name, values in tensors.items():
-            save_tensors(values, stage / name)
+            save_tensors(values, artifact.stage / name)
         for name, document in documents.items():
-            (stage / name).write_text(json.dumps(document, indent=1))
-        write_manifest(stage, step)
-        flush_folder(stage)
-        if path.exists():
-            _remove(path)
-        if best:  # first: a run that is killed in between comes here again
-            mark_best(path)
-        stage.rename(path)
-        flush(folder)
+            (artifact.stage / name).write_text(json.dumps(document, indent=1))
+        artifact.seal(step)
+        if best:  # before the checkpoint exists: a run that is killed in between resumes earlier and comes here again
+            mark_best(artifact.path)
+        artifact.publish()
     except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
+        artifact.abandon()
         raise
-    return path
+    return artifact.path
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
 
     Args:
-        newest: the one written last. Later checkpoints, if any, are damaged leftovers and do not count towards
+        newest: checkpoint written last. Later checkpoints, if any, are damaged leftovers and do not count towards
             ``keep``.
-        keep: how many to keep.
-        keep_every: those at multiples of this step are milestones; 0 makes none.
+        keep: number of checkpoints to keep.
+        keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
+
+    Raises:
+        UsageError: if a checkpoint holds something foreign, and is therefore kept; after the others were removed.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
+    refused: UsageError | None = None
     for each in older[:-keep] if keep else []:
         if not (keep_every and step_of(each) % keep_every == 0) and each != best_of(newest.parent):
-            _remove(each)
+            try:
+                remove(each, CHECKPOINT)
+            except UsageError as error:
+                refused = error
+    if refused is not None:
+        raise refused
 
 
 def mark_best(path: Path) -> None:
@@ -181,7 +177,7 @@ def mark_best(path: Path) -> None:
 
 
 def best_of(folder: Path) -> Path | None:
-    """The checkpoint in ``folder`` that evaluations found the best, if there were any."""
+    """Return the checkpoint in ``folder`` that evaluations found the best, if there were any."""
     with suppress(DamageError, UnicodeDecodeError):
         name = read_bytes(folder / BEST).decode().strip()
         if NAME.fullmatch(name) and _is_checkpoint(folder / name):
@@ -190,7 +186,7 @@ def best_of(folder: Path) -> Path | None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, oldest first.
+    """Return the checkpoints in ``folder``, oldest first.
 
     Raises:
         UsageError: if the folder may not be read.
@@ -198,62 +194,85 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_steps(folder) if _is_checkpoint(path)]
 
 
-def newest_checkpoint(folder: Path, warn: Callable[[str], object] = print) -> Path | None:
-    """The newest undamaged checkpoint in ``folder``; ``warn`` is called with a line on each damaged one.
+def newest_checkpoint(
+    folder: Path, warn: Callable[[str], object] = print, names: Collection[str] | None = None
+) -> Path | None:
+    """Return the newest undamaged checkpoint in ``folder``; None if there are no checkpoints.
+
+    Args:
+        folder: folder of a run's checkpoints.
+        warn: function that is called with a line on each damaged checkpoint.
+        names: files whose contents are verified; by default all.
 
     Raises:
         UsageError: if there are checkpoints but every one is damaged.
     """
     checkpoints = list_checkpoints(folder)
     for path in reversed(checkpoints):
-        problem = find_damage(path)
+        problem = find_damage(path, names=names)
         if problem is None:
             return path
         if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
-            return newest_checkpoint(folder, warn)
+            return newest_checkpoint(folder, warn, names)
         warn(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
         raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
     return None
 
 
-def resolve(path: Path, warn: Callable[[str], object] = print) -> Path:
-    """The checkpoint at ``path``: that itself, the newest of a run's folder, or the one that ``best`` points to.
+def resolve(path: Path, warn: Callable[[str], object] = print, names: Collection[str] | None = FLOW_FILES) -> Path:
+    """Return the checkpoint at ``path``, the newest of a run's folder, or the checkpoint that ``best`` names.
+
+    Args:
+        path: checkpoint or run.
+        warn: function that is called with a line on each damaged checkpoint of a run.
+        names: files whose contents are verified; None verifies all.
 
     Raises:
-        UsageError: if there is none, or it is damaged.
+        UsageError: if there is no checkpoint, or it is damaged.
     """
     if path.name == BEST:
         path = best_of(path.parent) or path
     if _is_checkpoint(path):
-        problem = find_damage(path)
+        problem = find_damage(path, names=names)
         if problem is None:
             return path
         if _is_checkpoint(path):
             raise UsageError(f"checkpoint {path} is damaged: {problem}")
     for folder in (path / CHECKPOINTS, path):
-        newest = newest_checkpoint(folder, warn)
+        newest = newest_checkpoint(folder, warn, names)
         if newest is not None:
             return newest
     pruned = ", which its run may have pruned: pass the run's folder for its newest" * bool(NAME.fullmatch(path.name))
     raise UsageError(f"there is no checkpoint at {path}{pruned}")
 
 
-def read(path: Path, action: Callable[[Path], T], state: PartialState | None = None) -> T:
-    """Call ``action`` with the checkpoint that :func:`resolve` finds, and again if it is pruned meanwhile.
+def read(
+    path: Path,
+    action: Callable[[Path], T],
+    state: PartialState | None = None,
+    names: Collection[str] = FLOW_FILES,
+) -> T:
+    """Call ``action`` with the checkpoint that :func:`resolve` finds, and again if the checkpoint is pruned meanwhile.
 
-    A run that trains prunes its checkpoints at any time. If ``path`` names the run, the next one is read.
+    A run in training prunes its checkpoints at any time. If ``path`` names the run, the next checkpoint is read.
 
     Args:
-        path: of a checkpoint or a run.
-        action: reads everything that is needed of the checkpoint.
-        state: of the processes, where all call this together; they read the same checkpoint.
+        path: checkpoint or run.
+        action: function that reads everything that is needed of the checkpoint.
+        state: state of the processes, if all call this together; they read the same checkpoint, which the main process
+            verifies.
+        names: files that ``action`` reads, whose contents are verified once.
 
     Raises:
         UsageError: if there is no checkpoint, or it is damaged.
     """
+
+    def find() -> Path:
+        return resolve(path, names=names)
+
     while True:
-        source = resolve(path) if state is None else on_main(state, lambda: resolve(path))
+        source = find() if state is None else on_main(state, find)
         failure: Exception | None = None
         try:
             result = action(source)
@@ -267,7 +286,7 @@ def read(path: Path, action: Callable[[Path], T], state: PartialState | None = N
 
 
 def fingerprint(path: Path) -> str:
-    """What identifies the contents of the checkpoint at ``path``; :data:`MISSING` if there is none."""
+    """Return a hash of the contents of the checkpoint at ``path``; :data:`MISSING` if there is none."""
     try:
         return blake2b((path / MANIFEST).read_bytes(), digest_size=6).hexdigest()
     except OSError:
@@ -275,10 +294,10 @@ def fingerprint(path: Path) -> str:
 
 
 def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The named tensors of one of a checkpoint's safetensors files.
+    """Return the named tensors of one of a checkpoint's safetensors files.
 
     Raises:
-        UsageError: if it is not one.
+        UsageError: if it is not a safetensors file.
     """
     with reading(path / name):
         open_regular(path / name).close()
@@ -292,7 +311,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
     """Give ``network`` the weights in a checkpoint's safetensors files, later files over earlier ones.
 
     Raises:
-        UsageError: if one is damaged, or of another architecture.
+        UsageError: if a file is damaged, or of another architecture.
     """
     saved: dict[str, Tensor] = {}
     for name in names:
@@ -335,33 +354,35 @@ def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
 
 
 def has_averages(path: Path) -> bool:
-    """Whether a checkpoint has averaged weights.
+    """Return whether a checkpoint has averaged weights.
 
     Raises:
-        UsageError: if its manifest cannot be read, as it was pruned, for example.
+        UsageError: if its manifest cannot be read, for example since the checkpoint was pruned.
     """
     return EMA_FILE in read_manifest(path).files
 
 
 def own_weights(network: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint keeps: all, or without frozen parameters where the network has a
-    ``frozen_source``, by which its constructor loads them."""
+    """Return the tensors that a checkpoint keeps.
+
+    Frozen parameters are left out if the network has a ``frozen_source``, from which its constructor loads them.
+    """
     keeps_all = getattr(network, "frozen_source", None) is None
     return network.state_dict() if keeps_all else without(network.state_dict(), frozen_names(network))
 
 
 def frozen_names(module: nn.Module) -> set[str]:
-    """The names of the parameters that are not trained."""
+    """Return the names of the parameters that are not trained."""
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
 
 def without(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """The tensors that have none of these names."""
+    """Return the tensors that have none of these names."""
     return {name: value for name, value in tensors.items() if name not in names}
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:
-    """One of a checkpoint's JSON documents.
+    """Return one of a checkpoint's JSON documents.
 
     Raises:
         UsageError: if it cannot be read, or is no JSON object.
@@ -370,16 +391,16 @@ def load_document(path: Path, name: str) -> dict[str, Any]:
 
 
 def load_description(path: Path) -> Mapping[str, Any]:
-    """The description of the flow of the checkpoint at ``path``.
+    """Return the description of the flow of the checkpoint at ``path``.
 
     Raises:
         UsageError: if it cannot be read, or is damaged.
     """
-    return upgraded(load_document(path, FLOW_FILE), path / FLOW_FILE)
+    return load_document(path, FLOW_FILE)
 
 
 def load_state(path: Path) -> SavedState:
-    """The counters of the checkpoint at ``path``.
+    """Return the counters of the checkpoint at ``path``.
 
     Raises:
         UsageError: if they cannot be read, or make no sense.
@@ -388,7 +409,7 @@ def load_state(path: Path) -> SavedState:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write named tensors as safetensors, with the rights that any new file has here."""
+    """Write named tensors as safetensors, with the rights that any new file has in the folder."""
     file.touch()
     mode = file.stat().st_mode
     save_file(_unshared(tensors), file)  # leaves a file that nobody else may read
@@ -396,12 +417,12 @@ def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """The contents of a safetensors file of named tensors."""
+    """Return the contents of a safetensors file of named tensors."""
     return save_to_bytes(_unshared(tensors))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, copied where two share memory (tied weights), which safetensors refuses."""
+    """Return contiguous tensors, copied where two share memory (tied weights), which safetensors refuses."""
     seen: set[int] = set()
     result = {}
     for key, tensor in tensors.items():
@@ -415,13 +436,3 @@ def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _is_checkpoint(path: Path) -> bool:
     with reading(path / MANIFEST):
         return (path / MANIFEST).exists()
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint; one that is half removed does not look like one."""
-    leaving = path.with_name(f"{STAGE_PREFIX}{path.name}.old")
-    with suppress(OSError):
-        remove(leaving)
-    path.rename(leaving)
-    with suppress(OSError):  # what is left of it goes before the next is written
-        remove(leaving)

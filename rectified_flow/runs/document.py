@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rectified_flow.data.framing import Crop
-from rectified_flow.errors import DamageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
@@ -109,36 +108,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if "run" in document:  # version 0.1 had nothing but flags
         check_document(document, RunDocument, path)
     return document
-
-
-def upgraded(description: Mapping[str, Any], source: object) -> Mapping[str, Any]:
-    """A flow's description in today's form; version 0.1 had no kinds of spaces and conditions.
-
-    Raises:
-        DamageError: if it has not the keys of either; ``source`` is what the error names.
-    """
-    if "flow" not in description:
-        return description
-    try:
-        return _upgraded(dict(description))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DamageError(f"{source} is damaged: it describes no flow of version 0.1 ({error!r})") from error
-
-
-def _upgraded(old: dict[str, Any]) -> Mapping[str, Any]:
-    network = dict(old.pop("network"))
-    count, names = network.pop("num_classes"), old.pop("class_names")
-    labels = {"labels": {"kind": "Labels", "num_classes": count, "names": names}}
-    pixels = {"kind": "Pixels", "shape": old.pop("image_shape"), "horizontal_flip": old.pop("horizontal_flip")}
-    if "loss" in old:
-        old["distance"] = old.pop("loss")
-    return {
-        "kind": old.pop("flow"),
-        "network": network | {"conditions": {} if count is None else labels},
-        "space": pixels,
-        "condition_dropout": old.pop("label_dropout"),
-        **old,
-    }
 
 
 def _described(part: "nn.Module") -> dict[str, Any]:

@@ -57,7 +57,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
     if checkpoint.list_checkpoints(config.checkpoints):
         return
     for path in filter(None, (origin, resumed)):
-        checkpoint.resolve(path, warn=lambda _line: None)
+        checkpoint.resolve(path, warn=lambda _line: None, names=())
 
 
 def choose_checkpoint(
@@ -87,7 +87,7 @@ def choose_checkpoint(
     if own is None and config.resume == "auto":
         return None, run
     if own is None:
-        named = checkpoint.resolve(Path(config.resume), warn=report)
+        named = checkpoint.resolve(Path(config.resume), warn=report, names=None)
         _compare_flows(flow, named, report, refuse=False)
         return named, run
     before = checkpoint.load_state(own).run

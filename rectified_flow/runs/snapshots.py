@@ -16,27 +16,31 @@ from torch import Tensor
 
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.manifest import MANIFEST, find_damage, read_manifest, write_part
-from rectified_flow.system.files import flush_folder, remove
+from rectified_flow.system.artifact import CHECKPOINT, Artifact, find_damage, read_manifest, remove
 
 LENGTHS = (0.05, 0.10)
-"""Of the two averages that are kept."""
+"""Lengths of the two averages that are kept."""
 POOR_FIT = 0.1
 """Largest difference from 1 of the sum of the snapshots' weights."""
 SNAPSHOTS = "averages"
 
 
 def file_of(length: float) -> str:
-    """The file with the average of that length in a checkpoint or snapshot."""
+    """Return the name of the file with the average of that length in a checkpoint or snapshot."""
     return f"power_ema_{length:.2f}.safetensors"
 
 
 def keep_snapshots(checkpoints: Path) -> None:
-    """Link the averages of every checkpoint in the folder to a snapshot, which stays when the checkpoint is pruned."""
+    """Link the averages of every checkpoint in the folder to a snapshot, which stays when the checkpoint is pruned.
+
+    Raises:
+        OSError: if they cannot be linked or copied.
+        UsageError: if something foreign is in the place of a snapshot.
+    """
     names = (*map(file_of, LENGTHS), checkpoint.STATE_FILE)
     for each in checkpoint.list_checkpoints(checkpoints):
-        snapshot = checkpoints / SNAPSHOTS / each.name
-        if snapshot.exists():
+        snapshot = Artifact(checkpoints / SNAPSHOTS / each.name, CHECKPOINT, names)
+        if snapshot.path.exists():
             continue
         try:
             manifest = read_manifest(each)
@@ -44,35 +48,38 @@ def keep_snapshots(checkpoints: Path) -> None:
             continue
         if not manifest.files.keys() >= set(names):
             continue
-        stage = snapshot.with_name(f"{checkpoint.STAGE_PREFIX}{each.name}")
-        remove(stage)
-        stage.mkdir(parents=True)
+        snapshot.begin()
         for name in names:
+            source, target = each / name, snapshot.stage / name
+            target.unlink(missing_ok=True)  # left by a killed run
             try:
-                os.link(each / name, stage / name)
+                os.link(source, target)
             except OSError:  # a file system without hard links
-                shutil.copyfile(each / name, stage / name)
-        write_part(manifest, stage, names)
-        flush_folder(stage)
-        stage.rename(snapshot)
+                shutil.copyfile(source, target)
+        snapshot.seal(manifest.step, known=manifest.files)
+        snapshot.publish()
 
 
 def drop_snapshots(checkpoints: Path, after: int) -> None:
-    """Remove the snapshots of later steps than ``after``, which a run that resumes there makes again."""
+    """Remove the snapshots of later steps than ``after``, which a run that resumes there makes again.
+
+    Raises:
+        UsageError: if one of them holds something foreign.
+    """
     for each in checkpoint.list_steps(checkpoints / SNAPSHOTS):
         if checkpoint.step_of(each) > after:
-            remove(each)
+            remove(each, CHECKPOINT)
 
 
 def intact_snapshots(path: Path, warn: Callable[[str], object] = print) -> dict[Path, int]:
-    """The snapshots up to the checkpoint ``path``, oldest first, and after how many updates each was made.
+    """Return the snapshots up to the checkpoint ``path``, oldest first, with the number of updates before each.
 
     Args:
-        path: the checkpoint.
-        warn: called with a line on each damaged snapshot, which is left out.
+        path: checkpoint.
+        warn: function that is called with a line on each damaged snapshot, which is left out.
 
     Raises:
-        UsageError: if that of the checkpoint itself is missing or damaged, or one may not be read.
+        UsageError: if the snapshot of the checkpoint itself is missing or damaged, or one may not be read.
     """
     folder = path.parent / SNAPSHOTS
     snapshots = [each for each in checkpoint.list_steps(folder) if each.name <= path.name]
@@ -80,29 +87,21 @@ def intact_snapshots(path: Path, warn: Callable[[str], object] = print) -> dict[
         raise UsageError(f"there are no averages of {path.name} in {folder}: train with --power_ema to have some")
     intact: dict[Path, int] = {}
     for each in snapshots:
-        try:
-            intact[each] = _check(each)
-        except DamageError as error:
-            if each.name == path.name:
-                raise
-            warn(f"warning: {error}; they are left out")
+        problem = find_damage(each)
+        if problem is None:
+            intact[each] = checkpoint.load_state(each).updates
+        elif each.name == path.name:
+            raise DamageError(f"the averages {each} are damaged: {problem}")
+        else:
+            warn(f"warning: the averages {each} are damaged: {problem}; they are left out")
     return intact
 
 
-def _check(snapshot: Path) -> int:
-    """The updates after which a snapshot was made; a DamageError if it is damaged."""
-    if (snapshot / MANIFEST).exists():  # earlier versions wrote none
-        problem = find_damage(snapshot)
-        if problem is not None:
-            raise DamageError(f"the averages {snapshot} are damaged: {problem}")
-    return checkpoint.load_state(snapshot).updates
-
-
 def find_shares(snapshots: Mapping[Path, int], length: float) -> list[tuple[Path, str, float]]:
-    """Folder and file of each average that was kept, and its share in one of ``length`` after the last update.
+    """Return folder and file of each kept average, and its share in an average of ``length`` after the last update.
 
     Args:
-        snapshots: those of a checkpoint, see :func:`intact_snapshots`.
+        snapshots: snapshots of a checkpoint, see :func:`intact_snapshots`.
         length: standard deviation of the average's profile, as a share of the run, from ``SHORTEST_EMA`` to
             ``LONGEST_EMA``.
 
@@ -129,7 +128,7 @@ def find_shares(snapshots: Mapping[Path, int], length: float) -> list[tuple[Path
 
 
 def synthesize(snapshots: Mapping[Path, int], length: float) -> dict[str, Tensor]:
-    """The average of that length at a checkpoint, from its snapshots; see :func:`find_shares`."""
+    """Return the average of that length at a checkpoint, from its snapshots; see :func:`find_shares`."""
     total: dict[str, Tensor] = {}
     for snapshot, file, share in find_shares(snapshots, length):
         for name, value in checkpoint.load_tensors(snapshot, file).items():

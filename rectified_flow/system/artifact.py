@@ -169,8 +169,9 @@ class Artifact:
         """
         for place in (self.stage, _removing(self.path), self.path):  # what is foreign is refused before the work
             there = owned_files(place, self.kind)
-        if there:
-            tqdm.write(f"warning: the {self.kind} {self.path} is damaged and is made again")
+        damage = find_damage(self.path, self.kind) if there else None
+        if damage is not None:
+            tqdm.write(f"warning: the {self.kind} {self.path} is damaged ({damage}) and is made again")
         try:
             marker = read_document(self.stage / MARKER, Marker)
             if (marker.source, tuple(marker.files)) == (dict(source or {}), self.files):
@@ -219,7 +220,7 @@ class Artifact:
 
     def abandon(self) -> None:
         """Remove the stage of a build that failed and is not to be resumed."""
-        with suppress(OSError):
+        with suppress(OSError, UsageError):
             remove(self.stage, self.kind)
 
     def _mark(self, marker: Marker) -> None:

@@ -32,6 +32,9 @@ def test_no_byte_of_saved_features_changes_unnoticed(tmp_path: Path, capsys: pyt
     for place in (0, 70, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         assert torch.equal(reference_features(dataset, features, state), expected)
-        assert f"warning: the features {path.parent} is damaged and is made again" in capsys.readouterr().out
+        assert (
+            f"warning: the features {path.parent} is damaged (features.npy was altered) and is made again"
+            in capsys.readouterr().out
+        )
         assert path.read_bytes() == whole, "they were not kept again"
     assert seen == 5 * [5]

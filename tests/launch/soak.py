@@ -286,7 +286,7 @@ def differences(one: Path, other: Path) -> list[str]:
 def leaks(soak: Soak) -> list[str]:
     """Processes and files that should not outlive the run; torch's own log and cache folders do not count."""
     processes = [f"process {process.pid}" for process in soak.processes()]
-    half = [*soak.run.rglob(".writing-*"), *soak.run.rglob("*.tmp"), *soak.cache.rglob("*.building")]
+    half = [*soak.run.rglob("*.building"), *soak.run.rglob("*.tmp"), *soak.cache.rglob("*.building")]
     temporary = [path for path in soak.temporary.iterdir() if not path.name.startswith("torch")]
     return processes + [str(path) for path in [*half, *temporary]]
 

@@ -17,7 +17,8 @@ from torch import nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.manifest import FORMAT, find_damage, write_manifest
+from rectified_flow.system import files
+from rectified_flow.system.artifact import CHECKPOINT, FORMAT, find_damage, write_manifest
 from tests.patience import wait_for
 from tests.system.test_files import refusing
 
@@ -198,8 +199,7 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     victim = tmp_path / "executed"
     weights = path / "model.safetensors"
     weights.write_bytes(b"cos\nsystem\n(S'touch " + str(victim).encode() + b"'\ntR.")
-    (path / "manifest.json").unlink()
-    write_manifest(path, 1)
+    write_manifest(path, CHECKPOINT, ("model.safetensors", "trainer.json"), step=1)
     assert find_damage(path) is None
     with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
         checkpoint.load_tensors(path, "model.safetensors")
@@ -220,7 +220,7 @@ def test_killed_at_any_moment_what_is_there_is_whole(tmp_path: Path) -> None:
         assert found
         assert [find_damage(path) for path in found] == [None] * len(found)
         write(folder, 10**7)
-        assert not list(folder.glob(f"{checkpoint.STAGE_PREFIX}*")), "what the killed one left was not removed"
+        assert not list(folder.glob("step_*.*")), "what the killed one left was not removed"
 
 
 def write_forever(folder: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
 ) -> None:
     write(tmp_path, 1)
 
-    def prune_first(path: Path) -> str | None:
+    def prune_first(path: Path, names: Any = None) -> str | None:
         if checkpoint.step_of(path) < 4:
             write(tmp_path, checkpoint.step_of(path) + 1, keep=1)
         return find_damage(path)
@@ -345,19 +345,47 @@ def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) 
         checkpoint.read(tmp_path, lambda source: checkpoint.load_document(source, "nothing.json"))
 
 
-def test_links_in_the_place_of_a_staging_folder_are_not_followed(tmp_path: Path) -> None:
+def test_links_in_the_place_of_a_stage_are_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "precious").touch()
     folder = tmp_path / "checkpoints"
     folder.mkdir()
-    for name in ("step_00000001", "step_00000007", "step_00000001.old"):
-        (folder / f"{checkpoint.STAGE_PREFIX}{name}").symlink_to(victim)
-    for _ in range(2):
-        path = write(folder, 1)
-    assert find_damage(path) is None
+    links = ("step_00000001.building", "step_00000007.building", "step_00000001.removing")
+    for name in links:
+        (folder / name).symlink_to(victim)
+    with pytest.raises(UsageError, match=r"step_00000001\.building is in the way of the checkpoint, and is no folder"):
+        write(folder, 1)
+    write(folder, 2)
     assert [each.name for each in victim.iterdir()] == ["precious"]
-    assert [each.name for each in folder.iterdir()] == ["step_00000001"]
+    assert sorted(each.name for each in folder.iterdir()) == sorted((*links, "step_00000002"))
+
+
+def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, step)
+    (tmp_path / "step_00000001/notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match=r"step_00000001 is in the way of the checkpoint, and holds notes\.txt"):
+        checkpoint.prune(tmp_path / "step_00000003", keep=1)
+    assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
+
+
+def test_only_what_is_read_is_hashed_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: {"w": torch.zeros(2)} for name in (checkpoint.MODEL_FILE, "optimizer.safetensors")}
+    path = checkpoint.save(tmp_path, 1, tensors, {"trainer.json": {}})
+    hashed = list[str]()
+
+    def hash_file(file: Path) -> str:
+        hashed.append(file.name)
+        return files.hash_file(file)
+
+    monkeypatch.setattr("rectified_flow.system.artifact.hash_file", hash_file)
+    checkpoint.read(tmp_path, lambda source: checkpoint.load_tensors(source, checkpoint.MODEL_FILE))
+    assert sorted(hashed) == [checkpoint.MODEL_FILE, "trainer.json"]
+    flip_bit(path / "optimizer.safetensors")
+    assert checkpoint.resolve(tmp_path) == path
+    with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
+        checkpoint.newest_checkpoint(tmp_path, lambda _: None)
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:

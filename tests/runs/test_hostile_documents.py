@@ -16,7 +16,7 @@ from rectified_flow.flags import parse
 from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.document import data_recipe
-from rectified_flow.runs.manifest import MANIFEST, write_manifest
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, write_manifest
 from rectified_flow.training.trainer import Trainer
 from tests.training.runs import build_trainer, tiny_config
 
@@ -52,8 +52,8 @@ def run(trained: Path, tmp_path: Path) -> Path:
 def rewrite(run: Path, name: str, content: bytes) -> None:
     """Put it in the place of a document, with its hash in the manifest."""
     (run / STEP / name).write_bytes(content)
-    (run / STEP / MANIFEST).unlink()
-    write_manifest(run / STEP, 2)
+    names = [each.name for each in (run / STEP).iterdir() if each.name != MANIFEST]
+    write_manifest(run / STEP, CHECKPOINT, names, step=2)
 
 
 def put(document: Any, key: str, value: Any) -> bytes:

@@ -17,7 +17,7 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.manifest import find_damage
+from rectified_flow.system.artifact import find_damage
 from rectified_flow.system.signals import stop_on_signals
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.evaluations import EvaluationHook
