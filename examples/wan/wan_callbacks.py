@@ -1,8 +1,8 @@
 """Files that a run writes while it trains: the LoRA for the pipeline, and clips of the first captions."""
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class LoraFile(Callback):
                 trainer.run.print(f"warning: the LoRA of step {trainer.state.step} could not be written ({error})")
 
 
-def write_lora(transformer: nn.Module, folder: Path) -> Path:
+def write_lora(transformer: nn.Module, folder: Path) -> None:
     """Write the LoRA of a transformer for ``load_lora_weights``; with ``load_into_transformer_2=True`` for the second.
 
     Raises:
@@ -57,18 +57,15 @@ def write_lora(transformer: nn.Module, folder: Path) -> Path:
     from peft import get_peft_model_state_dict
 
     config: Any = transformer.peft_config
-    stage = folder.with_name(f"{folder.name}.writing")
-    WanPipeline.save_lora_weights(
-        stage,
-        transformer_lora_layers=get_peft_model_state_dict(transformer),
-        transformer_lora_adapter_metadata=config["default"].to_dict(),
-    )
     folder.mkdir(parents=True, exist_ok=True)
-    [written] = stage.iterdir()
-    path = folder / written.name
-    replace_file(path, written.read_bytes())
-    shutil.rmtree(stage)
-    return path
+    with TemporaryDirectory(dir=folder) as stage:
+        WanPipeline.save_lora_weights(
+            stage,
+            transformer_lora_layers=get_peft_model_state_dict(transformer),
+            transformer_lora_adapter_metadata=config["default"].to_dict(),
+        )
+        [written] = Path(stage).iterdir()
+        replace_file(folder / written.name, written.read_bytes())
 
 
 class Previews(Measurement):
