@@ -32,7 +32,7 @@ soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 
 several-machines: $(READY_DEV)  ## train on two network namespaces, and under Slurm if it is installed: needs root
 	$(BIN)/python -m tests.several_machines
 
-bench: $(READY_DEV)  ## measure speed beside a peer, some 20 minutes of a quiet machine
+bench: $(READY_DEV)  ## measure speed beside a peer, at most 20 minutes of a quiet CPU
 	$(call install_into_venv,-e ".[benchmark]")
 	$(BIN)/python benchmarks/bench.py
 

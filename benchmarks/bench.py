@@ -63,6 +63,8 @@ CLOCK = (
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     parts: tuple[Part, ...] = get_args(Part)
     """Benchmarks to run. Only a run of all of them replaces the existing table."""
 
@@ -115,6 +117,7 @@ def write_table(machine: str, table: str, into: Path) -> None:
 
 
 def main(flags: Flags) -> None:
+    """Measure, and print the table."""
     rows = []
     for name in flags.parts:
         began = time.perf_counter()

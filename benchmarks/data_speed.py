@@ -35,6 +35,8 @@ FLOWERS = 8189
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_size: int = 64
     """Side of the images [px]."""
     batch_size: int = 64
@@ -111,7 +113,7 @@ def measure_loading(flags: Flags, folder: Path) -> Row:
 
 
 def measure_memory(flags: Flags, folder: Path) -> Row:
-    """The memory of all ranks together, for as many images as Oxford Flowers has."""
+    """Measure the memory of all ranks together, for as many images as Oxford Flowers has."""
     store = open_store(SyntheticFlowers(flags.image_size, count=FLOWERS), flags.image_size, cache_dir=folder)
     spawn = multiprocessing.get_context("spawn")
     with spawn.Manager() as manager, spawn.Pool(flags.ranks) as pool:
@@ -127,7 +129,7 @@ def measure_memory(flags: Flags, folder: Path) -> Row:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """The rows on speed and on memory."""
+    """Return the rows on speed and on memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "photographs").mkdir()

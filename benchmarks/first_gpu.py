@@ -89,6 +89,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     tiny: bool = False
     """Small networks and few steps; for a CPU."""
     minutes: float = 7.5
@@ -153,7 +155,7 @@ class Bench:
         return train(self, "undisturbed", STEPS)
 
     def data(self, size: Size) -> DataConfig:
-        """The flags of the pictures, which are noise."""
+        """Return the flags of the pictures, which are noise."""
         pictures = self.folder / f"pictures-{size.image_size}"
         if not pictures.exists():
             pictures.mkdir()
@@ -163,7 +165,7 @@ class Bench:
         return DataConfig(dataset_path=pictures, image_size=size.image_size, cache_dir=self.folder / "cache")
 
     def trainer(self, kind: Kind, size: Size, *, compiled: bool = False) -> Trainer:
-        """A Trainer whose stepper is ready, in the precision that is the default on this device."""
+        """Build a Trainer whose stepper is ready, in the default precision of this device."""
         run = TrainingConfig(
             batch_size=size.batch_size,
             compile=compiled,
@@ -203,12 +205,12 @@ def compare_pictures(bench: Bench) -> Result:
 
 
 def repeat(bench: Bench) -> Result:
-    """The same run twice. If it fails, the device's operations are not deterministic, and no resumed run is equal."""
+    """Train the same run twice. A failure means that the device's operations are not deterministic."""
     return compare_checkpoints(bench.undisturbed, train(bench, "again", STEPS))
 
 
 def resume(bench: Bench) -> Result:
-    """A run that was stopped halfway, and resumed from its checkpoint."""
+    """Stop a run halfway, and resume it from its checkpoint."""
     train(bench, "resumed", STEPS // 2)
     return compare_checkpoints(bench.undisturbed, train(bench, "resumed", STEPS))
 
@@ -241,7 +243,7 @@ def launch_two_ranks(bench: Bench) -> Result:
 
 
 def find_waits(bench: Bench, kind: Kind) -> Result:
-    """The lines at which three steps wait for the GPU, as far as torch reports them."""
+    """List the lines at which three steps wait for the GPU, as far as torch reports them."""
     take = stepping(bench.trainer(kind, bench.full))
     take(bench.warm_up)
     torch.cuda.set_sync_debug_mode("warn")
@@ -282,20 +284,20 @@ def count_kernels(bench: Bench, kind: Kind) -> Result:
 
 
 def time_eager(bench: Bench, batch_size: int) -> Result:
-    """Steps of rectified flow."""
+    """Time steps of rectified flow."""
     size = replace(bench.full, batch_size=batch_size)
     trainer = bench.trainer("rectified", size)
     return Result("figure", describe_speed(bench, trainer, time_step(bench, trainer)))
 
 
 def time_mean_flow(bench: Bench) -> Result:
-    """Steps of mean flow, in steps of rectified flow."""
+    """Time steps of mean flow, in steps of rectified flow."""
     mean, rectified = (time_step(bench, bench.trainer(kind, bench.full)) for kind in reversed(KINDS))
     return Result("figure", f"{mean * 1e3:.1f} ms a step, {mean / rectified:.2f} steps of rectified flow")
 
 
 def time_preview(bench: Bench) -> Result:
-    """A grid of samples."""
+    """Time a grid of samples."""
     trainer = bench.trainer("rectified", bench.full)
     trainer._draw_samples()
     return Result("figure", f"{synchronized(trainer._draw_samples):.2f} s for {trainer.config.num_samples} images")
@@ -349,7 +351,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def build_flow(kind: Kind, size: Size) -> Flow:
-    """A flow on the CPU, with the weights of a seed."""
+    """Build a flow on the CPU, with the weights of a seed."""
     torch.manual_seed(0)
     data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
     if kind == "rectified":
@@ -379,7 +381,7 @@ def draw_batch(count: int, side: int) -> list[Tensor]:
 def loss_and_gradient(
     flow: Flow, batch: Sequence[Tensor], *, bf16: bool = False, loss: Callable[..., Any] | None = None
 ) -> LossAndGradient:
-    """The loss of the draws in ``batch``, by ``loss`` or else the flow's own, and its gradient as one vector."""
+    """Return the loss of the draws in ``batch`` and its gradient as one vector, by ``loss`` or the flow's own loss."""
     x_0, noise, t, r = batch
     flow.zero_grad()
     call, rows = loss or flow.loss, BatchRows(0, 0, len(t), slice(None))
@@ -395,7 +397,7 @@ def loss_and_gradient(
 
 
 def stepping(trainer: Trainer) -> Callable[[int], None]:
-    """A function that takes so many further steps."""
+    """Return a function that takes a number of further steps."""
     batches: Iterator[Batch] = trainer._batches()
 
     def take(count: int) -> None:
@@ -470,7 +472,7 @@ def train(bench: Bench, name: str, steps: int) -> Path:
 
 
 def same_run(bench: Bench, name: str) -> list[str]:
-    """The program and its flags, for the undisturbed run in another folder."""
+    """Return the program and its flags, for the undisturbed run in another folder."""
     config = bench.undisturbed / "config.json"
     return ["train_oxford.py", "--config", str(config), "--output_dir", str(bench.folder / name)]
 
@@ -530,11 +532,12 @@ def read_metrics(run: Path) -> list[float]:
 
 
 def judge(good: bool, text: str) -> Result:
+    """Return a verdict on a property."""
     return Result("pass" if good else "FAIL", text)
 
 
 def compare(found: LossAndGradient, expected: LossAndGradient, bound: float) -> Result:
-    """The relative differences of a loss and its gradient; those that are not numbers fail."""
+    """Judge the relative differences of a loss and its gradient; a difference that is not a number fails."""
     loss = found[0] / expected[0] - 1
     gradient = float((found[1] - expected[1]).norm() / expected[1].norm())
     return judge(abs(loss) < bound and gradient < bound, f"loss {loss:+.1e}, gradient {gradient:.1e} (bound {bound:g})")

@@ -38,6 +38,8 @@ Name = Literal["rectified flow", "improved mean flow"]
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     flows: tuple[Name, ...] = get_args(Name)
     """The flows to count."""
     image_size: int = 64
@@ -72,14 +74,14 @@ class Row:
 
 
 def count(name: Name, flags: Flags) -> Row:
-    """The figures of a step in bf16, forward and backward."""
+    """Return the figures of a step in bf16, forward and backward."""
     graphs = compile_step(name, flags)
     kernels, calls = sum(graph.launches for graph in graphs), sum(graph.calls for graph in graphs)
     return Row(name, kernels, calls, sum(graph.bytes_moved for graph in graphs) / 1e9)
 
 
 def compile_step(name: Name, flags: Flags) -> Sequence[Graph]:
-    """The forward and the backward pass of a loss, as compiled."""
+    """Return the forward and the backward pass of a loss, as compiled."""
     if flags.tiny:
         flags = replace(flags, image_size=32, dim_mults=(1,), blocks_per_level=1)
     side, batch = flags.image_size, flags.batch_size
@@ -110,6 +112,7 @@ def compile_step(name: Name, flags: Flags) -> Sequence[Graph]:
 
 
 def main(flags: Flags) -> None:
+    """Measure, and print the table."""
     if flags.plain and flags.flows != ("rectified flow",):
         raise SystemExit('--plain needs --flows "rectified flow"')
     print(f"torch {torch.__version__}, bf16, batch {flags.batch_size}")

@@ -45,6 +45,8 @@ PEER_SCHEMES = (RECTIFIED, "mean flow, a step with derivatives", "mean flow, a s
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_size: int = 32
     """Side of the images [px]."""
     batch_size: int = 16
@@ -134,14 +136,14 @@ def _process_memory(which: str) -> float:
 
 
 def measure(flags: Flags, schemes: list[tuple[str, str]]) -> dict[tuple[str, str], Times]:
-    """Times of schemes, each given by its project and its name."""
+    """Measure the times of schemes, each given by its project and its name."""
     contenders = {f"{who}: {scheme}": partial(train, who, scheme, flags) for who, scheme in schemes}
     times = take_turns(contenders, rounds=flags.rounds, minutes=flags.minutes)
     return dict(zip(schemes, times.values(), strict=True))
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """The row on the cost of the default scheme."""
+    """Return the row on the cost of the default scheme."""
     times = measure(flags, [(OURS, RECTIFIED), (OURS, DEFAULT)])
     how = "compiled" if flags.compile else "eager"
     seconds = f"{times[OURS, DEFAULT].median:.3f} s and {times[OURS, RECTIFIED].median:.3f} s per step"
@@ -150,6 +152,7 @@ def measure_rows(flags: Flags) -> list[Row]:
 
 
 def main(flags: Flags) -> None:
+    """Measure, and print the table."""
     schemes = [(OURS, scheme) for scheme in OUR_SCHEMES]
     if find_spec("rectified_flow_pytorch"):
         schemes += [(PEER, scheme) for scheme in PEER_SCHEMES]

@@ -36,6 +36,8 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_size: int = 32
     """Side of the images [px]."""
     dim: int = 32
@@ -59,7 +61,7 @@ class Flags:
 
 
 def measure_here(flags: Flags, write_to: Path) -> None:
-    """The measurement, run in every process."""
+    """Measure in every process, and write the results from the main process."""
     state = join_processes()
     torch.set_num_threads(1)
     run = TrainingConfig(
@@ -144,6 +146,7 @@ def measure_rows(flags: Flags) -> list[Row]:
 
 
 def main(flags: Flags) -> None:
+    """Measure, and print the table."""
     if flags.write_to is not None:
         with contextlib.redirect_stdout(io.StringIO()):
             measure_here(flags, flags.write_to)

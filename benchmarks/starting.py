@@ -46,6 +46,8 @@ trainer()
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_size: int = 32
     """Side of the images [px]."""
     dim: int = 20

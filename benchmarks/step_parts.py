@@ -33,6 +33,8 @@ STEPS, STEPS_WITH_LINE = "three steps", "three steps that log once"
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_size: int = 32
     """Side of the images [px]."""
     dim: int = 64
@@ -50,7 +52,7 @@ class Flags:
 
 
 def open_trainer(flags: Flags, folder: Path) -> Trainer:
-    """A Trainer whose run is open for writing, in the state between two steps."""
+    """Return a Trainer whose run is open for writing, in the state between two steps."""
     run = TrainingConfig(
         batch_size=flags.batch_size,
         mixed_precision=flags.mixed_precision,
@@ -153,7 +155,7 @@ class Parts:
 
 
 def count_waits(parts: Parts) -> int:
-    """The number of times that the CPU waits for the GPU in three steps whose outcome is not read."""
+    """Count how often the CPU waits for the GPU in three steps whose outcome is not read."""
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -163,7 +165,7 @@ def count_waits(parts: Parts) -> int:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """The rows of the table, with their aims."""
+    """Return the rows of the table, with their aims."""
     with tempfile.TemporaryDirectory(dir=".") as folder, contextlib.redirect_stdout(io.StringIO()):
         torch.set_num_threads(1)
         parts = Parts(open_trainer(flags, Path(folder)))

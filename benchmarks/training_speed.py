@@ -43,6 +43,8 @@ NEVER = 10**9
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of the program."""
+
     image_sizes: tuple[int, ...] = (32, 64)
     """Sides of the images [px]."""
     dim: int = 40
@@ -140,7 +142,7 @@ def train_peer(setup: PeerSetup, turns: Turns) -> None:
 
 
 def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, Contender]:
-    """The contenders by name; those of this project are named by their precision."""
+    """Return the contenders by name; this project's are named by their precision."""
     photographs = folder / "photographs"
     data = DataConfig(dataset_path=photographs, image_size=image_size, cache_dir=folder / "cache")
     never = TrainingConfig(train_num_steps=NEVER, num_samples=0, save_every=0, resume="never")
@@ -197,7 +199,7 @@ AIMS = {
 
 
 def measure_size(flags: Flags, image_size: int, folder: Path) -> list[Row]:
-    """The rows of one image size."""
+    """Return the rows of one image size."""
     times = take_turns(
         build_contenders(flags, image_size, folder),
         rounds=flags.rounds,
@@ -225,7 +227,7 @@ def _speed(times: Times) -> str:
 
 
 def measure_rows(flags: Flags) -> list[Row]:
-    """The rows of all image sizes."""
+    """Return the rows of all image sizes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "photographs").mkdir()

@@ -86,7 +86,7 @@ def _digits(value: float) -> str:
 
 
 def ratio(of: Times, to: Times) -> Ratio:
-    """The time of ``of`` divided by that of ``to``, round by round."""
+    """Return the time of ``of`` divided by the time of ``to``, round by round."""
     ratios = [a / b for a, b in zip(of.seconds, to.seconds, strict=True)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios))
 
@@ -166,13 +166,13 @@ def wait_for_device() -> None:
 
 
 def read_clock() -> float:
-    """The processor time of this process, or with a GPU the wall time after all its work is finished [s]."""
+    """Return the processor time of this process, or with a GPU the wall time after all its work is finished [s]."""
     wait_for_device()
     return time.perf_counter() if torch.cuda.is_available() else time.process_time()
 
 
 def describe_machine() -> str:
-    """The name of the GPU, or else of the processor."""
+    """Return the name of the GPU, or else of the processor."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -193,7 +193,7 @@ class Row:
 
 
 def print_rows(rows: Sequence[Row]) -> str:
-    """The table as Markdown."""
+    """Return the table as Markdown."""
     lines = ["| what | against | aim | measured | |", "|---|---|---|---|---|"]
     lines += [f"| {row.what} | {row.against} | {row.aim} | **{row.measured}** | {row.remark} |" for row in rows]
     return "\n".join(lines)
