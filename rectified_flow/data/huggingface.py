@@ -9,7 +9,6 @@ from typing import Any
 
 from PIL import Image
 
-from rectified_flow.data.flower_names import true_names
 from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
 from rectified_flow.errors import UsageError, first_line, require
 from rectified_flow.system.files import printable
@@ -48,7 +47,7 @@ class HuggingFaceSource:
             return []
         feature = self._rows.features[self._label_column]
         if names := getattr(feature, "names", None):
-            return true_names(list(names))
+            return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
         require(
             largest < MOST_CLASSES,
@@ -182,3 +181,11 @@ def find_dataset_file(folder: Path) -> Path | None:
     saved = (folder / name for name in SAVED_TO_DISK if (folder / name).exists())
     tables = (file for file in find_files(folder, unreadable=[]) if file.suffix in TABLE_SUFFIXES)
     return next(chain(saved, tables), None)
+
+
+def _true_names(class_names: list[str]) -> list[str]:
+    """Return the flowers' names (Nilsback & Zisserman 2008) for the ids "1" to "102", which the hub sorts as text."""
+    flowers = Path(__file__).with_name("oxford_flowers.txt").read_text().splitlines()
+    if set(class_names) != {str(number + 1) for number in range(len(flowers))}:
+        return class_names
+    return [flowers[int(name) - 1] for name in class_names]

@@ -12,7 +12,6 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from rectified_flow.data.build import open_dataset
-from rectified_flow.data.flower_names import FLOWER_NAMES
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
 from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
@@ -126,7 +125,7 @@ def test_oxford_flowers_have_their_true_names(tmp_path: Path) -> None:
     names = sorted(str(number) for number in range(1, 103))
     folder = hub_layout(tmp_path / "flowers", names, [0, 1, names.index("54")])
     dataset = OxfordFlowersDataset(4, source=folder)
-    assert len(dataset.class_names) == len(FLOWER_NAMES) == len(set(FLOWER_NAMES)) == 102
+    assert len(set(dataset.class_names)) == 102
     shown = [dataset.class_names[label] for label in dataset.labels]
     assert shown == ["pink primrose", "globe thistle", "sunflower"]
     assert open_dataset("", folder, image_size=4).class_names == dataset.class_names
