@@ -299,8 +299,8 @@ def time_mean_flow(bench: Bench) -> Result:
 def time_preview(bench: Bench) -> Result:
     """Time a grid of samples."""
     trainer = bench.trainer("rectified", bench.full)
-    trainer._draw_samples()
-    return Result("figure", f"{synchronized(trainer._draw_samples):.2f} s for {trainer.config.num_samples} images")
+    trainer._sample_preview()
+    return Result("figure", f"{synchronized(trainer._sample_preview):.2f} s for {trainer.config.num_samples} images")
 
 
 def check_compiled(bench: Bench, kind: Kind, small: bool) -> Result:

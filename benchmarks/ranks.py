@@ -84,12 +84,12 @@ def measure_here(flags: Flags, write_to: Path) -> None:
             step()
 
     step()
-    trainer._draw_samples()
+    trainer._sample_preview()
     together, apart = zip(*((synchronized(step), synchronized(step_apart)) for _ in range(flags.steps)), strict=True)
     seconds = {
         "step": statistics.median(together),
         "step apart": statistics.median(apart),
-        "preview": synchronized(trainer._draw_samples),
+        "preview": synchronized(trainer._sample_preview),
         "gradient": 4 * sum(p.numel() for p in trainer.state.parameters.values()),
     }
     if state.is_main_process:

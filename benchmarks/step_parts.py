@@ -63,10 +63,9 @@ def open_trainer(flags: Flags, folder: Path) -> Trainer:
     config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size, cache_dir=folder)
     trainer = Trainer(build_flow(config, {}), pictures, run)
-    trainer.run.folder.claim(print)
     path = trainer.run.choose_checkpoint()
     trainer.run._open()
-    trainer._report_start(path)
+    trainer._start(path)
     return trainer
 
 
@@ -131,7 +130,7 @@ class Parts:
         self.measure(PLAIN, self.step)
         self.measure(STEPS, self.take_some)
         self.measure(STEPS_WITH_LINE, self.take_some_and_log)
-        self.measure("a step with a preview of 16 images", self.and_then(trainer._draw_samples))
+        self.measure("a step with a preview of 16 images", self.and_then(trainer._sample_preview))
         self.measure("a step that saves a checkpoint", self.and_then(trainer._save))
         self.measure("a step during the background write", self.step)
         saver.wait()

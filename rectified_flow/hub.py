@@ -19,7 +19,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import RESULTS_FILE, Trained, build_flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags
+from rectified_flow.runs.config_file import DataArguments, data_arguments, program_flags
 from rectified_flow.system.files import read_document, replace_file
 
 LIBRARY = "rectified-flow-trainer"
@@ -192,7 +192,7 @@ def card_of_run(
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
-    recipe = data_recipe(trained.config, trained.source / checkpoint.CONFIG_FILE)
+    recipe = data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE)
     results = _results_of(trained, weights)
     metadata: dict[str, Any] = {
         "license": license_name,
@@ -215,7 +215,7 @@ def card_of_run(
     }
 
 
-def _is_on_hub(recipe: DataRecipe) -> bool:
+def _is_on_hub(recipe: DataArguments) -> bool:
     return recipe.dataset_path is None and recipe.dataset != SYNTHETIC_FLOWERS and not _is_path(recipe.dataset)
 
 
@@ -228,7 +228,7 @@ def _is_path(name: str) -> bool:
     return Path(name).exists()
 
 
-def _name_of(recipe: DataRecipe) -> str:
+def _name_of(recipe: DataArguments) -> str:
     """Return the name of the data for a reader; of a folder, the last part of its path only."""
     if recipe.dataset == SYNTHETIC_FLOWERS and recipe.dataset_path is None:
         return "flowers drawn by the program"
@@ -252,7 +252,7 @@ def _results_of(trained: Trained, weights: str) -> list[dict[str, Any]]:
     ]
 
 
-def _eval_results(result: Mapping[str, Any], recipe: DataRecipe | None) -> list[EvalResult]:
+def _eval_results(result: Mapping[str, Any], recipe: DataArguments | None) -> list[EvalResult]:
     on_hub = recipe is not None and _is_on_hub(recipe)
     return [
         EvalResult(

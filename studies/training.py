@@ -181,11 +181,12 @@ def measure_samples(
 ) -> Figures:
     """Return the figures of samples for each way to draw them, and write a grid of each beside the run."""
     pictures = open_pictures(row.data, row.image_size) if data is None else data
-    evaluator = Evaluator(pictures, FEATURES, PartialState(), num_samples=row.num_samples, seed=row.seed, batch_size=50)
+    how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "batch_size": 50}
+    evaluator = Evaluator(pictures, FEATURES, PartialState(), metrics=("kernel", "copies", "manifold"), **how)
     figures = {}
     for name, options in ways.items():
         generated = evaluator.generate(flow, **options)
-        numbers = evaluator.distances(generated) | evaluator.scores(generated)
+        numbers = evaluator.compute(generated)
         figures[name] = {short: float(numbers[long]) for short, long in NAMES.items()}
         generator = torch.Generator(flow.device).manual_seed(0)
         grid = flow.sample(GRID, generator=generator, **options)

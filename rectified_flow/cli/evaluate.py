@@ -19,13 +19,13 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import DamageError, RunError, UsageError, require
-from rectified_flow.evaluation.evaluator import SPLIT, Evaluator
+from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import checked
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, load_trained, solver_options
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import DataRecipe, data_recipe, program_flags, read_config
+from rectified_flow.runs.config_file import DataArguments, data_arguments, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file
@@ -77,6 +77,7 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
+        metrics=(*METRICS, "manifold"),
     )
     new = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
@@ -88,7 +89,7 @@ def evaluate(config: EvaluateConfig) -> None:
         if not state.is_main_process:
             continue
         settings = _settings(config, trained, length, steps) | evaluator.settings
-        result = {**settings, "distances": evaluator.distances(generated) | evaluator.scores(generated) | losses}
+        result = {**settings, "distances": evaluator.compute(generated) | losses}
         new.append(result)
         _write_down(folder, result)
         with autocast(config.model.mixed_precision, state.device):
@@ -149,13 +150,13 @@ def _teacher_of(config: Mapping[str, Any]) -> str | None:
 
 def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
     source = trained.source
-    recipe = data_recipe(trained.config, source / checkpoint.CONFIG_FILE)
+    recipe = data_arguments(trained.config, source / checkpoint.CONFIG_FILE)
     require(
         recipe is not None or config.dataset_path is not None,
         f"{source} does not say how to open its training data: pass a folder with --dataset_path",
     )
     if recipe is None or recipe.image_size is None:
-        recipe = replace(recipe or DataRecipe(""), **_shape_of(trained))
+        recipe = replace(recipe or DataArguments(""), **_shape_of(trained))
     return open_dataset(
         recipe.dataset,
         config.dataset_path or recipe.dataset_path,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rectified_flow.errors import RunError
 from rectified_flow.runs.config import GlobalBatch
+from rectified_flow.system.signals import Interrupted
 
 T = TypeVar("T")
 
@@ -50,11 +51,15 @@ def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Whether ``value`` is true on any process. The call does not wait for the devices."""
     if accelerator.num_processes == 1:
         return value
-    # A group that was created elsewhere may have no CPU backend.
-    device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
-    vote = torch.tensor(int(value), device=device)
+    vote = torch.tensor(int(value), device=_gathering_device(accelerator))
     dist.all_reduce(vote, dist.ReduceOp.MAX)
     return bool(vote)
+
+
+def _gathering_device(state: Accelerator | PartialState) -> torch.device:
+    """Return the CPU, or the process's own device in a group without a CPU backend, which was created elsewhere."""
+    is_cpu = not dist.is_initialized() or "cpu:" in dist.get_backend_config()
+    return torch.device("cpu") if is_cpu else state.device
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -81,6 +86,33 @@ def gather_interleaved(share: Tensor, total: int) -> Tensor:
     parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, share)
     return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
+
+
+def map_over_ranks(state: Accelerator | PartialState, total: int, function: Callable[[list[int]], Tensor]) -> Tensor:
+    """Apply a function to an equal share of ``total`` items on every process, and gather the rows of all items.
+
+    A stop request may interrupt the function on one process alone. So the processes agree on that before they gather,
+    and none waits for rows that never come.
+
+    Args:
+        state: Accelerate's state of the processes.
+        total: number of items.
+        function: maps the numbers of some items to a row for each, ``[n, ...]``. It contains no collectives.
+
+    Returns:
+        The rows in the order of the items, ``[total, ...]``.
+
+    Raises:
+        Interrupted: on every process, if the function raised it on one.
+    """
+    rows, request = None, ""
+    try:
+        rows = function(interleaved_share(total, state.process_index, state.num_processes))
+    except Interrupted as interrupted:
+        request = str(interrupted)
+    if any_rank(state, rows is None) or rows is None:
+        raise Interrupted(request or "on another process")
+    return gather_interleaved(rows.to(_gathering_device(state)), total)
 
 
 def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
-"""Which pictures are alike, up to mirroring and recompression, by the mean colours of their 8x8 fields.
+"""Distances between sets of images: near-duplicates by colours, and distributions by the features of a network.
 
-Colours are those of :func:`rectified_flow.evaluation.features.average_colours`, ``[n, 3 * 8 * 8]``.
+The colours of an image are the mean colours of its 8x8 fields, ``[n, 3 * 8 * 8]``
+(:func:`rectified_flow.evaluation.features.average_colours`). They find copies that were mirrored or recompressed.
 """
 
 import warnings
@@ -15,47 +16,48 @@ from rectified_flow.evaluation.features import GREY_LEVELS
 
 FIELDS = 8
 TOLERANCE = 3 / GREY_LEVELS
-"""Root mean square difference between the fields of near-duplicates, at most: 3 of 256 grey levels."""
+"""Largest root mean square difference between the fields of near-duplicates: 3 of 256 grey levels."""
 HIGHEST_ORDER = 5
-"""Of the coefficients in a hash: higher ones are small, and change with recompression."""
+"""Highest order of the coefficients in a hash: higher ones are small, and change with recompression."""
 AT_ONCE = 2**26
-"""Distances in memory at once, at most, if one row has no more."""
+"""Number of distances in memory at once; more if one row alone has more."""
 
 
 def alike(colours: Tensor, others: Tensor) -> Tensor:
-    """Which of ``colours`` ``[n, d]`` and ``others`` ``[m, d]`` are near-duplicates, bool ``[n, m]``."""
+    """Return which pairs of ``colours`` ``[n, d]`` and ``others`` ``[m, d]`` are near-duplicates, bool ``[n, m]``."""
     reach = TOLERANCE * colours.shape[1] ** 0.5
     return (torch.cdist(colours, others) <= reach) | (torch.cdist(colours, mirrored(others)) <= reach)
 
 
 def near_duplicates(colours: Tensor, others: Tensor) -> Tensor:
-    """Which of ``colours`` ``[n, d]`` have a near-duplicate among ``others`` ``[m, d]``, bool ``[n]``."""
+    """Return which of ``colours`` ``[n, d]`` have a near-duplicate among ``others`` ``[m, d]``, bool ``[n]``."""
     found = [near.any(dim=1) for _, near in _compared(colours, others)]
     return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
 
 
 def count_near_duplicates(colours: Tensor) -> int:
-    """How many pictures have a near-duplicate before them."""
+    """Count the images that have a near-duplicate before them."""
     return sum(int(near.tril(first - 1).any(dim=1).sum()) for first, near in _compared(colours, colours))
 
 
 def _compared(colours: Tensor, others: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The number of the first row of each block, and which pairs are near-duplicates, bool ``[b, m]``."""
+    """Yield the first row of each block of rows, and which of its pairs are near-duplicates, bool ``[b, m]``."""
     block = max(1, AT_ONCE // max(1, len(others)))
     for first in range(0, len(colours), block):
         yield first, alike(colours[first : first + block], others)
 
 
 def mirrored(colours: Tensor) -> Tensor:
-    """The colours of the mirror images."""
+    """Return the colours of the mirror images."""
     return colours.unflatten(1, (-1, FIELDS, FIELDS)).flip(-1).flatten(1)
 
 
 def perceptual_hashes(colours: Tensor) -> list[int]:
-    """A hash of each picture, which its mirror image has too, and nine of ten recompressed copies.
+    """Return a hash of each image that is the same for its mirror image and for nine of ten recompressed copies.
 
-    Each of 20 bits says whether a coefficient of low frequency of the grey values' cosine transform is larger than the
-    median, whatever its sign: mirroring changes signs alone, and in a symmetric picture signs are noise.
+    The hash has 20 bits, one for each coefficient of low frequency in the cosine transform of the grey values. The bit
+    is set if the magnitude of the coefficient is above the median. The sign is left out, because mirroring changes
+    signs alone, and in a symmetric image signs are noise.
     """
     grey = colours.double().unflatten(1, (-1, FIELDS, FIELDS)).mean(dim=1)
     frequency = torch.arange(FIELDS)
@@ -70,11 +72,16 @@ def perceptual_hashes(colours: Tensor) -> list[int]:
 SUBSETS, SUBSET_SIZE = 100, 1000
 NEIGHBOURS = 5
 COPY = 0.5
-"""Nearness of a copy: half as far from a training picture as the nearest training picture that differs from it."""
+"""Bound of the nearness of a copy: half the distance between a training image and the nearest different one."""
 
 
 def frechet_distance(real: Tensor, generated: Tensor) -> float:
-    """The squared Fréchet distance between two normal distributions (Heusel et al. 2017, arXiv:1706.08500, eq. 6)."""
+    """Compute the squared Fréchet distance of two normal distributions (Heusel et al. 2017, arXiv:1706.08500, eq. 6).
+
+    Args:
+        real: features ``[n, d]``.
+        generated: features ``[m, d]``.
+    """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
     metric = FrechetInceptionDistance(feature=_Given(real.shape[1]), sync_on_compute=False)
@@ -82,12 +89,12 @@ def frechet_distance(real: Tensor, generated: Tensor) -> float:
 
 
 def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[float, float | None]:
-    """The squared maximum mean discrepancy under a cubic kernel (Binkowski et al. 2018, arXiv:1801.01401, section 3).
+    """Compute the squared maximum mean discrepancy (Binkowski et al. 2018, arXiv:1801.01401, section 3).
 
-    The estimate is unbiased: with few samples it is noisy, but not inflated. It can be negative.
+    The kernel is cubic. The estimate is unbiased: with few samples it is noisy, but not inflated. It can be negative.
 
     Returns:
-        Mean and standard deviation over random subsets of both sets; no deviation where a subset is a whole set.
+        Mean and standard deviation over random subsets of both sets; the deviation is None if a subset is a whole set.
     """
     from torchmetrics.image.kid import KernelInceptionDistance
 
@@ -103,7 +110,7 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
 
 
 def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
-    """Fractions in [0, 1] that describe what a distance hides.
+    """Compute fractions in [0, 1] that tell apart the ways in which two distributions differ.
 
     The reach of an image is the distance to its fifth nearest neighbour in its own set.
 
@@ -130,16 +137,16 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
 
 
 def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
-    """How far each of ``queries`` is from its nearest row of ``real``, ``[q]``; a copy is at 0.
+    """Compute the relative distance of each of ``queries`` to its nearest row of ``real``, ``[q]``; a copy has 0.
 
-    The unit is the distance from that row to the nearest row that is no near-duplicate of it, if there is one: else no
-    sample would be a copy of a picture that is there twice. So below 1, a query is nearer to a training picture than
-    different training pictures are to each other.
+    The unit is the distance from that row to the nearest row that is no near-duplicate of it. (If near-duplicates
+    counted, no sample would be a copy of an image that is in the data twice.) So below 1, a query is nearer to a
+    training image than different training images are to each other.
 
     Args:
-        queries: features of pictures ``[q, d]``.
-        real: features of training pictures ``[n, d]``.
-        colours: their average colours ``[n, c]``, which say what is a near-duplicate.
+        queries: features of images ``[q, d]``.
+        real: features of training images ``[n, d]``.
+        colours: average colours of the training images ``[n, c]``, which find near-duplicates.
     """
     parts = []
     for _, distances in _distances(queries, real):
@@ -152,12 +159,12 @@ def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
 
 
 def share_of_copies(queries: Tensor, real: Tensor, colours: Tensor) -> float:
-    """The share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``, see :func:`nearness`."""
+    """Return the share of ``queries`` that are nearer than :data:`COPY` to a row of ``real``; see :func:`nearness`."""
     return (nearness(queries, real, colours) < COPY).float().mean().item()
 
 
 def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
-    """Indices ``[q, count]`` of the rows of ``real`` that are nearest to each of ``queries``, nearest first.
+    """Return the indices ``[q, count]`` of the rows of ``real`` that are nearest to each of ``queries``, nearest first.
 
     If ``real`` has fewer than ``count`` rows, ``count`` is their number.
     """
@@ -166,7 +173,7 @@ def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
 
 
 class _Given(nn.Module):
-    """Replaces the feature network of torchmetrics, for features that are already extracted."""
+    """A replacement for the feature network of torchmetrics, for features that are already extracted."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()
@@ -190,7 +197,7 @@ def _distances(queries: Tensor, others: Tensor) -> Iterator[tuple[slice, Tensor]
 
 
 def _reach(features: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row, the distances to its fifth and to its first nearest neighbour, the row itself excluded."""
+    """Return the distances of each row to its fifth and to its first nearest neighbour, the row itself excluded."""
     count = min(NEIGHBOURS, len(features) - 1) + 1
     near = torch.cat([distances.topk(count, largest=False).values for _, distances in _distances(features, features)])
     return near[:, -1], near[:, 1]

@@ -1,4 +1,4 @@
-"""Compare the pictures of a flow with its training pictures, on all processes together."""
+"""Compare the samples of a flow with its training data, on all processes together."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,47 +11,50 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share
+from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.errors import require
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.evaluation.distances import (
-    frechet_distance,
-    kernel_distance,
-    manifold_scores,
-    nearest,
-    nearness,
-    share_of_copies,
+from rectified_flow.evaluation.distances import nearest, nearness
+from rectified_flow.evaluation.features import (
+    Features,
+    average_colours,
+    load_features,
+    reference_features,
 )
-from rectified_flow.evaluation.features import Features, average_colours, load_features, reference_features
+from rectified_flow.evaluation.metrics import Metric, RealFeatures
 from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.flows.flow import Flow, sample_batches
-from rectified_flow.system.signals import Interrupted, interruptible
+from rectified_flow.registry import find
+from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import progress_bar
 
 SPLIT = "train"
+METRICS = ("kernel", "copies")
+"""The metrics beside the Fréchet distance that cost little."""
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
 
-
 Generated = Sequence[Tensor]
-"""Features of generated pictures ``[n, d]``, by feature network."""
+"""Features of generated samples ``[n, d]``, by feature network."""
 
 
 class Evaluator:
-    """Measures how near the pictures of a flow are to its training pictures.
+    """A comparison of the samples of a flow with its training data, by the features of both.
 
     Every process must call the same methods in the same order.
 
     Args:
-        dataset: the training pictures.
-        feature_network: the features that are compared.
-        state: of the processes.
-        num_samples: pictures to draw for each comparison.
-        seed: of the pictures, and of the subsets of the kernel distance.
-        batch_size: pictures drawn at once by each process.
-        held_out: pictures of the same kind that were not trained on, if there are any.
+        dataset: the training data: pictures, or the items of another dataset, which the flow's space renders.
+        feature_network: the network whose features are compared.
+        state: Accelerate's state of the processes.
+        num_samples: samples to generate for each comparison.
+        seed: seed of the samples, and of the subsets of the kernel distance.
+        batch_size: samples that each process generates at once.
+        held_out: data of the same kind that were not trained on, if there are any.
+        metrics: names of registered metrics (:mod:`rectified_flow.evaluation.metrics`). The Fréchet distance, by which
+            flows are ranked, is always computed.
 
     Raises:
-        UsageError: if the feature network is unavailable, or there is a single picture.
+        UsageError: if the feature network is unavailable, a metric is not registered, or there is a single item.
     """
 
     def __init__(
@@ -64,130 +67,118 @@ class Evaluator:
         seed: int = 0,
         batch_size: int = 64,
         held_out: ImageDataset | None = None,
+        metrics: Sequence[str] = METRICS,
     ) -> None:
-        require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.dataset, self.held_out, self.state = dataset, held_out, state
+        require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
+        self.metrics: list[Metric] = [find("metric", name) for name in dict.fromkeys(("frechet", *metrics))]
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
+        self._widths: list[int] = []
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that must match for two results to be comparable."""
-        framing = self.dataset.info.framing
+        info = self.dataset.info
         return {
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
-            "dataset": self.dataset.info.source,
+            "dataset": info.source,
             "split": SPLIT,
-            "image_size": self.dataset.info.image_size,
+            "image_size": info.image_size,
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,
             "seed": self.seed,
-            **({} if framing is None else {"framing": asdict(framing)}),
+            **({} if info.framing is None else {"framing": asdict(info.framing)}),
         }
 
     @property
     def headline(self) -> str:
-        """The name of the distance by which flows are ranked, the smallest first."""
+        """The name of the number by which flows are ranked, the smallest first."""
         return self.features[0].frechet_name
 
     def prepare(self) -> None:
-        """Extract the features of the training pictures; it may take long the first time of all."""
-        _ = self.real, self.unseen
+        """Extract the features of the real data, which may take long the first time of all. Collective."""
+        _ = self.real
 
     @cached_property
-    def real(self) -> list[Tensor]:
-        """Features of the training pictures, by feature network; extracted by all processes, kept by the main one."""
-        return [
-            reference_features(self.dataset, each, self.state, batch_size=self.batch_size) for each in self.features
-        ]
-
-    @cached_property
-    def unseen(self) -> Tensor | None:
-        """Features of the held-out pictures, if there are any, on the main process."""
-        if self.held_out is None:
-            return None
-        return reference_features(self.held_out, self.features[0], self.state, batch_size=self.batch_size)
+    def real(self) -> RealFeatures:
+        """Features of the real data; extracted by all processes, kept by the main one."""
+        how: dict[str, Any] = {"state": self.state, "batch_size": self.batch_size}
+        training = [reference_features(self.dataset, each, **how) for each in self.features]
+        held_out = None if self.held_out is None else reference_features(self.held_out, self.features[0], **how)
+        return RealFeatures(self.features, training, held_out, self.seed)
 
     def generate(self, flow: Flow, **how: Any) -> Generated:
-        """Draw pictures and extract their features; ``how`` are options of ``flow.sample``.
+        """Generate samples and extract their features. Collective.
+
+        Args:
+            flow: the flow to sample from.
+            how: options of ``flow.sample``.
 
         Raises:
             Interrupted: on every process, if a stop was requested on one.
         """
         self.prepare()
-        total = self.num_samples
-        mine = interleaved_share(total, self.state.process_index, self.state.num_processes)
-        share: list[Tensor] | None = None
-        request: object = None
-        try:
-            share = self._draw_share(flow, mine, how)
-        except Interrupted as interrupted:
-            request = interrupted
-        if any_rank(self.state, share is None) or share is None:
-            raise Interrupted(request or "on another process")
-        return [gather_interleaved(part, total) for part in share]
+        rows = map_over_ranks(self.state, self.num_samples, lambda numbers: self.sample_features(flow, numbers, **how))
+        return self.split(rows)
 
-    def distances(self, generated: Generated) -> dict[str, float]:
-        """Fréchet and kernel distances by name, the share of copies, and the kernel distance to held-out pictures.
+    def sample_features(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Tensor:
+        """Generate some samples, and return their features by all networks side by side, ``[n, d_1 + d_2]``.
 
-        Main process only, as what follows.
+        Args:
+            flow: the flow to sample from.
+            numbers: the numbers of the samples.
+            how: options of ``flow.sample``.
+
+        Raises:
+            Interrupted: if a stop was requested meanwhile.
         """
-        numbers: dict[str, float] = {}
-        for each, theirs, ours in zip(self.features, self.real, generated, strict=True):
-            numbers[each.frechet_name] = frechet_distance(theirs, ours)
-            numbers[each.kernel_name], deviation = kernel_distance(theirs, ours, self.seed)
-            if deviation is not None:
-                numbers[f"{each.kernel_name}_std"] = deviation
-        if self.unseen is not None:
-            first = self.features[0].kernel_name
-            numbers[f"heldout_{first}"], _ = kernel_distance(self.unseen, generated[0], self.seed)
-        numbers["copies"] = share_of_copies(generated[0], *self.real)
-        if self._copies_by_chance is not None:
-            numbers["copies_by_chance"] = self._copies_by_chance
-        return numbers
+        how = {"steps": flow.default_steps, "conditions": self._conditions(flow), **how}
+        batches = sample_batches(flow, numbers, seed=self.seed, batch_size=self.batch_size, **how)
+        doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
+        parts, main = [], self.state.is_main_process
+        bar = progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main)
+        with bar, interruptible(flow):
+            for some, images in batches:
+                with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
+                    features = [each.extract(images).cpu() for each in self.features]
+                self._widths = [each.shape[1] for each in features]
+                parts.append(torch.cat(features, dim=1))
+                bar.update(len(some))
+        return torch.cat(parts)
 
-    @cached_property
-    def _copies_by_chance(self) -> float | None:
-        """The share of copies among held-out pictures, which are none."""
-        return None if self.unseen is None else share_of_copies(self.unseen, *self.real)
+    def split(self, rows: Tensor) -> Generated:
+        """Split the rows of :meth:`sample_features` by feature network."""
+        return [part.contiguous() for part in rows.cpu().split(self._widths, dim=1)]
 
-    def scores(self, generated: Generated) -> dict[str, float]:
-        """Precision, recall and the like; the work grows with the square of the number of training pictures."""
-        return manifold_scores(self.real[0], generated[0])
+    def compute(self, generated: Generated) -> dict[str, float]:
+        """Return the numbers of all metrics by name, on the main process."""
+        return {name: number for metric in self.metrics for name, number in metric(self.real, generated).items()}
 
     def beside_neighbours(self, flow: Flow, generated: Generated, **how: Any) -> Tensor:
-        """The generated pictures that are most like copies, each before the training pictures that are nearest to it.
+        """Render the samples that are most like copies, each before the training images that are nearest to it.
 
-        uint8 ``[n, 1 + k, c, h, w]``; they are drawn again, as :meth:`generate` drew them.
+        Main process only. The samples are generated again, with the same result.
+
+        Args:
+            flow: the flow.
+            generated: the result of :meth:`generate`.
+            how: the options that :meth:`generate` was given.
+
+        Returns:
+            Images, uint8 ``[n, 1 + k, c, h, w]``.
         """
-        features, real = generated[0], self.real[0]
-        worst = nearness(features, *self.real).argsort()[:SHOWN]
+        features, real = generated[0], self.real.features[0]
+        worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
-        [(_, drawn)] = sample_batches(flow, worst.tolist(), **options)
+        [(_, sampled)] = sample_batches(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
-        return torch.cat((drawn.cpu()[:, None], shown), dim=1)
-
-    def _draw_share(self, flow: Flow, mine: Sequence[int], how: dict[str, Any]) -> list[Tensor]:
-        parts: list[list[Tensor]] = [[] for _ in self.features]
-        how = {"steps": flow.default_steps} | how
-        batches = sample_batches(
-            flow, mine, seed=self.seed, batch_size=self.batch_size, conditions=self._conditions(flow), **how
-        )
-        doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
-        main = self.state.is_main_process
-        bar = progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not main)
-        with bar, interruptible(flow):
-            for numbers, pictures in batches:
-                with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
-                    for part, each in zip(parts, self.features, strict=True):
-                        part.append(each.extract(pictures).cpu())
-                bar.update(len(numbers))
-        return [torch.cat(part) for part in parts]
+        return torch.cat((sampled.cpu()[:, None], shown), dim=1)
 
     def _conditions(self, flow: Flow) -> dict[str, Tensor]:
-        """The training pictures' conditions in a random order, so that any number of rows has their shares."""
+        """Return conditions of the training data in a random order, so that any number of rows has their shares."""
         if not flow.conditions:
             return {}
         order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.seed, "labels"))

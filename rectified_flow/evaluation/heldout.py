@@ -1,4 +1,9 @@
-"""Pictures that are held out of the training, to see whether it learns pictures or learns these pictures by heart."""
+"""Pictures that are held out of the training: the loss on them shows whether the network memorises the others.
+
+The loss on training pictures always falls. As long as the network learns what pictures of this kind have in common, the
+loss on held-out pictures falls with it. When it memorises the training pictures, the held-out loss rises while the
+training loss falls further. :func:`judge` decides whether that has happened.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +17,7 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import permuted
-from rectified_flow.distributed.collectives import gather_interleaved, interleaved_share, on_main
+from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.flows.flow import Flow, expand
@@ -20,17 +25,17 @@ from rectified_flow.randomness import mix
 from rectified_flow.system.signals import interruptible
 
 FEWEST = 8
-"""Of held-out pictures: the loss of fewer says nothing."""
+"""Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of a dataset by what they are for.
+    """The rows of a dataset on either side of a split.
 
     Args:
-        training: trained on.
-        held_out: measured only.
-        left_out: would be held out, but have a near-duplicate among those trained on.
+        training: rows to train on.
+        held_out: rows to measure on only.
+        left_out: rows that would be held out, but have a near-duplicate among the training pictures.
     """
 
     training: list[int]
@@ -43,31 +48,31 @@ class Split:
 
     @property
     def problem(self) -> str | None:
-        """Why these are too few on a side, if they are."""
+        """A sentence if a side has too few pictures, or else None."""
         if len(self.held_out) >= FEWEST and len(self.training) > 1:
             return None
         return f"{self}; {FEWEST} held-out pictures and 2 others are needed"
 
 
 def hold_out(pictures: ImageDataset, share: float, seed: int, state: PartialState) -> Split:
-    """Split pictures into those that are trained on and those that are held out, perhaps too few. Collective.
+    """Split pictures into training pictures and held-out pictures, which may be too few. Collective.
 
-    The side of a picture is a function of the seed and of what it shows. So more pictures in the folder move none from
-    one side to the other, and a copy of a picture, mirrored or not, is on the picture's side. Where recompression
-    changed what decides, a held-out picture that resembles a training picture is left out of both.
+    The side of a picture is a function of the seed and of a hash of its content. So a picture that is added to the
+    folder moves no other to the other side, and a copy of a picture, mirrored or not, is on the same side. If
+    recompression changed the hash, a held-out picture that resembles a training picture is left out of both sides.
 
     Args:
-        pictures: all of them.
-        share: expected share of the held-out ones.
-        seed: of the run.
-        state: of the processes.
+        pictures: all pictures.
+        share: expected share of the held-out pictures.
+        seed: seed of the run.
+        state: Accelerate's state of the processes.
     """
     colours = reference_features(pictures, average_colours(), state)
     return on_main(state, lambda: split_rows(colours, share, seed))
 
 
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:
-    """The sides of pictures with these colours ``[n, 3 * 8 * 8]``; see :func:`hold_out`."""
+    """Split pictures with these colours ``[n, 3 * 8 * 8]``; see :func:`hold_out`."""
     draws = np.array([mix(seed, "held out", value) for value in perceptual_hashes(colours)])
     chosen = draws < share * 2.0**63
     training, candidates = np.flatnonzero(~chosen), np.flatnonzero(chosen)
@@ -77,25 +82,25 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
 
 TIMES = 8
 MOST_PICTURES = 256
-"""Of either kind: more make a measurement less noisy, and longer."""
+"""Largest number of pictures of either kind: more make a measurement less noisy, and longer."""
 AT_ONCE = 8
-"""Pictures that are measured at once, each at all times."""
+"""Number of pictures that are measured at once, each at all times."""
 PATIENCE = 3
-"""Measurements in a row that must be above the least one."""
+"""Number of measurements in a row that must be above the least one."""
 STANDARD_ERRORS = 2.0
-"""By how many each of them must be above it."""
+"""Number of standard errors by which each of them must be above it."""
 
 
 class HeldOutPictures:
     """Held-out pictures and as many training pictures, and the velocity's mean squared error on them.
 
-    It is measured at eight times from data to noise, with the same noise each time. So two measurements differ by what
-    was learned between them, and by nothing else.
+    The error is measured at eight times from data to noise, and every measurement uses the same noise. So two
+    measurements differ only by what the network learned between them.
 
     Args:
-        training: pictures, or their latents, that are trained on.
-        held_out: others of the same kind.
-        seed: of the noise and of the choice of pictures.
+        training: the training pictures, or their latents.
+        held_out: the held-out pictures of the same kind.
+        seed: seed of the noise and of the choice of pictures.
     """
 
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
@@ -107,12 +112,15 @@ class HeldOutPictures:
     def losses(
         self, flow: Flow, numbers: Sequence[int], *, progress: Callable[[int], object] = lambda _count: None
     ) -> Tensor:
-        """The loss of some of the ``2 * count`` pictures, of which the held-out ones come first, float32 ``[n]``.
+        """Measure the loss of some of the ``2 * count`` pictures, of which the held-out ones come first.
 
         Args:
             flow: has a method ``velocity(x, t, **conditions)``.
-            numbers: of the pictures.
+            numbers: the numbers of the pictures.
             progress: called with the number of pictures of each part.
+
+        Returns:
+            The loss of each picture, float32 ``[n]``.
 
         Raises:
             Interrupted: if a stop was requested meanwhile.
@@ -138,18 +146,17 @@ class HeldOutPictures:
         return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)
 
     def measure(self, flow: Flow, state: PartialState) -> dict[str, float]:
-        """The means of the losses, as :meth:`means`; every process measures its share. Collective."""
-        mine = interleaved_share(2 * self.count, state.process_index, state.num_processes)
-        return self.means(gather_interleaved(self.losses(flow, mine), 2 * self.count))
+        """Measure the losses of all pictures, a share on every process, and return their :meth:`means`. Collective."""
+        return self.means(map_over_ranks(state, 2 * self.count, lambda numbers: self.losses(flow, numbers)))
 
     def means(self, losses: Tensor) -> dict[str, float]:
-        """What the losses of all pictures ``[2 * count]`` come to."""
+        """Return the mean losses of both kinds and their gap, from the losses of all pictures ``[2 * count]``."""
         held_out, seen = (each.mean().item() for each in losses.double().chunk(2))
         return {"heldout_loss": held_out, "seen_loss": seen, "gap": held_out - seen}
 
 
 @dataclass(frozen=True)
-class Measured:
+class HeldOutLoss:
     """One measurement of a run."""
 
     step: int
@@ -157,37 +164,43 @@ class Measured:
     seen_loss: float
     gap: float
     losses: list[float]
-    """Of each held-out picture."""
+    """The loss of each held-out picture."""
 
 
 class Verdict(NamedTuple):
-    """What the measurements of a run say."""
+    """The outcome of the measurements of a run."""
 
-    best: Measured
-    """The one with the least held-out loss."""
+    best: HeldOutLoss
+    """The measurement with the least held-out loss."""
     memorises: bool
-    """Whether the held-out loss has risen since, beyond its own noise, while that on training pictures fell."""
+    """Whether the held-out loss has risen since, beyond its own noise, while the loss on training pictures fell."""
 
 
-def judge(measured: Sequence[Measured]) -> Verdict:
-    """Judge the measurements of a run.
+def judge(measured: Sequence[HeldOutLoss]) -> Verdict:
+    """Decide whether the network memorises its training pictures.
 
-    The pictures and their noise are the same in all of them, so the noise of a rise is that of the pictures'
-    differences.
+    It does if each of the last :data:`PATIENCE` measurements has a held-out loss above the least one by more than
+    :data:`STANDARD_ERRORS` standard errors, and a training loss below the one at that time. As the pictures and their
+    noise are the same in all measurements, the test is paired: the losses of pictures differ much more from each other
+    than the loss of one picture changes, and only the change of each picture's loss counts. Several measurements in a
+    row are asked for, because the averaged weights lag behind and a single rise may be a fluctuation.
+
+    Args:
+        measured: the measurements in the order of their steps.
     """
     best = min(range(len(measured)), key=lambda index: measured[index].heldout_loss)
     last = measured[max(best + 1, len(measured) - PATIENCE) :]
     return Verdict(measured[best], len(last) == PATIENCE and all(_has_risen(measured[best], each) for each in last))
 
 
-def _has_risen(before: Measured, now: Measured) -> bool:
+def _has_risen(before: HeldOutLoss, now: HeldOutLoss) -> bool:
     rises = np.subtract(now.losses, before.losses)
     beyond = rises.mean() > STANDARD_ERRORS * rises.std(ddof=1) / len(rises) ** 0.5
     return bool(beyond and now.seen_loss < before.seen_loss)
 
 
 def _some(dataset: StoreDataset, count: int, seed: int) -> StoreDataset:
-    """``count`` items of a dataset, chosen by the seed."""
+    """Return ``count`` items of a dataset, chosen by the seed."""
     chosen = permuted(np.arange(count), len(dataset), randomness.mix(seed, "held-out pictures"))
     rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
     return dataset.subset(rows[chosen])

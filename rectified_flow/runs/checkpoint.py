@@ -38,12 +38,12 @@ class RunIdentity:
     global_batch: Natural
     origin: str
     """Checkpoint or run that ``--resume`` named when the run began, or "new"."""
-    precision: str = ""
+    precision: str
     """Precision of the forward pass."""
 
 
 @dataclass(frozen=True)
-class SavedState:
+class TrainerFile:
     """The contents of ``trainer.json``: the counters of a run after ``step`` steps."""
 
     step: Natural
@@ -399,13 +399,13 @@ def load_description(path: Path) -> Mapping[str, Any]:
     return load_document(path, FLOW_FILE)
 
 
-def load_state(path: Path) -> SavedState:
+def load_state(path: Path) -> TrainerFile:
     """Return the counters of the checkpoint at ``path``.
 
     Raises:
         UsageError: if they cannot be read, or make no sense.
     """
-    return read_document(path / STATE_FILE, SavedState)
+    return read_document(path / STATE_FILE, TrainerFile)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:

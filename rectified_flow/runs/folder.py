@@ -1,12 +1,12 @@
-"""A run's output folder: one run at a time writes in it, and ``status.json`` holds that run's state."""
+"""A run's folders: one run at a time writes in them, and ``status.json`` has the state of that run."""
 
 import json
 import os
 import platform
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,7 +26,7 @@ LOCK_TIMEOUT = 10.0
 
 @dataclass(frozen=True)
 class Status:
-    """``status.json``."""
+    """The contents of ``status.json``."""
 
     state: RunState
     step: int
@@ -36,86 +36,91 @@ class Status:
     host: str
     pid: int
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
-    """The run's name for trackers."""
+    """The run's name in trackers."""
 
 
-class RunFolder:
-    """The folders a run writes in, held from :meth:`claim` to :meth:`release`.
-
-    The locks are the operating system's: they end with the process, however that ends.
+class StatusFile:
+    """The ``status.json`` in a run's output folder.
 
     Args:
-        config: whose ``output_dir`` and checkpoints.
+        folder: the output folder.
     """
 
-    def __init__(self, config: TrainingConfig) -> None:
-        self.path = config.output_dir
-        self.folders = {"output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
-        self._locks = ExitStack()
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / STATUS_FILE
 
-    def prepare(self) -> None:
-        """Make the folders, and check that they can be written.
-
-        Raises:
-            UsageError: if they cannot.
-        """
-        for flag, folder in self.folders.items():
-            prepare_folder(flag, folder)
-
-    def claim(self, report: Callable[[str], object]) -> None:
-        """Prepare the folders, and lock other runs out.
-
-        Raises:
-            UsageError: if they cannot be written, or another run holds them.
-        """
-        self.prepare()
-        for flag, folder in self.folders.items():
-            if flag == "output_dir" or folder.resolve() != self.path.resolve():  # the two may be one
-                self._lock(flag, folder, report)
-
-    def release(self) -> None:
-        """Release the locks."""
-        self._locks.close()
+    def read(self) -> Status | None:
+        """Return the status, or None if it is missing or damaged."""
+        with suppress(UsageError):
+            return read_document(self.path, Status)
+        return None
 
     @property
     def run_id(self) -> str:
-        """The run's name for trackers, the same after every restart."""
-        known = self._status()
+        """The run's name in trackers, which is the same after every restart."""
+        known = self.read()
         return known.id if known is not None else uuid.uuid4().hex[:12]
 
-    def write_status(self, state: RunState, step: int, total_steps: int, message: str = "") -> None:
-        """Write ``status.json``; a full disk does not stop the run."""
+    def write(self, state: RunState, step: int, total_steps: int, message: str = "") -> None:
+        """Write the status; a full disk does not stop the run."""
         now, host, pid = time.strftime("%Y-%m-%dT%H:%M:%S%z"), platform.node(), os.getpid()
-        status = Status(state, step, total_steps, message, now, host, pid, self.run_id)
-        text = json.dumps(asdict(status), indent=1)
+        text = json.dumps(asdict(Status(state, step, total_steps, message, now, host, pid, self.run_id)), indent=1)
         try:
-            replace_file(self.path / STATUS_FILE, text)
+            replace_file(self.path, text)
         except OSError:
             with suppress(OSError):  # over the old one, which needs no more room
-                (self.path / STATUS_FILE).write_text(text)
+                self.path.write_text(text)
 
     def write_failure(self, error: BaseException, step: int, total_steps: int) -> None:
         """Write why the run ended early, unless another rank has: the first failure causes those of the others."""
-        known = self._status()
+        known = self.read()
         if known is None or known.state not in ("failed", "finished"):
             state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write_status(state, step, total_steps, first_line(error))
+            self.write(state, step, total_steps, first_line(error))
 
-    def _status(self) -> Status | None:
-        with suppress(UsageError):  # it is written anew
-            return read_document(self.path / STATUS_FILE, Status)
-        return None
 
-    def _lock(self, flag: str, folder: Path, report: Callable[[str], object]) -> None:
-        try:
+def prepare_folders(config: TrainingConfig) -> dict[str, Path]:
+    """Make the folders of a run, and return them by flag; the two may be one folder.
+
+    Raises:
+        UsageError: if one cannot be made or written.
+    """
+    folders = {"output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
+    return {flag: prepare_folder(flag, folder) for flag, folder in folders.items()}
+
+
+@contextmanager
+def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> Iterator[None]:
+    """Lock other runs out of the folders of a run inside the block.
+
+    The locks are the operating system's, so they end with the process, however it ends.
+
+    Args:
+        config: the run's flags.
+        report: called with a sentence while another run is waited for.
+
+    Raises:
+        UsageError: if the folders cannot be written, or another run holds them.
+    """
+    folders = prepare_folders(config)
+    if folders["checkpoint_dir"].resolve() == folders["output_dir"].resolve():
+        del folders["checkpoint_dir"]
+    with ExitStack() as locks:
+        for flag, folder in folders.items():
             try:
-                self._locks.enter_context(locked(folder / LOCK_FILE, 0, report))
+                _lock(locks, folder, report)
             except Timeout:
-                report(f"waiting for another run to release {folder}")
-                self._locks.enter_context(locked(folder / LOCK_FILE, LOCK_TIMEOUT, report))
-        except Timeout:
-            holder = self._status() if folder == self.path else None
-            who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
-            raise UsageError(
-                f"{who} is training in --{flag} {folder}: wait for its end, or choose another folder"
-            ) from None
+                holder = StatusFile(folder).read() if flag == "output_dir" else None
+                who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
+                raise UsageError(
+                    f"{who} is training in --{flag} {folder}: wait for its end, or choose another folder"
+                ) from None
+        yield
+
+
+def _lock(locks: ExitStack, folder: Path, report: Callable[[str], object]) -> None:
+    try:
+        locks.enter_context(locked(folder / LOCK_FILE, 0, report))
+    except Timeout:
+        report(f"waiting for another run to release {folder}")
+        locks.enter_context(locked(folder / LOCK_FILE, LOCK_TIMEOUT, report))

@@ -1,4 +1,10 @@
-"""Where a run resumes, and whether it is still the same run."""
+"""The checkpoint that a run resumes from, and the checks that it is still the same run.
+
+A resumed run comes to the same weights as one that was never stopped, to the last bit, if nothing that shapes it has
+changed. Random draws and the order of the data are functions of the seed and the step, so a checkpoint has no random
+state. A changed dataset, flow or origin would mix two runs in one folder and is refused. Another seed, global batch
+size, precision or learning rate makes the rest of the run different but sensible, so it is reported.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,14 +13,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rectified_flow.data.stream import length_only
 from rectified_flow.errors import UsageError, require
 from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import program_flags, read_config
-from rectified_flow.runs.folder import RunFolder
+from rectified_flow.runs.config_file import program_flags, read_config
+from rectified_flow.runs.folder import prepare_folders
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
@@ -29,19 +34,19 @@ SHAPING = (
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """The precision of a run, in words."""
+    """Return the precision of a run in words."""
     return {"no": "float32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
 
 
 def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:
-    """The identity of a run that begins now."""
+    """Return the identity of a run that begins now on the dataset with this fingerprint."""
     named = config.resume not in ("auto", "never")
     origin = str(Path(config.resume).resolve()) if named else "new"
     return RunIdentity(dataset, config.seed, global_batch, origin, precision)
 
 
 def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
-    """Refuse what would be refused later whatever the data are, before these take hours to prepare.
+    """Check, before the data take hours to prepare, that the run may start whatever the data are.
 
     Args:
         config: the run's flags.
@@ -51,7 +56,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
         UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
             path of ``--resume`` does not exist.
     """
-    RunFolder(config).prepare()
+    prepare_folders(config)
     _refuse_second_start(config)
     resumed = None if config.resume in ("auto", "never") else Path(config.resume)
     if checkpoint.list_checkpoints(config.checkpoints):
@@ -61,29 +66,26 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
 
 
 def choose_checkpoint(
-    config: TrainingConfig,
-    run: RunIdentity,
-    length: int,
-    flow: Mapping[str, Any] | None,
-    report: Callable[[str], object],
+    config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None, report: Callable[[str], object]
 ) -> tuple[Path | None, RunIdentity]:
-    """The checkpoint to load, if any, and the run's identity, which keeps its origin.
+    """Choose the checkpoint to load.
 
     Args:
         config: the run's flags.
         run: the identity of a run that begins now.
-        length: of the dataset.
         flow: the description of the flow to train, if it has one.
-        report: called with each warning.
+        report: called with a sentence on each change since the checkpoint.
+
+    Returns:
+        The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
 
     Raises:
         UsageError: if resuming would mix two runs, or the path of ``--resume`` does not exist.
     """
-    folder = config.checkpoints
     if config.resume == "never":
         _refuse_second_start(config)
         return None, run
-    own = checkpoint.newest_checkpoint(folder, warn=report)
+    own = checkpoint.newest_checkpoint(config.checkpoints, warn=report)
     if own is None and config.resume == "auto":
         return None, run
     if own is None:
@@ -91,13 +93,16 @@ def choose_checkpoint(
         _compare_flows(flow, named, report, refuse=False)
         return named, run
     before = checkpoint.load_state(own).run
-    _check_same_run(config, run, before, own, length)
+    _check_same_run(config, run, before, own)
     _compare_flows(flow, own, report, refuse=True)
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
-        if then not in (now, ""):
+        if then != now:
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
-    _report_changes(config, own, report)
+    flags_then, flags_now = program_flags(read_config(own / checkpoint.CONFIG_FILE)), plain(config)
+    for name in SHAPING:
+        if name in flags_then and flags_then[name] != flags_now[name]:
+            report(f"note: {name} was {flags_then[name]} and is now {flags_now[name]}")
     return own, replace(run, origin=before.origin)
 
 
@@ -109,28 +114,28 @@ def _refuse_second_start(config: TrainingConfig) -> None:
     )
 
 
-def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentity, own: Path, length: int) -> None:
+def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentity, own: Path) -> None:
     folder = config.checkpoints
-    ourselves = {str(place.resolve()) for place in (own, folder, config.output_dir)}
-    if run.origin != "new" and run.origin not in ourselves | {before.origin}:
-        raise UsageError(
-            f"{folder} holds checkpoints of a run that did not start from {config.resume}, or newer ones: choose "
-            "another --output_dir to start from there"
-        )
-    if before.dataset not in (run.dataset, length_only(length)):
-        raise UsageError(
-            f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
-            f"with --resume {own} there, training starts from its weights"
-        )
+    origins = {"new", before.origin, *(str(place.resolve()) for place in (own, folder, config.output_dir))}
+    require(
+        run.origin in origins,
+        f"{folder} holds checkpoints of a run that did not start from {config.resume}, or newer ones: choose "
+        "another --output_dir to start from there",
+    )
+    require(
+        run.dataset == before.dataset,
+        f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
+        f"with --resume {own} there, training starts from its weights",
+    )
 
 
 def _compare_flows(
     flow: Mapping[str, Any] | None, path: Path, report: Callable[[str], object], *, refuse: bool
 ) -> None:
-    """Compare the flow with that of a checkpoint, but for the network, which is compared as its weights are loaded.
+    """Compare the flow with the one of a checkpoint, except for the network, which is compared with its weights.
 
     Raises:
-        UsageError: if they differ in what makes them the same run, and other runs are refused.
+        UsageError: if the flows differ in a part that may not change, and ``refuse`` is given.
     """
     if flow is None or not (path / FLOW_FILE).exists():
         return
@@ -148,16 +153,8 @@ def _compare_flows(
         report(f"note: {called} was {then.get(name)} and is now {now.get(name)}")
 
 
-def _report_changes(config: TrainingConfig, path: Path, report: Callable[[str], object]) -> None:
-    """Report the flags that shape the training and are not those of the checkpoint."""
-    then, now = program_flags(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
-    for name in SHAPING:
-        if name in then and then[name] != now[name]:
-            report(f"note: {name} was {then[name]} and is now {now[name]}")
-
-
 def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The description's values by dotted name."""
+    """Return the values of a nested description by dotted name."""
     values: dict[str, Any] = {}
     for name, value in description.items():
         values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}

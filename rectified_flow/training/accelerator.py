@@ -13,9 +13,9 @@ from rectified_flow.runs.config import TrainingConfig
 
 
 def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
-    """The precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest that is safe.
+    """Choose the precision of a run: the flag's, else Accelerate's or its launcher's, else the fastest that is safe.
 
-    That is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
+    The fastest is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
 
     Raises:
         UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
@@ -32,10 +32,10 @@ def choose_precision(config: TrainingConfig, device: torch.device, *, supports_b
 
 
 def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> Accelerator:
-    """The run's Accelerator.
+    """Build the run's Accelerator.
 
     Raises:
-        UsageError: as :func:`choose_precision` and :func:`join_processes`.
+        UsageError: if the precision is unavailable, or the processes cannot join.
     """
     state = join_processes()
     accelerator = Accelerator(

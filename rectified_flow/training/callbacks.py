@@ -1,22 +1,17 @@
-"""Callbacks: code of your own at the events of a run."""
+"""Callbacks: user code at the events of a run, and measurements at intervals."""
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rectified_flow.training.trainer import Trainer
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rectified_flow.distributed.collectives import any_rank, gather_interleaved, interleaved_share, on_main
-from rectified_flow.errors import RunError
-from rectified_flow.runs.log import LineFile
+from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.errors import RunError, first_line
 from rectified_flow.system.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -24,45 +19,47 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Methods that the trainer calls on **every** rank, each at the same step; override those you need.
+    """A set of methods that the trainer calls on **every** rank, each at the same step; override some of them.
 
-    So each of them may contain collectives (``trainer.accelerator.gather`` and the like), if every rank reaches them:
-    never inside ``if is_main_process``. What one rank does alone should be short, as the others wait for it at the next
-    step. A step's own verdict (finite or not) is known one step later, so ``on_step`` that reads losses or weights
-    should first call ``trainer.stepper.finish_pending()``.
+    As every rank calls them, they may contain collectives (``trainer.accelerator.gather`` and the like), but never
+    inside ``if is_main_process``. Work that one rank does alone should be short, because the others wait for it at the
+    next step. Whether a step was finite is known one step later, so an ``on_step`` that reads losses or weights should
+    first call ``trainer.stepper.finish_pending()``.
     """
 
     def on_setup(self, trainer: "Trainer") -> None:
-        """Before anything is loaded or written; a signal here ends the program at once."""
+        """Run before anything is loaded or written; a signal here ends the program at once."""
 
     def on_start(self, trainer: "Trainer") -> None:
-        """Before the first step, with the checkpoint loaded and the run's files open."""
+        """Run before the first step, with the checkpoint loaded and the run's files open."""
 
     def on_step(self, trainer: "Trainer") -> None:
-        """After each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
+        """Run after each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
 
     def on_log(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
-        """After a line of metrics."""
+        """Run after a line of metrics."""
 
-    def on_evaluation(self, trainer: "Trainer", distances: Mapping[str, float]) -> None:
-        """After an evaluation by the :class:`EvaluationHook`, with its distances by name."""
+    def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
+        """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
 
     def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """When a checkpoint has been copied; a thread of the main process writes it to ``path``."""
+        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
 
     def on_end(self, trainer: "Trainer") -> None:
-        """After the last step, or the last before a requested stop, when everything is on the disk."""
+        """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
 
 
 class Measurement(Callback):
-    """Measures something every few steps, and writes it into ``NAME.jsonl``.
+    """A callback that measures something every few steps, and records it in ``NAME.jsonl`` in the run's folder.
 
-    A subclass has :meth:`measure` for a share of the items, and :meth:`summarize` for the rows of all. A stop that is
-    requested meanwhile ends the run after this step, and the measurement is made up for on resuming. A full disk does
-    not stop the run.
+    A subclass implements :meth:`measure` for a share of the items, and :meth:`summarize` for the rows of all. It may
+    implement :meth:`conclude` and :meth:`plot`.
+
+    If a stop is requested during a measurement, the run ends after this step, and the measurement is made when the run
+    resumes. A full disk does not stop the run.
 
     Args:
-        name: of the file.
+        name: name of the file.
         total: number of items.
         every: steps between measurements.
         untrained: measure before the first step, too.
@@ -72,54 +69,66 @@ class Measurement(Callback):
         self.name, self.total, self.every, self.untrained = name, total, every, untrained
 
     @abstractmethod
-    def measure(self, trainer: "Trainer", numbers: Sequence[int]) -> Tensor:
-        """A row for each item of these numbers, float32 ``[len(numbers), ...]``; called on every rank.
+    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
+        """Measure some items; called on every rank.
 
         It must not contain collectives, as a stop may end it on one rank alone.
+
+        Args:
+            trainer: the trainer.
+            numbers: the numbers of the items, from 0 to ``total - 1``.
+
+        Returns:
+            A row for each item, float32 ``[len(numbers), ...]``.
         """
 
     @abstractmethod
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
-        """What to write down of the rows of all items, on the main process; it may print and plot."""
+        """Return the entries of a line from the rows of all items, on the main process; it may print."""
 
-    def on_start(self, trainer: "Trainer") -> None:
-        step = trainer.state.step
-        on_main(trainer.accelerator, lambda: self._open(trainer))
-        missed = trainer.is_due(self.every) and (step > 0 or self.untrained)
-        if missed and on_main(trainer.accelerator, lambda: step not in self.steps):
-            self._measure_all(trainer)
-        self.conclude(trainer)
+    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
+        """Act on the recorded lines, on every rank: at the start of a run, and at every interval.
 
-    def on_step(self, trainer: "Trainer") -> None:
-        if trainer.is_due(self.every):
-            trainer.stepper.finish_pending()
-            self._measure_all(trainer)
-            self.conclude(trainer)
-
-    def _open(self, trainer: "Trainer") -> None:
-        path = trainer.config.output_dir / f"{self.name}.jsonl"
-        self.file = LineFile(path, trainer.state.step, trainer.run.print)
-
-    @property
-    def steps(self) -> list[int]:
-        """The steps that are measured; on the main process."""
-        return [row["step"] for row in self.file.rows()]
-
-    def _measure_all(self, trainer: "Trainer") -> None:
-        state = trainer.accelerator
-        share = None
-        with suppress(Interrupted), torch.no_grad(), state.autocast():
-            share = self.measure(trainer, interleaved_share(self.total, state.process_index, state.num_processes))
-        if any_rank(state, share is None) or share is None:
-            return
-        rows = gather_interleaved(share.to(state.device), self.total)
-        if state.is_main_process:
-            with suppress(OSError, RunError):
-                self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows.cpu())})
-                self.plot(trainer)
-
-    def conclude(self, trainer: "Trainer") -> None:
-        """Act on what is written down, on every rank: at the start of a run, and after each measurement."""
+        Args:
+            trainer: the trainer.
+            new: whether this step has just been measured.
+        """
 
     def plot(self, trainer: "Trainer") -> None:
-        """Draw what is written down, on the main process."""
+        """Plot the recorded lines (``self.file``), on the main process."""
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
+        step = trainer.state.step
+        on_main(trainer.accelerator, lambda: self._open(trainer))
+        is_due = trainer.is_due(self.every) and (step > 0 or self.untrained)
+        self._run(trainer, measures=is_due and not on_main(trainer.accelerator, lambda: self._has_measured(step)))
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Measure if it is due."""
+        if trainer.is_due(self.every):
+            trainer.stepper.finish_pending()
+            self._run(trainer, measures=True)
+
+    def _open(self, trainer: "Trainer") -> None:
+        self.file = trainer.run.log.open(self.name)
+
+    def _has_measured(self, step: int) -> bool:
+        return any(row["step"] == step for row in self.file.rows())
+
+    def _run(self, trainer: "Trainer", *, measures: bool) -> None:
+        rows = None
+        if measures:
+            with suppress(Interrupted), torch.no_grad(), trainer.accelerator.autocast():
+                rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
+        if rows is not None:
+            on_main(trainer.accelerator, lambda: self._record(trainer, rows.cpu()))
+        self.conclude(trainer, new=rows is not None)
+
+    def _record(self, trainer: "Trainer", rows: Tensor) -> None:
+        try:
+            self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
+            self.plot(trainer)
+        except (OSError, RunError) as error:
+            place = f"{self.name} of {trainer.config.output_dir}"
+            trainer.run.print(f"warning: could not write {place} ({first_line(error)}); training continues")

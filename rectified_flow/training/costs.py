@@ -1,4 +1,4 @@
-"""What a training step costs, counted and measured on the network itself: operations, memory, time."""
+"""The costs of a training step, counted and measured on the network itself: operations, memory, time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -21,21 +21,21 @@ from rectified_flow.system.terminal import lines
 
 Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
-"""Of a gradient, a moment, an average."""
+"""Size of one number of a gradient, a moment or an average."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the tensors of a process take at the peak of a step [bytes]."""
+    """The memory of the tensors of a process at the peak of a step [bytes]."""
 
     fixed: int
     """Weights, gradients, the optimizer's two moments, averages."""
     per_image: int
-    """Activations, for each image of a micro-batch."""
+    """Activations of each image of a micro-batch."""
 
 
 def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
-    """Floating-point operations (a multiply-add is two) of one forward pass on a batch of one."""
+    """Count the floating-point operations of one forward pass on a batch of one; a multiply-add is two."""
     was_training = flow.training
     flow.eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -47,7 +47,7 @@ def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
 def training_memory(
     flow: nn.Module, item: dict[str, Tensor], averages: int, autocast: Autocast = nullcontext
 ) -> Memory:
-    """Memory that training takes, counted in a step on a batch of two; what the libraries need for themselves is more.
+    """Count the memory of training in a step on a batch of two, without the memory of the libraries themselves.
 
     Args:
         flow: returns the loss; its gradients are lost.
@@ -64,23 +64,23 @@ def training_memory(
 
 @dataclass(frozen=True)
 class Cost:
-    """What a computation takes."""
+    """The cost of a computation."""
 
     flops: int
     """Floating-point operations."""
     memory: int
-    """Of what it computes, at the peak [bytes]."""
+    """Memory of the results at the peak [bytes]."""
 
 
 def cost_of(action: Callable[[], object]) -> Cost:
-    """What ``action`` takes, without gradients; on torch's meta device it is counted without being done."""
+    """Count the cost of ``action`` without gradients; on torch's meta device nothing is computed."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Activations(nn.Module()) as activations:
         action()
     return Cost(int(counter.get_total_flops()), activations.peak)
 
 
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second that the device multiplies large matrices with, measured now."""
+    """Measure the rate at which the device multiplies large matrices [floating-point operations per second]."""
     side = 4096 if device.type == "cuda" else 1024
     a, b = torch.randn(2, side, side, device=device, dtype=dtype)
     precise, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, True  # as convolutions
@@ -90,7 +90,7 @@ def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast = nullcontext) -> float:
-    """Seconds that a batch's loss and gradient take, measured now.
+    """Measure the time of a batch's loss and gradient [s].
 
     Args:
         flow: returns the loss; its gradients are lost.
@@ -106,7 +106,7 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
 def _training_step(
     flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
 ) -> Iterator[Callable[[], None]]:
-    """Loss and gradient of a batch of ``count``, of which no trace is left."""
+    """Yield a function that computes loss and gradient of a batch of ``count``; no trace of it is left."""
     batch = {name: torch.cat([value] * count) for name, value in item.items()}
 
     def step() -> None:
@@ -126,7 +126,7 @@ def _training_step(
 
 
 def _shortest(action: Callable[[], object], of: int) -> float:
-    """Seconds of the shortest run ``of`` some."""
+    """Return the seconds of the shortest of some runs."""
     seconds = []
     for _ in range(of):
         _finish()
@@ -143,10 +143,12 @@ def _finish() -> None:
 
 
 class _Activations(TorchDispatchMode):
-    """Watches what operations return, without holding it; what has the shape of a weight is one, or its gradient.
+    """The peak memory of the results of operations, which are watched without being kept alive.
+
+    A result with the shape of a weight counts as a copy of the weight or as its gradient, and not as an activation.
 
     Args:
-        flow: whose weights these are.
+        flow: the module with the weights.
     """
 
     def __init__(self, flow: nn.Module) -> None:
@@ -179,14 +181,14 @@ class _Activations(TorchDispatchMode):
 
 
 class Throughput:
-    """Images per second of training proper; pauses do not count."""
+    """The images per second of training proper; pauses do not count."""
 
     def __init__(self) -> None:
         self._images_seen = 0
         self._started = time.perf_counter()
 
     def restart(self, images_seen: int) -> float:
-        """The rate since the last restart, at ``images_seen`` images; then start counting again."""
+        """Return the rate since the last restart, at ``images_seen`` images, and start to count again."""
         now = time.perf_counter()
         rate = (images_seen - self._images_seen) / max(1e-9, now - self._started)
         self._images_seen, self._started = images_seen, now
@@ -194,7 +196,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out the time spent inside."""
+        """Leave out the time that is spent inside the block."""
         entered = time.perf_counter()
         yield
         self._started += time.perf_counter() - entered
@@ -203,15 +205,15 @@ class Throughput:
 def summarize(
     config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, flops: int, data: str, length: int | None
 ) -> str:
-    """Device, data, network, batch, length and output of a run.
+    """Describe device, data, network, batch, length and output of a run.
 
     Args:
         config: the run's flags.
-        accelerator: of the run.
+        accelerator: the run's Accelerator.
         flow: the module to train.
-        flops: of one item's forward pass.
-        data: the dataset, in words.
-        length: its items, if it has been opened.
+        flops: floating-point operations of one item's forward pass.
+        data: a description of the dataset.
+        length: number of items, if the dataset has been opened.
     """
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
@@ -231,7 +233,7 @@ def summarize(
 
 
 def items_of(flow: nn.Module) -> str:
-    """What a batch holds, in the plural: images, or the name of the entry that a flow's space knows."""
+    """Return the name of a flow's items in the plural: ``images``, or the key of its space."""
     space = getattr(flow, "space", None)
     if getattr(space, "picture_shape", None) is not None:
         return "images"

@@ -1,35 +1,41 @@
-"""The trained parameters, and the default optimizer and learning-rate schedule; the trainer takes others, too."""
+"""Optimizers by name, and learning-rate schedules."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch import nn
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, require
+from rectified_flow.registry import find, register
 from rectified_flow.runs.config import TrainingConfig
 
-OPTIMIZER_FLAGS = ("learning_rate", "adam_betas", "weight_decay")
-"""Flags of a run that only :func:`build_optimizer` uses."""
+OPTIMIZER_FLAGS = ("optimizer", "optimizer_options", "learning_rate", "adam_betas", "weight_decay")
+"""Flags of a run that only the optimizer uses."""
 SCHEDULE_FLAGS = ("lr_warmup_steps", "lr_decay")
 """Flags of a run that only :func:`build_schedule` uses."""
 
-BuildOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-"""Builds an optimizer over the trained parameters, with its peak learning rates."""
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+"""A function of the trained parameters with their names, such as ``partial(torch.optim.SGD, lr=0.1)``.
 
+The learning rates of the optimizer's groups are the peaks of the schedule. Its state is saved by the names of the
+parameters, and may consist of tensors, numbers and None.
+"""
 LrSchedule = Callable[[int, int], float]
 """The factor of the learning rates at the update after ``updates`` updates, in a run of ``total`` of them."""
 
 
 def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
-    """The trained parameters by name.
+    """Return the trained parameters by name.
 
     Raises:
         UsageError: if there is none, or one has less than 32 bits.
     """
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
+    require(bool(parameters), "every parameter of the flow is frozen, so there is nothing to train")
     for name, parameter in parameters.items():
         if parameter.element_size() < torch.float32.itemsize:
             raise UsageError(
@@ -40,21 +46,42 @@ def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def build_optimizer(
-    config: TrainingConfig, parameters: Iterable[nn.Parameter], *, fused: bool
+@register(role="optimizer")
+def adamw(
+    parameters: NamedParameters,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    fused: bool,
+    **options: Any,
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return torch.optim.AdamW(
-        parameters,
-        lr=config.learning_rate,
-        betas=config.adam_betas,
-        weight_decay=config.weight_decay,
-        fused=fused,
-    )
+    """Build AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused, **options)
+
+
+def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
+    """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
+
+    A registered builder takes the trained parameters with their names, and by keyword the peak learning rate ``lr``,
+    the decays ``betas`` of the averages of the gradient and of its square, ``weight_decay``, ``fused``, and the
+    entries of ``--optimizer_options``. It ignores the values that its optimizer does not have.
+
+    Args:
+        config: the run's flags.
+        fused: whether to build an optimizer whose step is one kernel. A fused optimizer reads ``found_inf``, so it
+            can skip a step whose gradient is not finite without a wait for the device. Others are waited for.
+
+    Raises:
+        UsageError: if no optimizer is registered under that name.
+    """
+    flags = {"lr": config.learning_rate, "betas": config.adam_betas, "weight_decay": config.weight_decay}
+    options = getattr(config, "optimizer_options", {})
+    return partial(find("optimizer", getattr(config, "optimizer", "adamw")), **flags, fused=fused, **options)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:
-    """Linear warm-up, then the decay that ``--lr_decay`` names.
+    """Build the schedule of a linear warm-up, and then the decay that ``--lr_decay`` names.
 
     ``cosine`` falls to 0 at the run's last update (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5, no restarts).
     ``rsqrt`` falls with the square root of the updates, from the end of the warm-up on (Vaswani et al. 2017,

@@ -1,6 +1,21 @@
-"""One optimizer step: the gradient of a global batch, the update, the average; bad numbers change nothing."""
+"""One optimizer step: the gradient of a global batch, the update, the average; bad numbers change nothing.
 
-from collections.abc import Callable, Iterator
+A loss or gradient that is not finite must not reach the weights, and on every rank the same steps must be skipped.
+Three decisions make that cheap:
+
+- *One verdict for all ranks.* The sum of the gradients over ranks spreads NaN and infinity: if one rank's gradient is
+  not finite, the norm of the summed gradient is not finite on any rank. So no rank asks the others. A loss that is not
+  finite may still have a finite gradient (``max(loss, 0)`` of NaN, for example), so the stepper multiplies such a loss
+  by NaN before the backward pass.
+- *The device skips by itself.* The verdict is a tensor on the device. A fused optimizer takes it as ``found_inf``, the
+  flag by which loss scalers make it skip a step, and leaves weights and moments as they are.
+- *The verdict is read late.* If the processor read it at once, it would wait until the device has finished the step,
+  and the device would then wait for the next step's kernels. The verdict is copied to the CPU in the background, and
+  read when the gradient of the next step has been launched. Then the averages, the schedule and the counters follow.
+  Whoever reads them earlier, such as a checkpoint or a line of metrics, calls :meth:`Stepper.finish_pending` before.
+"""
+
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +29,12 @@ from rectified_flow.distributed.collectives import any_rank, join_lists
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import GlobalBatch, TrainingConfig
+from rectified_flow.runs.run import Run
+from rectified_flow.training.costs import items_of
 from rectified_flow.training.optimizers import LrSchedule
 from rectified_flow.training.state import TrainingState
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step that was skipped on every rank, because a loss or the gradient was not finite on one."""
-
-    step: int
-    images: list[int]
-    """Indices of the items that caused it: those of the micro-batches with a bad loss, or of all if none had one."""
-    in_a_row: int
 
 
 @dataclass
@@ -42,23 +49,20 @@ class _PendingStep:
 
 
 class Stepper:
-    """Takes steps, and finishes each a little later.
+    """The optimizer steps of a run, each of which is finished while the next one is under way.
 
-    The device itself skips a step whose gradient is not finite, which is so on all ranks or on none: the reduction
-    spreads it. The processor reads the verdict when the next step's gradient is under way, or when it is needed, so it
-    never makes the device wait. Then the average follows, the schedule advances and the losses count. (An optimizer
-    that cannot skip, one that is not fused, waits for the verdict before its step.)
+    An optimizer that is not fused cannot skip a step by itself, so the processor waits for the verdict before its step.
 
     Args:
-        accelerator: of the run.
+        accelerator: the run's Accelerator.
         wrapped: the flow as Accelerate prepared it.
         state: the state that steps change.
         config: the run's flags.
-        batch: how the global batch is cut.
-        length: items in the dataset.
+        batch: the cut of the global batch into micro-batches.
+        length: number of items in the dataset.
         schedule: the factor of the learning rates.
-        total_steps: of the whole run, for the schedule.
-        on_bad: called with each bad step, on every rank.
+        total_steps: steps of the whole run, for the schedule.
+        run: reports bad steps.
     """
 
     def __init__(
@@ -71,21 +75,21 @@ class Stepper:
         length: int,
         schedule: LrSchedule,
         total_steps: int,
-        on_bad: Callable[[BadStep], object],
+        run: Run,
     ) -> None:
         self.accelerator, self.wrapped, self.state, self.config = accelerator, wrapped, state, config
         self.batch, self.length, self.schedule, self.total_steps = batch, length, schedule, total_steps
-        self.on_bad = on_bad
+        self.run = run
         self.peak_rates = [group["lr"] for group in state.optimizer.param_groups]
-        # A fused update asks whether the gradient is finite before it changes anything; a loss scaler asks for others.
+        # A fused update reads whether the gradient is finite before it changes anything; a scaler has its own flag.
         self._fused = state.optimizer.scaler is None and all(g.get("fused") for g in state.optimizer.param_groups)
         self._pending: _PendingStep | None = None
 
     def take(self, batches: Iterator[Batch]) -> None:
-        """Train on the next global batch.
+        """Train on the next global batch, and finish the previous step.
 
         Raises:
-            RunError: as :meth:`finish_pending`, of the step before.
+            RunError: if too many steps in a row were bad, up to the previous one.
         """
         state, optimizer = self.state, self.state.optimizer
         losses, values = [], dict[str, Tensor]()
@@ -110,7 +114,7 @@ class Stepper:
         state.images_seen += self.batch.total
 
     def finish_pending(self) -> None:
-        """Read how the last step went, and update averages and counters.
+        """Read the verdict of the last step, and update averages and counters.
 
         Raises:
             RunError: if too many steps in a row were bad.
@@ -132,18 +136,22 @@ class Stepper:
                 self._report(pending)
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
-        """Add the gradients of one micro-batch, those of a step's last summed over ranks; returns the loss."""
+        """Add the gradients of one micro-batch, and return its loss.
+
+        With the last micro-batch of a step, the gradients are summed over ranks.
+        """
         mine = self.batch.rows(self.accelerator.process_index, micro_batch)
         rows = BatchRows(self.config.seed, self.state.step, self.batch.total, mine)
         last = micro_batch == self.batch.accumulation - 1
         device = self.accelerator.device
         with deterministic(rows, device), nullcontext() if last else self.accelerator.no_sync(self.wrapped):
             loss: Tensor = self.wrapped(**moved(batch, device))
-            # A loss that is not finite may have a gradient that is: spoil that, so that all ranks see it.
+            # A loss that is not finite may have a finite gradient: make that NaN, so that all ranks see it.
             self.accelerator.backward(loss * torch.where(torch.isfinite(loss), 1.0, torch.nan).to(loss))
         return loss.detach()
 
     def _report(self, pending: _PendingStep) -> None:
+        """Count and report a bad step, with the items of micro-batches with a bad loss, or of all if none had one."""
         state = self.state
         state.bad_steps += 1
         state.bad_in_a_row += 1
@@ -152,11 +160,16 @@ class Stepper:
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
         guilty_positions = join_lists(self.accelerator, mine) or list(positions)
         images = sorted(image_indices(guilty_positions, self.length, self.config.seed).tolist())
-        self.on_bad(BadStep(pending.number + 1, images, state.bad_in_a_row))
+        step, shown = pending.number + 1, ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
+        self.run.print(
+            f"warning: step {step} was skipped, number {state.bad_in_a_row} in a row: loss or gradient is not finite "
+            f"on {items_of(state.flow)} {shown} (all in bad_steps.jsonl)"
+        )
+        self.run.log.bad_step(step, images)
         if state.bad_in_a_row >= self.config.max_bad_steps:
             raise RunError(
                 f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "
-                f"training ended at step {pending.number + 1}; their images are in bad_steps.jsonl, and earlier "
+                f"training ended at step {step}; their images are in bad_steps.jsonl, and earlier "
                 "checkpoints are kept: lower --learning_rate or --max_grad_norm, or inspect those items"
             )
 
@@ -171,13 +184,14 @@ class _AsyncBool:
             self._arrived.record()
 
     def read(self) -> bool:
+        """Wait for the value, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return bool(self._value)
 
 
 def moved(batch: Batch, device: torch.device) -> Batch:
-    """The batch with its tensors on ``device``; other values, like captions, as they are."""
+    """Return the batch with its tensors on ``device``, and other values, like captions, as they are."""
     return {name: _moved(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 

@@ -1,7 +1,7 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import Dataset
-from tqdm.auto import tqdm
 
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.collectives import (
@@ -24,43 +23,45 @@ from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
+from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import data_description, run_document
+from rectified_flow.runs.config_file import data_description, describe_run
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
-from rectified_flow.training.evaluations import draw_preview
+from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import (
     OPTIMIZER_FLAGS,
     SCHEDULE_FLAGS,
     BuildOptimizer,
     LrSchedule,
-    build_optimizer,
     build_schedule,
+    find_optimizer,
     trained_parameters,
 )
 from rectified_flow.training.state import PowerAverages, TrainingState, constant_average
-from rectified_flow.training.stepper import BadStep, Batch, Stepper, moved
+from rectified_flow.training.stepper import Batch, Stepper, moved
 
 
 class Trainer:
-    """Train a flow on a dataset, on however many processes were started.
+    """The training of a flow on a dataset, on however many processes were started.
 
     Args:
         flow: a module whose ``forward(**batch)`` returns the scalar loss, such as a :class:`Flow`. If it has
-            ``sample(count, steps=...)``, grids of samples are drawn. Its ``network``, or else the whole of it, is
+            ``sample(count, steps=...)``, grids of samples are generated. Its ``network``, or else the whole of it, is
             saved. Scalars in a dict ``logged`` are logged beside the loss; ``progress``, if it has one, is set before
             each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
         dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
             ``read_batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them
-            for a person, ``recipe`` opens them again.
+            for the user, ``recipe`` has the arguments that open them again.
         config: the run's flags.
-        optimizer: builds the optimizer from the trained parameters, for example ``partial(torch.optim.SGD, lr=0.1)``;
-            AdamW with the flags of ``config`` if not given. Its learning rates are the peaks.
+        optimizer: builds the optimizer from pairs of name and trained parameter, for example
+            ``partial(torch.optim.SGD, lr=0.1)``; the registered one that ``config`` names if not given. Its learning
+            rates are the peaks.
         lr_schedule: the factor of the learning rates after ``updates`` of ``total`` updates; the warm-up and decay of
             ``config`` if not given.
         callbacks: called at the events of the run.
@@ -101,21 +102,23 @@ class Trainer:
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
         unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
-        document = run_document(config, flow, dataset, flags, unused)
+        document = describe_run(config, flow, dataset, flags, unused)
         self.run = Run(self.accelerator, config, flow, dataset, document, lambda: (self.state.step, self.total_steps))
-        self.run.check_equal()  # first of all: where parameters differ in number, DDP would speak of nothing else
-        # A fused step under a scaler does not say whether it was skipped.
-        build = optimizer or partial(build_optimizer, config, fused=self.accelerator.scaler is None)
-        wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.values())))
+        self.run.check_equal()  # first of all: where parameters differ in number, DDP would report nothing else
+        # A fused step under a scaler does not report whether it was skipped.
+        build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
+        wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.items())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
         schedule = lr_schedule or build_schedule(config)
-        arguments = (self.batch, self.length, schedule, self.total_steps, self._on_bad_step)
+        arguments = (self.batch, self.length, schedule, self.total_steps, self.run)
         self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
         self.throughput = Throughput()
         self.measured: dict[str, float] = {}
-        """Values of callbacks that are logged with the metrics, as last measured."""
+        """Values that callbacks measured last, which are logged with the metrics."""
         self._is_best = False
-        self._saved_step = 0
+        self._preview: Path | None = None
+        self._saved: Path | None = None
+        """The checkpoint of the current state, if there is one."""
 
     @property
     def averaged_flow(self) -> nn.Module:
@@ -125,11 +128,15 @@ class Trainer:
     def train(self) -> bool:
         """Train to the last step, from the newest checkpoint if there is one and the config asks for it.
 
+        Between two steps nothing waits for the device, except at intervals: a line of metrics reads the losses, a
+        checkpoint copies the weights, and a callback or a preview may sample. A stop is requested by a signal on any
+        process; all processes then end after the same step.
+
         Returns:
             Whether the last step is done; if not, a stop was requested, and the run is saved.
 
         Raises:
-            UsageError: if the run cannot start in that folder, or resume what is there.
+            UsageError: if the run cannot start in that folder, or resume from the checkpoints there.
             RunError: if it cannot continue: ranks that differ, too many bad steps, no space for the last checkpoint.
         """
         for callback in self.callbacks:
@@ -146,48 +153,42 @@ class Trainer:
                 on_main(self.accelerator, self.run.write_status)
                 return True
             with explain_loader_errors(), self.run.writing():
-                self._report_start(path)
-                return self._train()
-
-    def _train(self) -> bool:
-        self.flow.train()
-        batches = self._warm_up_ddp(checked(self._batches(), self.flow, self.run.print))
-        for callback in self.callbacks:
-            callback.on_start(self)
-        self.throughput.restart(self.state.images_seen)
-        places: dict[str, Path] = {}
-        stop = False
-        with self._progress_bar() as bar:
-            while self.state.step < self.total_steps and not stop:
-                if hasattr(self.flow, "progress"):
-                    self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
-                if not self._take_step(batches):
-                    break
-                bar.update()
-                with self.throughput.paused():
-                    for callback in self.callbacks:
-                        callback.on_step(self)
-                if self.is_due(self.config.log_every):
-                    bar.set_postfix_str(self._log_metrics())
-                saves = self.is_due(self.config.save_every) or self._is_best
-                with self.throughput.paused():
-                    if saves:  # first of all: a preview may need more memory than there is
-                        self._save()
-                    if self.is_due(self.config.sample_every):
-                        places |= self._draw_samples()
-                stop = any_rank(self.accelerator, stop_requested() is not None)  # the slowest rank: no pause
-        if self._saved_step != self.state.step:
-            self._save()
-        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
-        places |= on_main(self.accelerator, self.run.finish)
-        for name, place in places.items():
-            self.run.print(line(name, place))
-        for callback in self.callbacks:
-            callback.on_end(self)
+                batches = self._start(path)
+                with progress_bar(
+                    total=self.total_steps,
+                    initial=self.state.step,
+                    unit="step",
+                    disable=not self.accelerator.is_main_process,
+                ) as bar:
+                    stop = False
+                    while self.state.step < self.total_steps and not stop:
+                        if hasattr(self.flow, "progress"):
+                            self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
+                        step = self.state.step
+                        with self._abandoning():
+                            self.stepper.take(batches)
+                        if self.state.step == step:
+                            break
+                        self._saved = None
+                        bar.update()
+                        with self.throughput.paused():
+                            for callback in self.callbacks:
+                                callback.on_step(self)
+                        if self.is_due(self.config.log_every):
+                            bar.set_postfix_str(self._log_metrics())
+                        with self.throughput.paused():
+                            # First of all the checkpoint: a preview may need more memory than there is.
+                            if self.is_due(self.config.save_every) or self._is_best:
+                                self._save()
+                            if self.is_due(self.config.sample_every):
+                                self._sample_preview()
+                        # The vote waits for the slowest rank, which is no pause.
+                        stop = any_rank(self.accelerator, stop_requested() is not None)
+                self._finish()
         return self.state.step == self.total_steps
 
     def is_due(self, every: int) -> bool:
-        """Whether this step is the last one, or a multiple of ``every`` (of nothing if that is 0)."""
+        """Return whether this step is the last one, or a multiple of ``every`` (of nothing if that is 0)."""
         return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
 
     def end_here(self) -> None:
@@ -195,8 +196,12 @@ class Trainer:
         self.total_steps = self.state.step
 
     def save_as_best(self) -> None:
-        """Have this step saved, and the name ``best`` point to it. To be called on every rank."""
-        self._is_best = True
+        """Save this step, if it is not saved yet, and let the name ``best`` point to it. To be called on every rank."""
+        if self._saved is None or self._saved.parent != self.config.checkpoints:
+            self._is_best = True
+        elif self.accelerator.is_main_process:
+            with suppress(OSError):  # a full disk does not stop the run
+                checkpoint.mark_best(self._saved)
 
     # Before the first step
 
@@ -204,13 +209,22 @@ class Trainer:
         self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
         self.stepper.total_steps = self.total_steps
-        self._saved_step = self.state.step
+        self._saved = path
 
-    def _report_start(self, path: Path | None) -> None:
+    def _start(self, path: Path | None) -> Iterator[Batch]:
+        """Report how the run starts, bring all processes to the same start, and return this rank's micro-batches."""
         data = data_description(self.dataset)
         self.run.print(summarize(self.config, self.accelerator, self.flow, self.flops, data, self.length))
         if path is not None:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
+        self.flow.train()
+        batches = self._warm_up_ddp(checked(self._batches(), self.flow, self.run.print))
+        for callback in self.callbacks:
+            callback.on_start(self)
+        if self._is_best:
+            self._save()
+        self.throughput.restart(self.state.images_seen)
+        return batches
 
     def _batches(self) -> Iterator[Batch]:
         rank, position = self.accelerator.process_index, self.state.images_seen
@@ -237,31 +251,30 @@ class Trainer:
         set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 
-    def _take_step(self, batches: Iterator[Batch]) -> bool:
-        """Take a step; return False if a requested stop abandoned it, which leaves the state of the step before.
+    @contextmanager
+    def _abandoning(self) -> Iterator[None]:
+        """Abandon the step inside the block if a stop is requested, which leaves the state of the step before.
 
         A step may take minutes on a CPU. One process alone can abandon it between two layers, since the weights,
         averages and counters change only after the last backward pass. Several processes would have to agree first:
         they finish the step.
         """
         if self.device.type != "cpu" or self.accelerator.num_processes > 1 or self.config.compile:
-            self.stepper.take(batches)
-            return True
+            yield
+            return
         buffers = [buffer.clone() for buffer in self.flow.buffers()]
         try:
             with interruptible(self.flow):
-                self.stepper.take(batches)
+                yield
         except Interrupted:
             self.state.optimizer.zero_grad()
             for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
                 buffer.copy_(before)  # running means, for example
-            return False
-        return True
 
     # At intervals
 
     def _log_metrics(self) -> str:
-        """Write the mean loss since the last time; the only moment at which the device is waited for."""
+        """Write the mean loss since the last line, for which the device is waited for, and return it for the bar."""
         self.stepper.finish_pending()
         state = self.state
         state.require_sound()
@@ -284,19 +297,11 @@ class Trainer:
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} {items_of(self.flow)}/s"])
 
-    def _draw_samples(self) -> dict[str, Path]:
+    def _sample_preview(self) -> None:
         self.stepper.finish_pending()
-        pictures = draw_preview(self.accelerator, self.averaged_flow, self.config)
-        path = None if pictures is None else self.run.log.samples(self.state.step, pictures)
-        return {} if path is None else {"samples": path}
-
-    def _on_bad_step(self, bad: BadStep) -> None:
-        shown = ", ".join(map(str, bad.images[:8])) + ", ..." * (len(bad.images) > 8)
-        self.run.print(
-            f"warning: step {bad.step} was skipped, number {bad.in_a_row} in a row: loss or gradient is not finite on "
-            f"{items_of(self.flow)} {shown} (all in bad_steps.jsonl)"
-        )
-        self.run.log.bad_step(bad.step, bad.images)
+        images = sample_preview(self.accelerator, self.averaged_flow, self.config)
+        if images is not None and self.accelerator.is_main_process:
+            self._preview = self.run.log.samples(self.state.step, images)
 
     def _save(self) -> None:
         self.stepper.finish_pending()
@@ -306,15 +311,19 @@ class Trainer:
         self._is_best = False
         counters = state.counters(gather_scalars(self.accelerator, state.sums))
         # In a row of bad steps the weights before them are in doubt, and older ones must not go.
-        self._saved_step = state.step
-        path = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
+        self._saved = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
         for callback in self.callbacks:
-            callback.on_checkpoint(self, path)
+            callback.on_checkpoint(self, self._saved)
 
-    def _progress_bar(self) -> "tqdm[Any]":
-        return progress_bar(
-            total=self.total_steps,
-            initial=self.state.step,
-            unit="step",
-            disable=not self.accelerator.is_main_process,
-        )
+    def _finish(self) -> None:
+        """Save the last step, wait for the disk, and report where everything is."""
+        if self._saved is None and self.state.step > 0:  # the first step may have been abandoned
+            self._save()
+        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
+        places = on_main(self.accelerator, self.run.finish)
+        if self._preview is not None:
+            places = {"samples": self._preview, **places}
+        for name, place in places.items():
+            self.run.print(line(name, place))
+        for callback in self.callbacks:
+            callback.on_end(self)

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,9 @@ from rectified_flow.flags import parse
 from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, SavedState
+from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, TrainerFile
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.document import DataRecipe, data_recipe, run_document
+from rectified_flow.runs.config_file import DataArguments, data_arguments, describe_run
 from rectified_flow.runs.snapshots import keep_snapshots
 from rectified_flow.training.state import PowerAverages
 from tests.programs import assert_refused
@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
     flow = FLOWS["rectified"]()
     dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
-    config = run_document(TrainingConfig(), flow, dataset, None)
+    config = describe_run(TrainingConfig(), flow, dataset, None)
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
     return folder
@@ -102,8 +102,8 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     assert {"copies", "copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
     training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     evaluator = Evaluator(training, "efficientnet_lite0", PartialState(), num_samples=2, held_out=held_out)
-    assert evaluator.distances([each[:5] + 1e-4 for each in evaluator.real])["copies"] == 1
-    chance = evaluator.distances([reference_features(held_out, each, PartialState()) for each in evaluator.features])
+    assert evaluator.compute([each[:5] + 1e-4 for each in evaluator.real.features])["copies"] == 1
+    chance = evaluator.compute([reference_features(held_out, each, PartialState()) for each in evaluator.features])
     assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
 
 
@@ -141,7 +141,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
     source = checkpoint.resolve(run)
     config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
     network = FLOWS["rectified"]().network
-    kept, run_of_others = PowerAverages(network), RunIdentity("the fingerprint of others", 0, 8, "new")
+    kept, run_of_others = PowerAverages(network), RunIdentity("the fingerprint of others", 0, 8, "new", "float32")
     for updates in (10, 20):
         for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
@@ -151,7 +151,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
         documents = {
             checkpoint.CONFIG_FILE: config,
             FLOW_FILE: flow,
-            checkpoint.STATE_FILE: asdict(SavedState(updates, run_of_others)),
+            checkpoint.STATE_FILE: asdict(TrainerFile(updates, run_of_others, updates=updates)),
         }
         checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
     keep_snapshots(tmp_path / "checkpoints")
@@ -220,14 +220,10 @@ def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
             load_features(name, torch.device("cpu"))  # type: ignore[arg-type]
 
 
-def test_the_training_pictures_of_a_run_of_version_0_1_are_found(run: Path) -> None:
-    """Its config.json had nothing but flags."""
-    new = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
-    recipe = data_recipe(new, run)
-    assert recipe == DataRecipe("unused", run / "pictures", 8, "train", run / "cache")
-    old = {name: value for name, value in new["data"].items() if name != "split"}
-    assert data_recipe({**old, "dim": 64, "use_cfg": True, "seed": 0}, run) == replace(recipe, split=None)
-    assert data_recipe({**new, "data": {"description": "40 items of a Listed"}}, run) is None
+def test_the_training_pictures_of_a_run_are_found(run: Path) -> None:
+    config = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
+    assert data_arguments(config, run) == DataArguments("unused", run / "pictures", 8, "train", run / "cache")
+    assert data_arguments({**config, "data": {"description": "40 items of a Listed"}}, run) is None
 
 
 def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) -> None:

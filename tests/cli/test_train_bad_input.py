@@ -220,7 +220,7 @@ def test_another_seed_batch_or_precision_is_told(tmp_path: Path, flowers: ImageD
     def resume(batch: int, precision: str, **flags: Any) -> list[str]:
         config, said = tiny_config(tmp_path, **flags), list[str]()
         run = identify_run(config, flowers.fingerprint, batch, precision)
-        choose_checkpoint(config, run, len(flowers), None, said.append)
+        choose_checkpoint(config, run, None, said.append)
         return said
 
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=1), flowers)

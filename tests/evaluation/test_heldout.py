@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.evaluation.heldout import PATIENCE, TIMES, HeldOutPictures, Measured, judge
+from rectified_flow.evaluation.heldout import PATIENCE, TIMES, HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
@@ -60,14 +60,14 @@ def test_the_noise_is_always_the_same(flowers: ImageDataset) -> None:
     assert not torch.allclose(pictures(flowers, seed=1).losses(flow, range(40)), losses)
 
 
-def rows(*held_out: float, seen: tuple[float, ...] = (), noise: float = 0.02) -> list[Measured]:
+def rows(*held_out: float, seen: tuple[float, ...] = (), noise: float = 0.02) -> list[HeldOutLoss]:
     """Measurements on 64 pictures that differ by 0.3 from each other, and by ``noise`` from one to the next."""
     random = np.random.default_rng(0)
     own = random.normal(0, 0.3, 64)
     result = []
     for step, (loss, other) in enumerate(zip(held_out, seen or range(0, -len(held_out), -1), strict=True)):
         losses = loss + own + random.normal(0, noise, 64)
-        result.append(Measured(step, losses.mean(), float(other), losses.mean() - float(other), losses.tolist()))
+        result.append(HeldOutLoss(step, losses.mean(), float(other), losses.mean() - float(other), losses.tolist()))
     return result
 
 

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunFolder
+from rectified_flow.runs.folder import StatusFile
 
 
 def test_a_run_keeps_its_name(tmp_path: Path) -> None:
-    folder = RunFolder(TrainingConfig(output_dir=tmp_path))
-    folder.write_status("running", 1, 10)
-    name = folder.run_id
-    folder.write_status("finished", 10, 10)
-    assert folder.run_id == name == json.loads((tmp_path / "status.json").read_text())["id"]
+    status_file = StatusFile(tmp_path)
+    status_file.write("running", 1, 10)
+    name = status_file.run_id
+    status_file.write("finished", 10, 10)
+    assert status_file.run_id == name == json.loads((tmp_path / "status.json").read_text())["id"]
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,12 @@ def test_a_run_keeps_its_name(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_damaged_status_is_written_anew(tmp_path: Path, change: Any) -> None:
-    folder = RunFolder(TrainingConfig(output_dir=tmp_path))
-    folder.write_status("running", 1, 10)
+    status_file = StatusFile(tmp_path)
+    status_file.write("running", 1, 10)
     path = tmp_path / "status.json"
     changed = json.loads(path.read_text()) | change if isinstance(change, dict) else change
     path.write_bytes(change if isinstance(change, bytes) else json.dumps(changed).encode())
-    folder.write_failure(RuntimeError("why"), 2, 10)
+    status_file.write_failure(RuntimeError("why"), 2, 10)
     status = json.loads(path.read_text())
     assert (status["state"], status["step"], status["message"]) == ("failed", 2, "why")
     assert len(status["id"]) == 12

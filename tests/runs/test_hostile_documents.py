@@ -15,7 +15,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.document import data_recipe
+from rectified_flow.runs.config_file import data_arguments
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, write_manifest
 from rectified_flow.training.trainer import Trainer
 from tests.training.runs import build_trainer, tiny_config
@@ -72,7 +72,7 @@ def resume(run: Path, trainer: Trainer) -> None:
 
 def evaluate(run: Path, _trainer: Trainer) -> None:
     trained = read_trained(run / STEP)
-    assert data_recipe(trained.config, run / STEP / CONFIG) is not None
+    assert data_arguments(trained.config, run / STEP / CONFIG) is not None
 
 
 def sample(run: Path, _trainer: Trainer) -> None:

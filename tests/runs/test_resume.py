@@ -10,8 +10,8 @@ from rectified_flow import Flow, Labels, MeanFlow, Pixels, RectifiedFlow, Traini
 from rectified_flow.flows.times import LogitNormal, Uniform
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, SavedState
-from rectified_flow.runs.document import run_document
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile
+from rectified_flow.runs.config_file import describe_run
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
 
 
@@ -26,9 +26,9 @@ def rectified(**settings: Any) -> RectifiedFlow:
 def save(flow: Flow, config: TrainingConfig) -> None:
     run = identify_run(config, "data", 8, "float32")
     documents = {
-        CONFIG_FILE: run_document(config, flow, [], None),  # type: ignore[arg-type]
+        CONFIG_FILE: describe_run(config, flow, [], None),  # type: ignore[arg-type]
         FLOW_FILE: describe(flow),
-        STATE_FILE: asdict(SavedState(4, run)),
+        STATE_FILE: asdict(TrainerFile(4, run)),
     }
     checkpoint.save(config.checkpoints, 4, {}, documents)
 
@@ -37,7 +37,7 @@ def resume(flow: Flow, config: TrainingConfig) -> list[str]:
     """What is reported."""
     lines: list[str] = []
     run = identify_run(config, "data", 8, "float32")
-    path, _ = choose_checkpoint(config, run, 40, describe(flow), lines.append)
+    path, _ = choose_checkpoint(config, run, describe(flow), lines.append)
     assert path is not None
     return lines
 

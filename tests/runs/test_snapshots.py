@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import RunIdentity, SavedState
+from rectified_flow.runs.checkpoint import RunIdentity, TrainerFile
 from rectified_flow.runs.snapshots import (
     LENGTHS,
     drop_snapshots,
@@ -28,7 +28,7 @@ UPDATES, EVERY = 400, 40
 
 def counters(step: int, updates: int) -> dict[str, Any]:
     """The contents of ``trainer.json``."""
-    return asdict(SavedState(step, RunIdentity("data", 0, 8, "new"), updates=updates))
+    return asdict(TrainerFile(step, RunIdentity("data", 0, 8, "new", "float32"), updates=updates))
 
 
 class Weights(nn.Module):

@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunFolder
+from rectified_flow.runs.folder import StatusFile, locked_folders
 from rectified_flow.system.files import lock_of, locked
 from tests.patience import PATIENCE
 
@@ -59,10 +59,10 @@ def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
 
 def claim(path: Path) -> str:
     try:
-        RunFolder(TrainingConfig(output_dir=path)).claim(lambda _line: None)
+        with locked_folders(TrainingConfig(output_dir=path), lambda _line: None):
+            return "claimed"
     except UsageError as error:
         return str(error)
-    return "claimed"
 
 
 @pytest.fixture
@@ -78,11 +78,9 @@ def shared() -> Iterator[Path]:
 @root_only
 def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_TIMEOUT", 0.1)
-    run = RunFolder(TrainingConfig(output_dir=shared))
-    run.claim(lambda _line: None)
-    run.write_status("running", 1, 2)
-    assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
-    run.release()
+    with locked_folders(TrainingConfig(output_dir=shared), lambda _line: None):
+        StatusFile(shared).write("running", 1, 2)
+        assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(claim, shared) == "claimed"
     (shared / ".lock").chmod(0o600)  # as version 0.1 made it
     assert said_by_nobody(claim, shared) == f"{shared}/.lock cannot be opened (Permission denied): change its rights"

@@ -93,13 +93,13 @@ def test_an_evaluation_that_was_given_up_is_made_up_for(run: Path, tmp_path: Pat
 
 
 def train_until_asked_to_end(config: TrainingConfig, dataset: ImageDataset) -> None:
-    extract = Evaluator._draw_share
+    extract = Evaluator.sample_features
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **how: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return extract(*args)
+        return extract(*args, **how)
 
-    Evaluator._draw_share = interrupted  # type: ignore[method-assign,assignment]
+    Evaluator.sample_features = interrupted  # type: ignore[method-assign]
     with stop_on_signals():
         train_and_evaluate(config, dataset)
 
@@ -118,7 +118,7 @@ def train_by_given_distances(config: TrainingConfig, dataset: ImageDataset, dist
     evaluator.load_features = lambda _name, _device: average_colours()  # type: ignore[attr-defined,assignment]
     given = iter(distances)
     measures = Evaluator(dataset, "efficientnet_lite0", PartialState(), num_samples=4)
-    measures.distances = lambda _generated: {HEADLINE: next(given)}  # type: ignore[method-assign,assignment]
+    measures.compute = lambda _generated: {HEADLINE: next(given)}  # type: ignore[method-assign,assignment]
     with redirect_stdout(StringIO()) as said:
         train(config, dataset, callbacks=[EvaluationHook(measures, 3, keeps_best=False), FirstIsBest()])
     return said.getvalue()

@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedules: those of the flags, and your own."""
 
 import json
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from math import cos, pi
@@ -11,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
+from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import LrDecay, TrainingConfig
-from rectified_flow.training.optimizers import BuildOptimizer, build_schedule
+from rectified_flow.training.optimizers import BuildOptimizer, NamedParameters, build_schedule, find_optimizer
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, metrics, tiny_config, train
 from tests.training.test_bad_numbers import train_with_bad_steps
@@ -58,21 +57,63 @@ def test_another_optimizer_skips_a_bad_step(tmp_path: Path, flowers: ImageDatase
     assert [row["step"] for row in bad] == [4, 5, 9]
 
 
-def in_two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Vectors first, with a rate of their own: another order than the network's."""
+class Halves(torch.optim.SGD):
+    """SGD with momentum on matrices and without on vectors, whose state has a tensor or a number."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if group["momentum"]:
+                    before = state.get("velocity", torch.zeros_like(parameter))
+                    state["velocity"] = group["momentum"] * before + parameter.grad
+                    parameter.data -= group["lr"] * state["velocity"]
+                else:
+                    state["times"] = state.get("times", 0) + 1
+                    parameter.data -= group["lr"] / state["times"] * parameter.grad
+
+
+@register(role="optimizer")
+def halves(parameters: NamedParameters, *, lr: float, momentum: float = 0.5, **_flags: Any) -> torch.optim.Optimizer:
+    """Vectors first: another order than the network's."""
     everything = list(parameters)
-    vectors, others = ([p for p in everything if (p.ndim == 1) == wanted] for wanted in (True, False))
+    vectors, others = ([(n, p) for n, p in everything if (p.ndim == 1) == wanted] for wanted in (True, False))
+    return Halves([{"params": vectors, "lr": 2 * lr}, {"params": others, "momentum": momentum}], lr=lr)
+
+
+def in_two_groups(parameters: NamedParameters) -> torch.optim.Optimizer:
+    """AdamW in the same two groups."""
+    everything = list(parameters)
+    vectors, others = ([(n, p) for n, p in everything if (p.ndim == 1) == wanted] for wanted in (True, False))
     return torch.optim.AdamW([{"params": vectors, "lr": 1e-2}, {"params": others, "weight_decay": 0.1}], lr=1e-3)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("build", [SGD, in_two_groups], ids=["SGD", "AdamW in two groups"])
+@pytest.mark.parametrize(
+    "build", [SGD, in_two_groups, partial(halves, lr=0.1)], ids=["SGD", "AdamW in two groups", "numbers"]
+)
 def test_another_optimizer_resumes_byte_equal(
     tmp_path: Path, flowers: ImageDataset, world_size: int, build: BuildOptimizer
 ) -> None:
     config, parts = tiny_config(tmp_path / "straight", **FLAGS), {"optimizer": build}
     run_on_ranks(world_size, train_with, config, flowers, parts)
     assert_resumes_alike(world_size, tmp_path, train_with, config, flowers, parts)
+
+
+def test_an_optimizer_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, layer = TrainingConfig(learning_rate=0.5, weight_decay=0.1), torch.nn.Linear(2, 2)
+    default = find_optimizer(config, fused=True)(layer.named_parameters())
+    assert isinstance(default, torch.optim.AdamW)
+    assert {name: default.defaults[name] for name in ("lr", "betas", "weight_decay", "fused")} == {
+        "lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.1, "fused": True,
+    }  # fmt: skip
+    monkeypatch.setattr(TrainingConfig, "optimizer", "halves", raising=False)
+    monkeypatch.setattr(TrainingConfig, "optimizer_options", {"momentum": 0.25}, raising=False)
+    vectors, matrices = find_optimizer(config, fused=True)(layer.named_parameters()).param_groups
+    assert (vectors["lr"], matrices["lr"], matrices["momentum"]) == (1.0, 0.5, 0.25)
+    monkeypatch.setattr(TrainingConfig, "optimizer", "adamv", raising=False)
+    with pytest.raises(UsageError, match="optimizer 'adamv' is not registered: choose one of adamw, halves"):
+        find_optimizer(config, fused=True)
 
 
 def refused(config: TrainingConfig, dataset: ImageDataset) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from rectified_flow.errors import RunError
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.run import Saver
+from rectified_flow.runs.run import BackgroundSaver
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
@@ -26,7 +26,7 @@ def test_a_checkpoint_holds_the_weights_of_its_step(tmp_path: Path, monkeypatch:
         return save(*arguments, **settings)
 
     monkeypatch.setattr(checkpoint, "save", save_late)
-    saver = Saver(TrainingConfig(output_dir=tmp_path), draw=lambda: None, warn=pytest.fail)
+    saver = BackgroundSaver(TrainingConfig(output_dir=tmp_path), draw=lambda: None, warn=pytest.fail)
     weights = {"weight": torch.zeros(3)}
     saver.save(1, {checkpoint.MODEL_FILE: weights}, {})
     weights["weight"] += 1
@@ -50,7 +50,7 @@ def test_a_last_step_that_the_disk_was_too_slow_for_is_a_failure(
     monkeypatch.setattr(checkpoint, "save", save_late)
     warnings: list[str] = []
     config = TrainingConfig(output_dir=tmp_path, rank_timeout=0.1)
-    saver = Saver(config, draw=lambda: None, warn=warnings.append)
+    saver = BackgroundSaver(config, draw=lambda: None, warn=warnings.append)
     weights = {checkpoint.MODEL_FILE: {"weight": torch.zeros(3)}}
     saver.save(1, weights, {})
     saver.save(2, weights, {})
@@ -72,7 +72,7 @@ def save_with_several_workers(output_dir: Path) -> None:
     weights = {"weight": torch.zeros(256, 256, 3, 3).to(memory_format=torch.channels_last)}
     weights["weight"] += 1  # large enough for both
     before = psutil.Process().num_threads()
-    saver = Saver(TrainingConfig(output_dir=output_dir), draw=lambda: None, warn=pytest.fail)
+    saver = BackgroundSaver(TrainingConfig(output_dir=output_dir), draw=lambda: None, warn=pytest.fail)
     saver.save(1, {checkpoint.MODEL_FILE: weights}, {})
     saver.finish()
     assert psutil.Process().num_threads() == before + 1, "more than the thread that writes"

@@ -1,4 +1,4 @@
-"""``config.json``: everything a run was made of, each part in its own words, and the flags that start it again."""
+"""``config.json``: the parts that a run was made of, and the flags that start it again."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rectified_flow.data.framing import Crop
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
@@ -17,8 +18,8 @@ if TYPE_CHECKING:  # the command line reads these files before torch is imported
 
 
 @dataclass(frozen=True)
-class RunDocument:
-    """The parts of a ``config.json``."""
+class ConfigFile:
+    """The contents of a ``config.json``."""
 
     run: dict[str, Any]
     data: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +29,7 @@ class RunDocument:
 
 
 @dataclass(frozen=True)
-class DataRecipe:
+class DataArguments:
     """The arguments of :func:`rectified_flow.open_dataset` that open a run's data again."""
 
     dataset: str
@@ -46,68 +47,74 @@ class DataRecipe:
             raise ValueError("an image has a side above 0")
 
 
-def run_document(
+def describe_run(
     config: TrainingConfig,
     flow: "nn.Module",
     dataset: "Dataset[Any]",
     flags: Mapping[str, Any] | None = None,
     unused: Collection[str] = (),
 ) -> dict[str, Any]:
-    """What a run really uses.
+    """Return the contents of the ``config.json`` of a run.
 
     Args:
         config: the run's flags.
-        flow: with its network.
-        dataset: describes itself by a ``recipe``, the arguments of :func:`rectified_flow.open_dataset`, and by a
-            ``description`` for a person.
+        flow: the flow with its network.
+        dataset: the data. Its attribute ``recipe`` has the arguments of :func:`rectified_flow.open_dataset`, and
+            ``description`` a line for the user.
         flags: all flags of the program that built these parts, if a program did.
-        unused: flags of the run in whose place the trainer was given a part.
+        unused: flags of the run that have no effect, because the trainer was given a part in their place.
     """
     network = getattr(flow, "network", None)
-    parts = {name: value for name, value in _described(flow).items() if name != "network"}
     document = {
         "run": {name: value for name, value in plain(config).items() if name not in unused},
         "data": getattr(dataset, "recipe", None) or {"description": data_description(dataset)},
         "network": None if network is None else _described(network),
-        "flow": parts,
+        "flow": {name: value for name, value in _described(flow).items() if name != "network"},
     }
     return document if flags is None else document | {"flags": dict(flags)}
 
 
 def data_description(dataset: "Dataset[Any]") -> str:
-    """The dataset in a line for a person."""
+    """Describe a dataset in a line for the user."""
     own = getattr(dataset, "description", None)
     return str(own) if own else f"{len(dataset)} items of a {type(dataset).__name__}"  # type: ignore[arg-type]
 
 
-def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags by name of the program that a ``config.json`` is of; those of a run alone if it was no program's."""
-    if "run" not in document:
-        return dict(document)  # version 0.1 had nothing but flags
-    return dict(document["run"]) | dict(document.get("flags", {}))
-
-
-def data_recipe(document: Mapping[str, Any], path: Path) -> DataRecipe | None:
-    """What opens the data of the run whose ``config.json`` is at ``path``; None if nothing can.
-
-    Raises:
-        UsageError: if the recipe is damaged.
-    """
-    source = document.get("data", document)
-    known = {each.name: source[each.name] for each in fields(DataRecipe) if each.name in source}
-    return check_document(known, DataRecipe, path) if "dataset" in source else None
-
-
 def read_config(path: Path) -> dict[str, Any]:
-    """The ``config.json`` at ``path``.
+    """Read the ``config.json`` at ``path``.
 
     Raises:
-        UsageError: if it cannot be read, or is none.
+        UsageError: if it cannot be read or is damaged.
     """
     document = read_document(path, dict[str, Any])
-    if "run" in document:  # version 0.1 had nothing but flags
-        check_document(document, RunDocument, path)
+    check_document(document, ConfigFile, path)
     return document
+
+
+def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags by name in a ``config.json``: those of the program that started the run, or of the run alone."""
+    return dict(document.get("run", {})) | dict(document.get("flags", {}))
+
+
+def require_flags(document: Mapping[str, Any], path: Path) -> None:
+    """Raise a UsageError if the run whose ``config.json`` is at ``path`` was not started by a program."""
+    if "flags" not in document:
+        raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
+
+
+def data_arguments(document: Mapping[str, Any], path: Path) -> DataArguments | None:
+    """Return the arguments that open a run's data again, or None if its ``config.json`` has none.
+
+    Args:
+        document: the contents of the ``config.json``.
+        path: the file, for the error message.
+
+    Raises:
+        UsageError: if the arguments are damaged.
+    """
+    data = document.get("data", {})
+    known = {each.name: data[each.name] for each in fields(DataArguments) if each.name in data}
+    return check_document(known, DataArguments, path) if "dataset" in data else None
 
 
 def _described(part: "nn.Module") -> dict[str, Any]:
