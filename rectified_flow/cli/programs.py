@@ -28,19 +28,15 @@ LEAVING_TIMEOUT = 10.0
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
-    errno.EACCES: "change its rights",
-    errno.EPERM: "change its rights",
-    errno.EROFS: "choose another folder",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "its links lead in a circle",
-    errno.EIO: "check the disk",
-    errno.ESTALE: "check the disk",
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.ENFILE: "raise the limit of open files (ulimit -n)",
+    "change its rights": ("EACCES", "EPERM"),
+    "choose another folder": ("EROFS",),
+    "choose a shorter name": ("ENAMETOOLONG",),
+    "its links lead in a circle": ("ELOOP",),
+    "check the disk": ("EIO", "ESTALE"),
+    "make room": ("ENOSPC", "EDQUOT"),
+    "raise the limit of open files (ulimit -n)": ("EMFILE", "ENFILE"),
 }
-"""Remedies for errors of the operating system that can occur wherever a file is used."""
+"""Errors of the operating system that can occur wherever a file is used, by their remedy."""
 
 
 def run(main: str, config_class: str, description: str) -> None:
@@ -164,9 +160,11 @@ def _describe(error: Exception) -> str:
     lost = isinstance(error, RuntimeError) and "gloo" in str(error)
     if lost or (dist is not None and isinstance(error, dist.DistError)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
-    if isinstance(error, OSError) and error.filename is not None and error.errno in REMEDIES:
+    if isinstance(error, OSError) and error.filename is not None:
         file = error.filename2 or error.filename  # if renaming failed, the new name
-        return f"{_program()}: {rank}{file}: {error.strerror}; {REMEDIES[error.errno]}"
+        for remedy, names in REMEDIES.items():
+            if errno.errorcode.get(error.errno or 0) in names:
+                return f"{_program()}: {rank}{file}: {error.strerror}; {remedy}"
     return rank + "".join(traceback.format_exception(error))
 
 
@@ -245,35 +243,32 @@ def _exit(code: int, together: bool) -> None:
     os._exit(code)
 
 
+TRAINING = (
+    "on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.\n\n"
+    "Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes "
+    "from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of "
+    "pictures, and printed."
+)
+CLI = "rectified_flow.cli"
+
+
 def train_oxford() -> None:
     """``train_oxford.py`` and ``rectified-flow-train``."""
-    run(
-        "rectified_flow.cli.train:train_rectified_flow",
-        "rectified_flow.cli.train_flags:TrainRectifiedFlow",
-        "Train a rectified flow on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.\n\n"
-        "Start it with python on one device, and with torchrun or accelerate launch on several. The same command "
-        "resumes from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by "
-        "the number of pictures, and printed.",
-    )
+    flags = f"{CLI}.train_flags:TrainRectifiedFlow"
+    run(f"{CLI}.train:train_rectified_flow", flags, f"Train a rectified flow {TRAINING}")
 
 
 def train_mean_flow() -> None:
     """``train_mean_flow.py`` and ``rectified-flow-train-mean-flow``."""
-    run(
-        "rectified_flow.cli.train:train_mean_flow",
-        "rectified_flow.cli.train_flags:TrainMeanFlow",
-        "Train a mean flow, which generates in one step, on Oxford Flowers, or on your own pictures with "
-        "--dataset_path FOLDER.\n\nStart it with python on one device, and with torchrun or accelerate launch on "
-        "several. The same command resumes from the newest checkpoint. With --dataset_path, some flags that are "
-        "not given are chosen by the number of pictures, and printed.",
-    )
+    flags = f"{CLI}.train_flags:TrainMeanFlow"
+    run(f"{CLI}.train:train_mean_flow", flags, f"Train a mean flow, which generates in one step, {TRAINING}")
 
 
 def sample() -> None:
     """``sample.py`` and ``rectified-flow-sample``."""
     run(
-        "rectified_flow.cli.sample:sample",
-        "rectified_flow.cli.run_flags:SampleConfig",
+        f"{CLI}.sample:sample",
+        f"{CLI}.run_flags:SampleConfig",
         "Draw pictures from a trained flow: numbered PNGs and a grid of them.\n\nThe model is built from the "
         "description in its checkpoint. Start it with torchrun or accelerate launch to draw on several devices.",
     )
@@ -282,8 +277,8 @@ def sample() -> None:
 def evaluate() -> None:
     """``evaluate.py`` and ``rectified-flow-evaluate``."""
     run(
-        "rectified_flow.cli.evaluate:evaluate",
-        "rectified_flow.cli.run_flags:EvaluateConfig",
+        f"{CLI}.evaluate:evaluate",
+        f"{CLI}.run_flags:EvaluateConfig",
         "Measure how near a trained flow's pictures are to the pictures it was trained on.\n\nDistances are printed "
         "and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share the work "
         "between several devices.",
@@ -293,10 +288,10 @@ def evaluate() -> None:
 def export() -> None:
     """``export.py`` and ``rectified-flow-export``."""
     run(
-        "rectified_flow.cli.export:export",
-        "rectified_flow.cli.run_flags:ExportConfig",
+        f"{CLI}.export:export",
+        f"{CLI}.run_flags:ExportConfig",
         "Write one network call of a trained flow as a program that other software runs, beside a model.json that "
-        "says what goes in and comes out.\n\nThe program is compared with the flow before it is written. It needs the "
+        "describes its inputs and outputs.\n\nThe program is compared with the flow before it is written. It needs the "
         "packages of the extra export: pip install '.[export]'.",
     )
 
@@ -304,9 +299,9 @@ def export() -> None:
 def watch() -> None:
     """``watch.py`` and ``rectified-flow-watch``."""
     run(
-        "rectified_flow.cli.watch:watch",
-        "rectified_flow.cli.run_flags:WatchConfig",
+        f"{CLI}.watch:watch",
+        f"{CLI}.run_flags:WatchConfig",
         "Show runs in a browser while they train: losses, samples, distances, and how long they will take.\n\nThe "
-        "page is served to this machine alone, unless --host says otherwise. It reads the folders of the runs, and "
-        "writes nothing.",
+        "page is served to this machine alone, unless --host names another address. The program reads the folders of "
+        "the runs, and writes nothing.",
     )

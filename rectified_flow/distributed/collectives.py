@@ -41,14 +41,14 @@ def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) ->
 
 
 def broadcast(value: Tensor) -> Tensor:
-    """The main process's ``value``; rounding may have given other processes another value."""
+    """Return the main process's ``value``; rounding may have given other processes another value."""
     if dist.is_initialized():
         dist.broadcast(value, 0)
     return value
 
 
 def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
-    """Whether ``value`` is true on any process. The call does not wait for the devices."""
+    """Return whether ``value`` is true on any process, without waiting for the devices."""
     if accelerator.num_processes == 1:
         return value
     vote = torch.tensor(int(value), device=_gathering_device(accelerator))
@@ -63,7 +63,7 @@ def _gathering_device(state: Accelerator | PartialState) -> torch.device:
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
-    """The values of each scalar by rank, gathered in one collective."""
+    """Return the values of each scalar by rank, gathered in one collective."""
     if not values:
         return {}
     by_rank = accelerator.gather(torch.stack(list(values.values())).float()[None])
@@ -71,9 +71,9 @@ def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[
 
 
 def interleaved_share(total: int, rank: int, world_size: int) -> list[int]:
-    """The items of a rank where rank ``k`` takes ``k, k + world_size, ...`` of ``total``.
+    """Return the items of a rank, where rank ``k`` takes ``k, k + world_size, ...`` of ``total``.
 
-    Every rank gets equally many: what is past the end starts again at item 0, and :func:`gather_interleaved` drops it.
+    Every rank gets equally many: items past the end start again at item 0, and :func:`gather_interleaved` drops them.
     """
     return [(rank + world_size * i) % total for i in range(-(-total // world_size))]
 
@@ -116,7 +116,7 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
 
 
 def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of the global batch ``[total, ...]``, in order, gathered from all micro-batches of all ranks."""
+    """Return the tensors of the global batch ``[total, ...]``, in order, gathered from all ranks' micro-batches."""
     everything = {}
     for key, value in micro_batches[0].items():
         if not isinstance(value, Tensor):
@@ -135,7 +135,7 @@ def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device:
 
 
 def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:
-    """The concatenated lists of all processes, in rank order."""
+    """Return the concatenated lists of all processes, in rank order."""
     return items if accelerator.num_processes == 1 else list(gather_object(items))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.runs.folder import STATUS_FILE, Status
@@ -214,19 +215,9 @@ def _state(status: Status | None) -> str:
     """Return the state in ``status.json``, or ``died`` if its process, on this machine, is gone."""
     if status is None:
         return "waiting"
-    if status.state == "running" and status.host == platform.node() and not _is_alive(status.pid):
+    if status.state == "running" and status.host == platform.node() and not psutil.pid_exists(status.pid):
         return "died"
     return status.state
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # the process of another user
-        return True
-    return True
 
 
 def is_run(folder: Path) -> bool:

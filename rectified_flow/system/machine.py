@@ -1,4 +1,4 @@
-"""What this process may use of its machine: processors, memory, disk and open files, by the system and by cgroups."""
+"""Processors, memory, disk and open files that this process may use, by the limits of the system and of cgroups."""
 
 import os
 import resource
@@ -12,13 +12,16 @@ from rectified_flow.errors import require
 
 CGROUPS = Path("/sys/fs/cgroup")
 SPIN_COUNT = "10000"
-"""Of GNU OpenMP's threads; measured in docs/measurements/speed.md, "Busy machines"."""
+"""Spins of GNU OpenMP's waiting threads; measured in docs/measurements/speed.md, "Busy machines"."""
 
 ENOUGH_OPEN_FILES, FEWEST_OPEN_FILES = 4096, 64
 
 
 def processors() -> int:
-    """Cores that this process may use: the machine's, or fewer by its affinity mask or a cgroup's quota."""
+    """Return the number of cores that this process may use: the machine's, or fewer by affinity mask or cgroup quota.
+
+    (``loky.cpu_count`` reads the outermost cgroup only, starts a program, and takes 0.3 s at each ``--help``.)
+    """
     limits = [psutil.cpu_count(logical=False) or os.cpu_count() or 1, *map(int, _quotas())]
     if hasattr(os, "sched_getaffinity"):  # macOS and Windows have none
         limits.append(len(os.sched_getaffinity(0)))
@@ -29,8 +32,8 @@ def share_processors() -> None:
     """Set the number of OpenMP's threads, and how they wait, unless the environment says so. Call before torch loads.
 
     The processes of a launch on this machine share its cores. A thread that waits for others spins for some
-    microseconds and then sleeps: where another program needs the core, a spinning thread keeps away the one that it
-    waits for.
+    microseconds and then sleeps. On a busy machine, a spinning thread would occupy the core that the awaited thread
+    needs.
     """
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
     share = processors() // max(1, int(ranks)) if ranks.isdecimal() else 1
@@ -40,16 +43,16 @@ def share_processors() -> None:
 
 
 def memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or fewer where a cgroup has a limit."""
+    """Return the bytes of memory that this process may use: the machine's, or fewer by the limit of a cgroup."""
     limits = [*_numbers("memory.max"), *_numbers("memory/memory.limit_in_bytes")]
     return int(min([psutil.virtual_memory().total, *(limit for limit, *_ in limits)]))
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that can still be written below ``folder``, which need not exist yet.
+    """Return the bytes that can still be written below ``folder``, which need not exist yet.
 
     Raises:
-        OSError: if that cannot be found out.
+        OSError: if the file system does not answer.
     """
     existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     return shutil.disk_usage(existing).free
@@ -59,7 +62,7 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
     """Raise a UsageError if ``what`` needs more than the machine's memory.
 
     Args:
-        needed: the least of it [bytes].
+        needed: the least memory [bytes].
         what: the subject of the message.
         remedy: what to do instead.
     """
@@ -70,14 +73,14 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
 
 def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
     """Raise a UsageError if ``what`` needs more than the free space of ``folder``; arguments as above."""
-    with suppress(OSError):  # what cannot be found out shows in writing
+    with suppress(OSError):  # writing will show it
         free = free_disk(folder)
         room = f"{folder} has {_size(free)} left"
         require(needed <= free, f"{what} would need at least {_size(needed)} of disk, and {room}: {remedy}")
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, of which each loader process, connection and library takes some.
+    """Raise this process's limit of open files; loader processes, connections and libraries need many.
 
     Raises:
         UsageError: if the limit cannot be raised to :data:`FEWEST_OPEN_FILES`.
@@ -97,16 +100,16 @@ def allow_open_files() -> None:
 
 
 def _quotas() -> list[float]:
-    """Processors by each quota that holds for this process."""
+    """Return the processors that each quota allows this process."""
     quotas = [quota / period for quota, period in _numbers("cpu.max")]
     both = zip(_numbers("cpu/cpu.cfs_quota_us"), _numbers("cpu/cpu.cfs_period_us"), strict=False)
     return quotas + [quota / period for (quota,), (period,) in both if quota > 0]
 
 
 def _numbers(name: str) -> list[list[float]]:
-    """The numbers in a control file of this process's cgroup and of those that it is in; none where there is no limit.
+    """Return the numbers in a control file of this process's cgroup and of its parents, of those that set a limit.
 
-    The first cgroups had a folder for each controller, which a container sees as its own.
+    cgroup v1 had a folder for each controller, which a container sees as its own.
     """
     below = ""
     with suppress(OSError, ValueError):
@@ -121,7 +124,7 @@ def _numbers(name: str) -> list[list[float]]:
 
 
 def _size(number: float) -> str:
-    """Bytes in the largest unit that they fill."""
+    """Return a number of bytes in the largest unit that it fills."""
     units = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
     number, power = min(number, 10**24), 0  # Python's integers may be too large for a float
     while number >= 1000 and power < len(units) - 1:

@@ -1,4 +1,4 @@
-"""Stop requests. While there is something to save, a signal only sets a flag, polled between two pieces of work."""
+"""Stop requests: a signal raises an exception, or sets a flag while there is something to save."""
 
 import os
 import signal
@@ -36,8 +36,8 @@ _requests = _Requests()
 def stop_on_signals() -> Iterator[None]:
     """Inside the block, the :data:`SIGNALS` raise :class:`Interrupted`, or set a flag within :func:`defer_signals`.
 
-    A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. If the launcher
-    is killed and leaves its processes behind, this counts as a stop request, too.
+    A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. The death of
+    the launcher counts as a stop request, too.
     """
     _requests.request, _requests.raised = None, False
     _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -47,7 +47,7 @@ def stop_on_signals() -> Iterator[None]:
     except Exception as error:
         if not _requests.raised:
             raise
-        raise Interrupted(_requests.request) from error  # a library made an error of its own of it
+        raise Interrupted(_requests.request) from error  # a library turned the exception into its own
     finally:
         _requests.request = _requests.launcher = None
 
@@ -56,7 +56,7 @@ def stop_on_signals() -> Iterator[None]:
 def exit_on_signals(code: int | None = None) -> Iterator[None]:
     """Inside the block, the :data:`SIGNALS` end the process at once.
 
-    For imports, in which an exception may get lost or leave a module half made.
+    An exception during an import may be suppressed, or leave a module half initialized.
 
     Args:
         code: the exit code, after a sentence on stderr; if None, the signal kills the process.
@@ -85,7 +85,7 @@ def _handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.H
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Inside the block, a signal only sets a flag. The code inside polls the flag and saves before it stops."""
+    """Inside the block, a signal only sets a flag; the code inside polls the flag and saves before it stops."""
     _requests.deferring, _requests.raised = True, False
     try:
         yield
@@ -94,7 +94,7 @@ def defer_signals() -> Iterator[None]:
 
 
 def stop_requested() -> str | None:
-    """The source of the stop request, such as a signal's name, or None if there is no request."""
+    """Return the source of the stop request, such as a signal's name, or None if there is no request."""
     if _requests.launcher is not None and os.getppid() != _requests.launcher:
         return _requests.request or "launcher exited"
     return _requests.request
@@ -166,7 +166,7 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
 
 
 def _write(text: str) -> None:
-    """Write to stderr, once for all processes; not by ``print``, which the signal may have interrupted."""
+    """Write to stderr on rank 0, without ``print``, which the signal may have interrupted."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError):
             os.write(2, text.encode())

@@ -1,4 +1,7 @@
-"""The standard streams of a program: they may be missing when it starts, of any encoding, and closed before it ends."""
+"""The standard streams of a program, and the lines and progress bars that it prints.
+
+A stream may be missing when the program starts, have any encoding, and be closed before the program ends.
+"""
 
 import os
 import sys
@@ -17,7 +20,7 @@ STREAMS = {0: ("stdin", "r"), 1: ("stdout", "w"), 2: ("stderr", "w")}
 def open_missing_streams() -> None:
     """Open the null device for each standard stream that was closed when the program started.
 
-    Else a file opened later would get its descriptor, and all that libraries print there would go into that file.
+    Otherwise the next file to be opened would get the stream's descriptor, and the output of libraries with it.
     """
     for descriptor, (name, mode) in STREAMS.items():
         try:
@@ -66,7 +69,7 @@ class _SafeStream:
             self._stream.flush()
 
     def finish(self) -> None:
-        """Write the rest, or discard it: Python flushes its streams once more as it ends."""
+        """Write the rest, or discard it, since Python flushes its streams once more at exit."""
         try:
             self._stream.flush()
         except (OSError, ValueError):
@@ -90,7 +93,7 @@ class _SafeStream:
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":
-    """A tqdm bar that fits the terminal. Without a terminal, it is refreshed every 30 seconds."""
+    """Return a tqdm bar as wide as the terminal; without a terminal, it is refreshed every 30 seconds."""
     from tqdm.auto import tqdm  # programs parse their flags before anything slow is imported
 
     interval = 0.1 if sys.stderr.isatty() else 30.0
@@ -98,26 +101,26 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
 
 
 WIDTH = 11
-"""Characters of a label."""
+"""Characters of a label, at least."""
 
 
 def line(label: str, text: object) -> str:
-    """``samples     runs/demo/samples/step_00000900.png``."""
+    """Return a line like ``samples     runs/demo/samples/step_00000900.png``."""
     return f"{label:<{WIDTH}} {text}"
 
 
 def lines(texts: Mapping[str, object]) -> str:
-    """A line for each label."""
+    """Return a line for each label."""
     return "\n".join(line(label, text) for label, text in texts.items())
 
 
 def size_text(width: int, height: int) -> str:
-    """The sides of a picture: ``64`` of a square, else ``96x64``."""
+    """Return the sides of a picture: ``64`` for a square, else like ``96x64``."""
     return str(width) if width == height else f"{width}x{height}"
 
 
 class Silent:
-    """Stands in for an object that only the main process has: every method exists, does nothing and returns None."""
+    """Stand-in for an object that only the main process has: every method exists, does nothing and returns None."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,11 +1,11 @@
-"""The micro-batches of a rank, from its place in the stream on."""
+"""The loader of a rank's micro-batches, and the pairing of their rows with noise."""
 
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
 
+# The default for an iterator that cannot start its processes, whose clean-up would fail on its missing attributes.
+_MultiProcessingDataLoaderIter._shutdown = True  # type: ignore[attr-defined]
+
 
 def load(
     dataset: Dataset[Any], length: int, config: TrainingConfig, batch: GlobalBatch, rank: int, position: int
 ) -> Iterator[dict[str, Any]]:
-    """Endless micro-batches of one rank, from the ``position``-th item of the stream on.
+    """Yield endless micro-batches of one rank, from the ``position``-th item of the stream on.
 
     Raises:
         RunError: if the loader processes cannot be started.
@@ -41,7 +44,10 @@ def load(
         pin_memory=config.pin_memory,
         worker_init_fn=leave_signals_to_parent,
     )
-    batches = _start(loader)
+    try:
+        batches = iter(loader)
+    except OSError as error:
+        raise RunError(f"the loader processes could not be started ({error.strerror}): {REMEDY}") from error
     try:
         yield from batches
     finally:
@@ -49,27 +55,11 @@ def load(
             batches._shutdown_workers()  # type: ignore[attr-defined]  # an error's traceback may keep them
 
 
-def _start(loader: DataLoader[Any]) -> Iterator[dict[str, Any]]:
-    try:
-        return iter(loader)
-    except OSError as error:
-        for frame, _ in walk_tb(error.__traceback__):
-            half = frame.f_locals.get("self")
-            if isinstance(half, _MultiProcessingDataLoaderIter):  # whose own clean-up expects a whole one
-                half._shutdown = True
-                for worker in getattr(half, "_workers", ()):
-                    worker.kill()
-        raise RunError(
-            f"the loader processes could not be started ({error.strerror}): pass fewer --num_workers, or raise the "
-            "limits of processes and open files (ulimit) and the shared memory (docker run --shm-size)"
-        ) from error
-
-
 class Parcel:
     """A batch that a loader process hands over, and that arrives as the batch itself.
 
-    It is pickled here, which puts its tensors into shared memory, so that an error reaches the training process. The
-    thread that writes into the queue would only print it, and the training process would wait for ever.
+    It is pickled here, which puts its tensors into shared memory. Left to the thread that writes into the queue, an
+    error, as for want of shared memory, would only be printed, and the training process would wait for ever.
 
     Args:
         batch: a dict of tensors.
@@ -82,14 +72,12 @@ class Parcel:
         return pickle.loads, (self._content,)
 
 
-LOADER_ERRORS = {
-    "shared memory": "have too little shared memory: give them more (docker run --shm-size), or pass fewer "
-    "--num_workers; 0 needs none",
-    "Too many open files": "may not open enough files: raise the limit (ulimit -n), or pass fewer --num_workers",
-    "is killed by signal": "ended early, perhaps for want of memory: pass fewer --num_workers; 0 needs none",
-    "exited unexpectedly": "ended early, perhaps for want of memory: pass fewer --num_workers; 0 needs none",
-}
-"""What torch says of loader processes, and what to say of them."""
+SHORTAGES = re.compile(r"shared memory|Too many open files|killed by signal|exited unexpectedly")
+"""Words of torch about a loader process that lacked a resource."""
+REMEDY = (
+    "pass fewer --num_workers (0 needs none), or allow more memory, shared memory (docker run --shm-size), processes "
+    "and open files (ulimit)"
+)
 
 
 @contextmanager
@@ -97,28 +85,27 @@ def explain_loader_errors() -> Iterator[None]:
     """Turn the failure of a loader process, which may arrive anywhere inside the block, into a sentence.
 
     Raises:
-        RunError: if it lacks memory or open files, or was killed.
-        UsageError: as RunError, if the process raised one with a sentence of its own.
+        RunError: if the loader process lacked memory or open files, or was killed.
+        UsageError: if the dataset raised one, as a RunError with its own sentence.
     """
     try:
         yield
     except (RuntimeError, UsageError, OSError) as error:
-        lines = str(error).strip().splitlines()
-        if not any(name in line for line in lines for name in ("DataLoader worker", "with the workers")):
+        text = str(error).strip()
+        if "DataLoader worker" not in text and "with the workers" not in text:
             raise
-        if isinstance(error, RunError | UsageError):
-            raise type(error)(lines[-1].partition(": ")[2]) from error
-        for said, sentence in LOADER_ERRORS.items():
-            for line in lines:
-                if said in line:
-                    raise RunError(f"the loader processes {sentence} ({line.strip()})") from error
-        raise
+        if isinstance(error, RunError | UsageError):  # torch puts the traceback of the worker before the sentence
+            raise type(error)(text.splitlines()[-1].partition(": ")[2]) from error
+        line = next(filter(SHORTAGES.search, text.splitlines()), None)
+        if line is None:
+            raise
+        raise RunError(f"a loader process failed ({line.strip()}): {REMEDY}") from error
 
 
 def checked(
     batches: Iterator[dict[str, Any]], flow: nn.Module, report: Callable[[str], object]
 ) -> Iterator[dict[str, Any]]:
-    """The same batches, after a warning if the data of the first look wrong to the flow's space."""
+    """Return the same batches, after warnings about the first: data out of range, conditions that are missing."""
     first, problems = next(batches), list[str | None]()
     space = getattr(flow, "space", None)
     if space is not None and space.key in first:
@@ -145,13 +132,13 @@ def paired(
     """Add ``noise_rows``, the noise that the flow chose for each row of the global batch. Collective.
 
     Args:
-        batches: a rank's micro-batches.
-        flow: its :meth:`Flow.pair` chooses.
-        batch: how the global batch is cut.
+        batches: the rank's micro-batches.
+        flow: the flow whose :meth:`Flow.pair` chooses.
+        batch: the division of the global batch.
         seed: the run's seed.
-        step: of the first global batch.
-        rank: of this process.
-        device: where to pair.
+        step: the step of the first global batch.
+        rank: the rank of this process.
+        device: the device to pair on.
     """
     while micro_batches := list(islice(batches, batch.accumulation)):
         everything = gather_rows(micro_batches, batch, device)

@@ -4,6 +4,7 @@ import os
 import platform
 import time
 from contextlib import redirect_stderr
+from datetime import timedelta
 from io import StringIO
 from pathlib import Path
 from threading import Timer
@@ -67,7 +68,7 @@ def test_a_rank_that_is_late_is_awaited_by_name() -> None:
 
 def share(folders: list[Path], appears: float) -> str:
     """The refusal of a rank to which ``output_dir`` is its own folder, in which rank 0's shows after some seconds."""
-    agreement.SHARED_TIMEOUT = 1
+    agreement.SHARED_TIMEOUT = timedelta(seconds=1)
     rank = PartialState().process_index
     mine = folders[rank]
     if rank == 1 and appears:

@@ -2,11 +2,10 @@
 
 import os
 import socket
-import time
+from collections.abc import Callable
 from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
-from threading import active_count
 
 import psutil
 import pytest
@@ -15,11 +14,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rectified_flow.distributed import join as joining
 from rectified_flow.distributed import join as waiting
-from rectified_flow.distributed.join import Meeting, in_words, reported
+from rectified_flow.distributed.join import in_words, meet, wait_for
 from rectified_flow.errors import RunError
+from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
-PATIENCE = timedelta(seconds=1)
+BRIEF = timedelta(seconds=1)
 SOON = 0.1
 
 
@@ -30,52 +30,36 @@ def port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_line_comes_after_each_interval_and_none_after_the_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_comes_after_each_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(waiting, "INTERVAL", SOON)
-    before = active_count()
-    with reported(lambda: "rank 1"):
-        time.sleep(2.5 * SOON)
-    assert capsys.readouterr().err == "waiting for rank 1\n" * 2
-    time.sleep(2 * SOON)
-    assert active_count() == before, "a thread is left"
-    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(waiting, "POLL", SOON / 10)
+    lines: list[str] = []
+
+    def awaited() -> str | None:
+        lines.append("rank 1")
+        return None if len(lines) == 2 else "rank 1"
+
+    assert wait_for(lambda: len(lines) == 3, timedelta(seconds=PATIENCE), awaited)
+    assert capsys.readouterr().err == "waiting for rank 1\n" * 2, "no line while another rank speaks"
+    assert not wait_for(lambda: False, timedelta(0), awaited)
+    assert capsys.readouterr().err == "", "a line before the interval"
 
 
-def test_a_short_wait_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with reported(lambda: "rank 1"):
-        time.sleep(SOON)
-    assert capsys.readouterr().err == ""
+def test_the_lowest_rank_that_waits_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str | None] = []
 
+    def once(condition: Callable[[], bool], _timeout: timedelta, awaited: Callable[[], str | None]) -> bool:
+        said.append(awaited())
+        return condition()
 
-def test_a_store_that_is_gone_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(waiting, "INTERVAL", SOON)
-    with reported(lambda: str(1 / 0)):
-        time.sleep(1.5 * SOON)
-    assert capsys.readouterr().err == ""
-
-
-def test_the_lowest_rank_that_waits_names_those_that_are_missing() -> None:
-    class Shared(HashStore):
-        def clone(self) -> "Shared":
-            return self
-
-    store = Shared()
-    ranks = [Meeting(store, "start", rank, 4) for rank in range(4)]
-
-    def said() -> list[str | None]:
-        return [ranks[rank]._awaited("to come", lambda: "to get through") for rank in (1, 2)]
-
-    with ranks[1].attended(absent="", slow=str), ranks[2].attended(absent="", slow=str):
-        assert said() == ["ranks 0, 3 (of 4 processes) to come", None]
-        assert not ranks[1].is_complete()
-        with ranks[0].attended(absent="", slow=str):
-            pass
-        with ranks[3].attended(absent="", slow=str):
-            pass
-        assert said() == ["ranks 1, 2 (of 4 processes) to get through", None]
-        assert ranks[1].is_complete()
+    monkeypatch.setattr(waiting, "wait_for", once)
+    store = HashStore()
+    for rank in (1, 2, 0):
+        with pytest.raises(RunError, match="not all of 4 processes came"):
+            meet(store, "start", rank, 4, "to come")
+    meet(store, "start", 3, 4, "to come")
+    missing = ["ranks 0, 2, 3", "ranks 0, 3", "rank 3"]
+    assert said == [f"{missing[0]} (of 4 processes) to come", None, f"{missing[2]} (of 4 processes) to come", None]
 
 
 def test_many_ranks_are_cut_short() -> None:
@@ -85,7 +69,7 @@ def test_many_ranks_are_cut_short() -> None:
 
 def start_alone(rank: int, port: int) -> tuple[str, str, dict[str, str]]:
     """Join as one of two processes whose other one does not come."""
-    joining.STARTUP_TIMEOUT, waiting.INTERVAL = PATIENCE, SOON
+    joining.STARTUP_TIMEOUT, waiting.INTERVAL = BRIEF, SOON
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with redirect_stderr(StringIO()) as written, pytest.raises(RunError) as end:
         joining.join_processes()
@@ -121,11 +105,11 @@ def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, por
     found = {name: [FakeAddress(each) for each in all_] for name, all_ in addresses.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     with pytest.raises(RunError) as end:
-        joining._meet(cpu=True, world_size=1)
+        joining._create_group(cpu=True, world_size=1)
     sentence = str(end.value)
     assert "rank 0 on" in sentence
     assert "set GLOO_SOCKET_IFNAME=eth7" in sentence
-    assert ("resolves to 127.0.1.1 on its own machine" in sentence) == (own == "127.0.1.1")
+    assert ("no other machine can connect to that address" in sentence) == (own == "127.0.1.1")
 
 
 class FakeAddress:

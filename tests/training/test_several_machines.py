@@ -1,6 +1,7 @@
 """Processes on several machines that were given different things are refused at the start, once, by name."""
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def own(*of_each_rank: object) -> object:
 
 def train_apart(folders: list[Path], counts: list[int], seeds: list[int]) -> str:
     """The refusal of a program of one's own, with this folder, number of pictures and seed on each rank."""
-    agreement.SHARED_TIMEOUT = 0.5
+    agreement.SHARED_TIMEOUT = timedelta(seconds=0.5)
     folder, count, seed = (own(*each) for each in (folders, counts, seeds))
     config = tiny_config(Path(str(folder)), seed=seed, train_num_steps=1, num_samples=0)
     try:
