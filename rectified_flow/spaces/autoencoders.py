@@ -1,8 +1,8 @@
 """Autoencoders: between pictures and the latents that a flow works on. Frozen, and part of no checkpoint."""
 
-import json
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, cached_property
 from hashlib import blake2b
@@ -11,39 +11,42 @@ from typing import Any, Self
 
 import torch
 from einops import rearrange
-from huggingface_hub import hf_hub_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line, require
 from rectified_flow.registry import register
+from rectified_flow.system.files import open_regular, read_document, reading
 
 
 class Autoencoder(ABC):
-    """Encodes pictures ``[b, 3, s, s]`` in [-1, 1], and decodes their latents ``[b, c, h, w]``, on any device.
+    """A map from pictures ``[b, 3, s, s]`` in [-1, 1] to latents ``[b, c, h, w]`` and back, on any device.
 
-    Both also work on torch's meta device, without weights.
-
-    Register a subclass and keep its constructor's arguments as attributes, and checkpoints can name it.
+    Both directions also work on torch's meta device, without weights. Register a subclass and keep its constructor's
+    arguments as attributes, and checkpoints can name it.
     """
 
     name: str
-    """For display."""
+    """The name in reports."""
     fingerprint: str
-    """Differs between autoencoders that encode differently."""
+    """A hash that differs between autoencoders that encode differently."""
 
     @abstractmethod
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Mean and standard deviation of the latents' distribution, float32; None where it is a single point."""
+        """Return mean and standard deviation of the latents' distribution, float32; None where it is a single point."""
 
     @abstractmethod
     def decode(self, latents: Tensor) -> Tensor:
-        """Pictures in about [-1, 1], float32."""
+        """Return pictures in about [-1, 1], float32."""
 
     def shape_of(self, image_size: int) -> tuple[int, ...]:
-        """``(k, c, h, w)`` of what encodes a picture with that side [px]: a mean, and for ``k = 2`` a deviation.
+        """Return the shape ``(k, c, h, w)`` of an encoded picture: a mean, and for ``k = 2`` a standard deviation.
 
-        Found on torch's meta device, where nothing is computed.
+        The shape is found on torch's meta device, where nothing is computed.
+
+        Args:
+            image_size: side of the picture [px].
 
         Raises:
             UsageError: if latents do not decode to the same side.
@@ -69,7 +72,7 @@ class Autoencoder(ABC):
         """Load the weights, if there are any, onto ``device``.
 
         Raises:
-            UsageError: if they are not there.
+            UsageError: if they are missing.
         """
 
 
@@ -80,7 +83,7 @@ class Haar(Autoencoder):
     Nothing is compressed or learned. At level 2, latents have 48 channels and a quarter of the side.
 
     Args:
-        levels: how often the side is halved.
+        levels: number of times that the side is halved.
     """
 
     def __init__(self, levels: int = 2) -> None:
@@ -110,20 +113,23 @@ class Haar(Autoencoder):
 
 
 def _haar(x: Tensor) -> Tensor:
-    """The orthonormal transform of 2x2 pixels ``[4, 4]``: mean, horizontal, vertical and diagonal difference."""
+    """Return the transform of 2x2 pixels ``[4, 4]``: mean, and horizontal, vertical and diagonal difference."""
     return x.new_tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
 
 
 CONFIG_FILE, VAE_FOLDER = "config.json", "vae"
+WEIGHTS = "diffusion_pytorch_model"
+MOST_LAYERS, MOST_CHANNELS = 256, 2**16
+"""Bounds on the numbers and lists of a ``config.json``: larger ones would take minutes to build."""
 
 
 @register
 class PretrainedAutoencoder(Autoencoder):
-    """An autoencoder class of diffusers, such as ``AutoencoderKL``, in float32. One of videos encodes single frames.
+    """An autoencoder class of diffusers, such as ``AutoencoderKL``, in float32. Those of videos encode single frames.
 
     Args:
         source: a folder or hub id, of the autoencoder or of a pipeline that has one.
-        fingerprint: of the weights, if they must be these; that of the weights that are there if not given.
+        fingerprint: the hash of the weights, if they must be the same as in training; None takes any.
     """
 
     def __init__(self, source: str, fingerprint: str | None = None) -> None:
@@ -131,7 +137,7 @@ class PretrainedAutoencoder(Autoencoder):
 
     @classmethod
     def at(cls, name: str, fingerprint: str | None = None) -> Self:
-        """That of a folder, which may be relative to the current one, or of a hub id."""
+        """Return the autoencoder of a folder, whose path may be relative to the current folder, or of a hub id."""
         folder = Path(name).expanduser()
         return cls(str(folder.resolve()) if folder.is_dir() else name, fingerprint)
 
@@ -147,8 +153,13 @@ class PretrainedAutoencoder(Autoencoder):
     def _blank(self) -> nn.Module:
         """The architecture without weights."""
         kind, config, _ = _find(self.source)
-        with torch.device("meta"):
-            return kind.from_config(config).eval()
+        try:
+            with torch.device("meta"):
+                return kind.from_config(config).eval()
+        except Exception as error:  # of any type: the settings may be of another version, or damaged
+            raise UsageError(
+                f"--autoencoder {self.source} cannot be built from its {CONFIG_FILE} ({first_line(error)})"
+            ) from error
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -175,7 +186,7 @@ class PretrainedAutoencoder(Autoencoder):
 
 
 def _float32(x: Tensor) -> AbstractContextManager[None]:
-    """No lower precision inside the block; the meta device has none."""
+    """Return a context without lower precision, which the meta device does not have."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -199,20 +210,56 @@ def _takes_frames(module: nn.Module) -> bool:
 
 @cache
 def _load(source: str) -> nn.Module:
-    """The module with its weights, shared by all flows of this process."""
+    """Return the module with its weights, shared by all flows of this process."""
     kind, _, folder = _find(source)
+    place = _with_weights(source, folder)
     try:
-        module: nn.Module = kind.from_pretrained(
-            source, subfolder=folder, torch_dtype=torch.float32, use_safetensors=True
+        module, found = kind.from_pretrained(
+            place, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of any type: settings and weights may not fit each other
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)})") from error
-    return module.eval().requires_grad_(False)
+    missing = [*found["missing_keys"], *(name for name, value in module.state_dict().items() if value.is_meta)]
+    require(not missing, f"--autoencoder {source} cannot be loaded (its weights lack {missing[:1]}): download it again")
+    return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
+
+
+def _with_weights(source: str, folder: str) -> Path:
+    """Return the local folder of the weights, downloaded for a hub id.
+
+    Raises:
+        UsageError: if there are none, or an index names a file that is not safetensors, which diffusers would unpickle.
+    """
+    index, whole = f"{WEIGHTS}.safetensors.index.json", f"{WEIGHTS}.safetensors"
+    if Path(source).is_dir():
+        place = Path(source, folder)
+    else:
+        wanted = [f"{folder}/{name}".lstrip("/") for name in (CONFIG_FILE, index, whole, f"{WEIGHTS}-*.safetensors")]
+        try:
+            place = Path(snapshot_download(source, allow_patterns=wanted), folder)
+        except (OSError, ValueError, HfHubHTTPError) as error:
+            raise UsageError(f"--autoencoder {source} cannot be downloaded ({first_line(error)})") from error
+    files = [whole]
+    if (place / index).exists():
+        files = [
+            str(each) for each in read_document(place / index, dict[str, dict[str, Any]]).get("weight_map", {}).values()
+        ]
+    for name in sorted(set(files)):
+        require(
+            name.endswith(".safetensors") and Path(name).name == name,
+            f"--autoencoder {source} cannot be loaded ({index} names {name}): download it again",
+        )
+        try:
+            with reading(place / name):
+                open_regular(place / name).close()
+        except UsageError as error:
+            raise UsageError(f"--autoencoder {source} cannot be loaded ({error})") from error
+    return place
 
 
 @cache
 def _fingerprint_of(source: str) -> str:
-    """Hash of the class, its settings and its weights."""
+    """Return a hash of the class, its settings and its weights."""
     kind, config, _ = _find(source)
     settings = {name: value for name, value in config.items() if not name.startswith("_")}
     digest = blake2b(repr((kind.__name__, sorted(settings.items()))).encode(), digest_size=16)
@@ -223,24 +270,28 @@ def _fingerprint_of(source: str) -> str:
 
 
 @cache
-def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
-    """The class, its settings, and the subfolder where they are.
+def _find(source: str) -> tuple[Any, dict[str, Any], str]:
+    """Return the class, its settings, and the subfolder where they are.
 
     Raises:
-        UsageError: if there is no autoencoder of diffusers.
+        UsageError: if there is no autoencoder of diffusers, or its settings are out of bounds.
     """
     reasons = []
-    for folder in (None, VAE_FOLDER):
+    for folder in ("", VAE_FOLDER):
         try:
-            config = dict(json.loads(_fetch(source, folder).read_text()))
-        except (OSError, ValueError, TypeError, HfHubHTTPError) as error:
+            config = read_document(_fetch(source, folder), dict[str, Any])
+        except (OSError, ValueError, HfHubHTTPError) as error:
             reasons.append(first_line(error))
             if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached
                 break
             continue
-        if folder is None and not config.keys() & {"_class_name", "architectures"}:
+        if not folder and not config.keys() & {"_class_name", "architectures"}:
             continue
-        return _class(source, config), config, folder
+        kind = _class(source, config)
+        for name, number in _numbers(config):
+            most = MOST_LAYERS if "layers" in name or "blocks" in name else MOST_CHANNELS
+            require(number <= most, f"--autoencoder {source} has {name} {number:g} in its {CONFIG_FILE}, above {most}")
+        return kind, config, folder
     reason = reasons[0] if reasons else "its config.json names no class"
     raise UsageError(
         f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder "
@@ -248,30 +299,45 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
     )
 
 
-def _class(source: str, config: Any) -> Any:
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in a config, and the lengths of its lists, with the names of their keys."""
+    if isinstance(value, int | float):
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _numbers(each, str(key))
+    elif isinstance(value, list):
+        yield f"layers of {name}", len(value)
+        for each in value:
+            yield from _numbers(each, name)
+
+
+def _class(source: str, config: Mapping[str, Any]) -> Any:
     try:
         import diffusers  # takes seconds
     except ModuleNotFoundError as error:
         raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
 
-    name = config.get("_class_name") or next(iter(config.get("architectures") or ["model of another library"]))
-    kind = getattr(diffusers, str(name), None)
-    if not (str(name).startswith("Autoencoder") and isinstance(kind, type) and hasattr(kind, "decode")):
+    architectures = config.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else "model of another library"
+    name = str(config.get("_class_name") or named)
+    kind = getattr(diffusers, name, None)
+    if not (name.startswith("Autoencoder") and isinstance(kind, type) and hasattr(kind, "decode")):
         raise UsageError(
             f"--autoencoder {source} is a {name}, not an autoencoder of diffusers: pass one, such as an AutoencoderKL"
         )
     return kind
 
 
-def _fetch(source: str, folder: str | None) -> Path:
-    """The settings file; of a hub id, downloaded."""
+def _fetch(source: str, folder: str) -> Path:
+    """Return the settings file, downloaded for a hub id."""
     if Path(source).is_dir():
-        return Path(source, folder or "", CONFIG_FILE)
+        return Path(source, folder, CONFIG_FILE)
     if Path(source).is_absolute() or source.startswith((".", "~")):
         raise FileNotFoundError("no such folder")
-    return Path(hf_hub_download(source, CONFIG_FILE, subfolder=folder))
+    return Path(hf_hub_download(source, CONFIG_FILE, subfolder=folder or None))
 
 
 def open_autoencoder(name: str) -> Autoencoder:
-    """The autoencoder that ``--autoencoder`` names: ``haar``, a folder or a hub id."""
+    """Return the autoencoder that ``--autoencoder`` names: ``haar``, or that of a folder or a hub id."""
     return Haar() if name == "haar" else PretrainedAutoencoder.at(name)

@@ -1,12 +1,14 @@
 """Autoencoders: the exact wavelet, and every class of diffusers that encodes pictures."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import build, describe
@@ -14,6 +16,7 @@ from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, open
 from tests.spaces.tiny_autoencoders import FRAMES, TINY, save_tiny
 
 KINDS = pytest.mark.parametrize("kind", list(TINY))
+KL: dict[str, Any] = {"_class_name": "AutoencoderKL", "down_block_types": ["DownEncoderBlock2D"]}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +93,12 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
         ({"_class_name": "UNet2DModel"}, "is a UNet2DModel, not an autoencoder of diffusers"),
         ({"_class_name": "AutoModel"}, "is a AutoModel, not an autoencoder of diffusers"),
         ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
+        ({"architectures": 5}, "is a model of another library, not an autoencoder"),
+        (KL | {"block_out_channels": []}, r"cannot be built from its config\.json"),
+        (KL | {"block_out_channels": "wide"}, r"cannot be built from its config\.json"),
+        (KL | {"layers_per_block": 100_000}, r"has layers_per_block 100000 in its config\.json, above 256"),
+        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 1000}, "has layers of down_block_types 1000"),
+        (KL | {"block_out_channels": [10**9]}, "has block_out_channels 1e"),
         ({}, "cannot be found"),
         (None, "cannot be found"),
     ],
@@ -97,7 +106,48 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
 def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, sentence: str) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=f"--autoencoder {tmp_path} {sentence}"):
+    autoencoder = PretrainedAutoencoder(str(tmp_path))
+
+    def use() -> None:
+        autoencoder.shape_of(16)
+        autoencoder.prepare(torch.device("cpu"))
+
+    with pytest.raises(UsageError, match=f"--autoencoder {tmp_path} {sentence}") as told:
+        use()
+    assert "\n" not in str(told.value)
+
+
+def test_a_pipe_in_the_place_of_its_config_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(UsageError, match="is not a regular file"):
+        PretrainedAutoencoder(str(tmp_path)).shape_of(16)
+
+
+def test_a_pipe_in_the_place_of_its_weights_is_refused(tmp_path: Path) -> None:
+    weights = save_tiny("AutoencoderKL", tmp_path) / "diffusion_pytorch_model.safetensors"
+    weights.unlink()
+    os.mkfifo(weights)
+    with pytest.raises(UsageError, match="is not a regular file"):
+        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
+    weights = save_tiny("AutoencoderKL", tmp_path) / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    tensors.pop("decoder.conv_in.weight")
+    save_file(tensors, weights)
+    with pytest.raises(UsageError, match=r"its weights lack \['decoder\.conv_in\.weight'\]"):
+        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["x.bin", "../x.safetensors"])
+def test_an_index_never_leads_to_another_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("AutoencoderKL", tmp_path / "vae")
+    index = {"metadata": {"total_size": 4}, "weight_map": {"decoder.conv_in.weight": name}}
+    (tmp_path / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({}, tmp_path / "vae" / name)
+    monkeypatch.setattr(torch, "load", lambda *_arguments, **_options: pytest.fail("it was unpickled"))
+    with pytest.raises(UsageError, match=f"index.json names {name}"):
         PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
 
 
