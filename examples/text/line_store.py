@@ -5,6 +5,7 @@ has the byte offset of each line. A line is read from the text itself when it is
 operating system's cache of both files, so that eight of them need the memory of one.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,7 @@ from rectified_flow import UsageError
 from rectified_flow.data.build import default_cache_dir
 from rectified_flow.errors import require
 from rectified_flow.system.artifact import Artifact, remove
-from rectified_flow.system.files import read_document, usable_path, write_document
+from rectified_flow.system.files import read_document, usable_path
 from rectified_flow.system.terminal import progress_bar
 
 KIND, STARTS_FILE, INFO_FILE = "text index", "starts.uint64", "info.json"
@@ -46,8 +47,6 @@ class IndexInfo:
     """Lines in the index."""
     hashes: list[str] = field(default_factory=list)
     """Hash of each block of the text."""
-    sha256: str = ""
-    """Hash of this document."""
 
 
 class LineStore(Sequence[str]):
@@ -176,7 +175,7 @@ def _build(index: Artifact, path: Path, skip_empty: bool) -> None:
     unchanged = (info.done, info.time) == (now.st_size, now.st_mtime_ns)
     require(unchanged, f"{path} changed while it was read: start again when it is whole")
     require(info.lines > 0, f"{path} has no lines but empty ones")
-    write_document(index.stage / INFO_FILE, asdict(info))
+    (index.stage / INFO_FILE).write_text(json.dumps(asdict(info)))
     index.finish()
 
 

@@ -60,7 +60,7 @@ class ImageSource(Protocol):
 
 
 def default_cache_dir() -> Path:
-    """The default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder.
+    """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder.
 
     Raises:
         UsageError: if there can be no such folder: the user may have no home.

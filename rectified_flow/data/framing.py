@@ -10,7 +10,7 @@ from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
 MARGIN = 1.25
-"""Sides of a stored picture of which random parts are cropped, as multiples of those of the parts."""
+"""Sides of a stored image from which random parts are cropped, as multiples of the sides of the parts."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Framing:
 
     @classmethod
     def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
-        """That of flags; ``image_size`` is the short side.
+        """Build the framing of flags; ``image_size`` is the short side.
 
         Raises:
             UsageError: if the ratio is none, or the long side would be no whole number.
@@ -54,7 +54,7 @@ class Framing:
 
     @property
     def is_default(self) -> bool:
-        """Whether it is that of earlier versions: a square at the centre, without transparency."""
+        """Whether images are squares from the centre, without transparency."""
         return self == Framing(self.width, self.width)
 
     @property
@@ -79,14 +79,14 @@ class Framing:
         return size_text(self.width, self.height)
 
     def enlarges(self, width: int, height: int) -> bool:
-        """Whether a picture of that size has fewer pixels than it is stored with."""
+        """Return whether an image of that size has fewer pixels than it is stored with."""
         wide, high = self.stored_size
         too_narrow, too_low = width < wide, height < high
         return too_narrow and too_low if self.crop == "none" else too_narrow or too_low
 
 
 def parse_ratio(text: str) -> tuple[int, int]:
-    """Width and height, without common divisors, of ``3:2``.
+    """Return width and height, without common divisors, of ``3:2``.
 
     Raises:
         UsageError: if it is no such ratio.

@@ -17,7 +17,7 @@ from rectified_flow.system.pictures import open_picture
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
 MOST_CLASSES = 100_000
-"""Of a column of numbers without names; larger numbers are dates or ids."""
+"""Largest number of classes in a column of numbers without names; larger numbers are dates or ids."""
 
 
 class HuggingFaceSource:
@@ -37,12 +37,14 @@ class HuggingFaceSource:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash of the files, or of the rows of a hub dataset."""
         if isinstance(self.source, Path):  # so that an existing store opens without loading the dataset
             return f"{files_fingerprint(self.source, find_files(self.source))} {self.split}"
         return f"{self.source} {self.split} {self._rows._fingerprint}"
 
     @cached_property
     def class_names(self) -> list[str]:
+        """Names of the classes by label; empty without a label column."""
         if self._label_column is None:
             return []
         feature = self._rows.features[self._label_column]
@@ -60,6 +62,7 @@ class HuggingFaceSource:
         return len(self._rows)
 
     def load(self, index: int) -> tuple[Image.Image, int]:
+        """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
         image = row[self._image_column] or {"bytes": b"", "path": None}
         content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
@@ -67,10 +70,11 @@ class HuggingFaceSource:
         return open_picture(content), -1 if label is None else int(label)
 
     def describe(self, index: int) -> str:
+        """Return the number of a row with the name of the dataset."""
         return f"row {index} of {self.name}"
 
     def _find_file(self, path: str | None) -> Path:
-        """The file that a row names in place of its picture's bytes.
+        """Return the file that a row names in place of its image's bytes.
 
         Raises:
             ValueError: if it is not among the dataset's own files: a table from elsewhere may name any file.
@@ -164,7 +168,7 @@ def _image_columns(rows: Any) -> list[str]:
 
 
 def _hub_answers(dataset: str) -> bool:
-    """Whether the hub can be reached. An error response such as "no such dataset" counts as reachable."""
+    """Return whether the hub can be reached. An error response such as "no such dataset" counts as reachable."""
     import huggingface_hub
 
     try:
@@ -177,7 +181,7 @@ def _hub_answers(dataset: str) -> bool:
 
 
 def find_dataset_file(folder: Path) -> Path | None:
-    """A file that makes ``folder`` a dataset in one of the hub's layouts rather than a folder of image files."""
+    """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
     saved = (folder / name for name in SAVED_TO_DISK if (folder / name).exists())
     tables = (file for file in find_files(folder, unreadable=[]) if file.suffix in TABLE_SUFFIXES)
     return next(chain(saved, tables), None)

@@ -15,7 +15,7 @@ from rectified_flow.system.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 OTHER_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".jfif", ".jxl", ".psd", ".svg", ".dng", ".cr2", ".nef"})
-"""Of pictures that are not read; a person should know that there are some."""
+"""Suffixes of images that are not read, and are counted for a note."""
 
 
 class ImageFolder:
@@ -62,14 +62,16 @@ class ImageFolder:
         return len(self.files)
 
     def load(self, index: int) -> tuple[Image.Image, int]:
+        """Return an undecoded image, and its label or -1."""
         return open_picture(self.files[index]), self._labels[index]
 
     def describe(self, index: int) -> str:
+        """Return the path of an image."""
         return printable(self.files[index])
 
 
 def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
-    """All image files below ``folder``, as :func:`find_files` finds them.
+    """Return all image files below ``folder``, as :func:`find_files` finds them.
 
     Raises:
         UsageError: if ``folder`` is not a folder, or as there.
@@ -78,7 +80,7 @@ def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[P
 
 
 def is_image(file: Path) -> bool:
-    """Whether a file has the name of a picture that can be read."""
+    """Return whether a file has the name of an image that can be read."""
     return file.suffix.lower() in IMAGE_SUFFIXES
 
 
@@ -89,7 +91,7 @@ def _existing(folder: Path) -> Path:
 
 
 def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
-    """All files below ``folder``, sorted, without hidden files and folders.
+    """Return all files below ``folder``, sorted, without hidden files and folders.
 
     Links are followed, but each real folder is visited once: under its own name rather than that of a link.
 
@@ -123,7 +125,7 @@ def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Pa
 
 
 def files_fingerprint(folder: Path, files: list[Path]) -> str:
-    """A hash of each file's path relative to ``folder``, its size and its modification time."""
+    """Hash each file's path relative to ``folder``, its size and its modification time."""
     digest = blake2b(digest_size=16)
     for file in files:
         size, time = _size_and_time(file)
@@ -132,7 +134,7 @@ def files_fingerprint(folder: Path, files: list[Path]) -> str:
 
 
 def _size_and_time(file: Path) -> tuple[int, int]:
-    """Bytes and nanoseconds; of a link that leads nowhere, which is a broken image, its own."""
+    """Return size [bytes] and time [ns]; a link that leads nowhere, which is a broken image, has its own."""
     for stat in (os.stat, os.lstat):
         with suppress(OSError):
             status = stat(file)

@@ -1,6 +1,7 @@
 """The latents of a store's pictures, in a store of their own beside it."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -36,27 +37,29 @@ class LatentDataset(StoreDataset):
 
     @property
     def encoded(self) -> LatentInfo:
-        """What the latents are of."""
+        """The autoencoder and the scales of the latents."""
         if self.info.latents is None:
             raise DamageError(f"{self.path} holds no latents")
         return self.info.latents
 
     @property
     def content(self) -> str:
-        """That of the pictures; the autoencoder is part of the flow."""
+        """Hash of the images; the autoencoder is part of the flow."""
         return self.encoded.pictures
 
     @property
     def description(self) -> str:
+        """The images and the shape of their latents in a line for a person."""
         shape = " x ".join(map(str, self.info.shapes[LATENTS_FILE][2:]))
         return f"{super().description}, as latents of {shape} by {self.encoded.autoencoder}"
 
     def space(self, autoencoder: Autoencoder) -> Latents:
-        """The space of these latents."""
+        """Return the space of these latents."""
         shape = self.info.shapes[LATENTS_FILE][2:]
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the items of ``indices`` with a leading batch dimension, in one read."""
         if self.mirrored:
             return super().read_batch(indices)
         latents = self.entries["latents"][self._rows_of(indices), :1]  # read no more than that
@@ -67,16 +70,17 @@ class LatentDataset(StoreDataset):
 
 
 def latents_path(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> Path:
-    """The folder of the latents of ``pictures``, there or not."""
+    """Return the folder of the latents of ``pictures``, which may not exist yet."""
     shaped_by = (LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     return pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel of ``length`` latents of a shape ``(v, k, c, h, w)``, 4 digits.
+    """Measure mean and standard deviation of each channel of latents, to 4 digits.
 
-    Of the first variant alone: they are the same with mirror images and without.
+    The file has ``length`` rows ``[v, k, c, h, w]``. The first variant alone counts, so that the scales are the same
+    with mirror images and without.
     """
     rows = np.memmap(file, dtype_of(file.name), "r", shape=(length, *shape))
     sums = np.zeros((2, shape[2]))
@@ -96,63 +100,49 @@ BATCH_SIZE = 16
 def encode_pictures(
     pictures: ImageDataset, autoencoder: Autoencoder, state: PartialState, *, mirrored: bool
 ) -> LatentDataset:
-    """The latents of pictures, encoded by all processes together unless they are there. Collective.
+    """Encode images by all processes together, unless their latents are stored already. Collective.
 
-    Another run that encodes the same pictures is waited for. Encoding resumes after a kill.
+    Another run that encodes the same images is waited for. Encoding resumes after a kill.
 
     Args:
-        pictures: a store's.
-        autoencoder: the same on all processes.
-        state: of the processes.
+        pictures: images of a store.
+        autoencoder: autoencoder, the same on all processes.
+        state: state of the processes.
         mirrored: encode the mirror images, too.
 
     Raises:
-        UsageError: if the pictures do not suit the autoencoder, or the store's folder cannot be written.
+        UsageError: if the images do not suit the autoencoder, or the folder of the store cannot be written.
         RunError: if the disk is full.
     """
-    encoding = _Encoding(pictures, autoencoder, state, mirrored)
-    fill_once(encoding.writer, state, encoding.encode, encoding.finish, doing="encoding", batch_size=BATCH_SIZE)
-    return LatentDataset(encoding.writer.path, pictures.recipe, mirrored=mirrored)
-
-
-class _Encoding:
-    """The way from one store to the other."""
-
-    def __init__(self, pictures: ImageDataset, autoencoder: Autoencoder, state: PartialState, mirrored: bool) -> None:
-        self.pictures, self.autoencoder, self.state = pictures, autoencoder, state
-        self.space = Latents(autoencoder, pictures.info.image_size)
-        with_mirrored = self._writer(mirrored=True)
-        # The store with mirror images serves both, whichever run made it.
-        self.mirrored = mirrored or on_main(state, lambda: with_mirrored.is_whole)
-        self.writer = self._writer(mirrored=self.mirrored)
+    info = pictures.info
+    space = Latents(autoencoder, info.image_size)
+    # The store with mirror images serves both, whichever run made it.
+    both = on_main(state, lambda: mirrored or _writer(pictures, autoencoder, mirrored=True).is_whole)
+    writer = _writer(pictures, autoencoder, mirrored=both)
 
     @torch.no_grad()
-    def encode(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
-        """The rows of some pictures."""
-        images = self.pictures.read_batch(numbers)["images"].to(self.state.device)
-        variants = [images, images.flip(-1)][: 1 + self.mirrored]
-        latents = torch.cat([self.space.from_pictures(each) for each in variants], dim=1).half()
+    def encode(numbers: Sequence[int]) -> Mapping[str, Tensor]:
+        images = pictures.read_batch(numbers)["images"].to(state.device)
+        variants = [images, images.flip(-1)][: 1 + both]
+        latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
         require(
             bool(latents.isfinite().all()),
-            f"--autoencoder {self.autoencoder.name} gives latents of {self.pictures.info.source} that are not finite, "
-            "or too large for float16: choose another autoencoder",
+            f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite, or too large for "
+            "float16: choose another autoencoder",
         )
         return {LATENTS_FILE: latents}
 
-    def finish(self) -> None:
-        """Measure the scales of the channels, and give the store its name."""
-        writer, info = self.writer, self.pictures.info
+    def finish() -> None:
         mean, std = channel_scales(writer.stage / LATENTS_FILE, writer.length, writer.rows[LATENTS_FILE])
-        latents = {
-            "autoencoder": self.autoencoder.name,
-            "pictures": self.pictures.fingerprint,
-            "mean": mean,
-            "std": std,
-        }
+        latents = LatentInfo(autoencoder.name, pictures.fingerprint, mean, std)
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
-        writer.complete(np.asarray(self.pictures.labels), latents=latents, **more)
+        writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
 
-    def _writer(self, *, mirrored: bool) -> StoreWriter:
-        path = latents_path(self.pictures, self.autoencoder, mirrored=mirrored)
-        row = (1 + mirrored, *self.autoencoder.shape_of(self.pictures.info.image_size))
-        return StoreWriter(path, len(self.pictures), {LATENTS_FILE: row}, "latents")
+    fill_once(writer, state, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
+    return LatentDataset(writer.path, pictures.recipe, mirrored=mirrored)
+
+
+def _writer(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:
+    path = latents_path(pictures, autoencoder, mirrored=mirrored)
+    row = (1 + mirrored, *autoencoder.shape_of(pictures.info.image_size))
+    return StoreWriter(path, len(pictures), {LATENTS_FILE: row}, "latents")

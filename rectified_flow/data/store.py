@@ -123,7 +123,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self._length = self.info.length
 
     def subset(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> Self:
-        """These rows of the store as a dataset of the same kind."""
+        """Return some rows of the store as a dataset of the same kind."""
         part = copy(self)
         part.rows, part._length = np.asarray(rows, dtype=np.int64), len(rows)
         return part
@@ -181,17 +181,17 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return self.info.content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """The items of ``indices`` with a leading batch dimension, in one read."""
+        """Return the items of ``indices`` with a leading batch dimension, in one read."""
         rows = self._rows_of(indices)
         items = {name: torch.from_numpy(values[rows]) for name, values in self.entries.items()}
         return {**items, **self.condition_values(indices)}
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """The conditions of the items of ``indices``, by name."""
+        """Return the conditions of the items of ``indices`` by name."""
         return {"labels": torch.from_numpy(self.labels[self._rows_of(indices)])} if self.class_names else {}
 
     def _rows_of(self, indices: Sequence[int]) -> list[int]:
-        """The store's rows of some items."""
+        """Return the numbers of the store's rows of some items."""
         return list(indices) if self.rows is None else self.rows[list(indices)].tolist()
 
     def _map(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -232,12 +232,12 @@ class ImageDataset(StoreDataset):
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The type of the values in a store's file ``NAME.DTYPE``."""
+    """Return the type of the values in a store's file ``NAME.DTYPE``."""
     return np.dtype(Path(name).suffix[1:])
 
 
 def row_size(name: str, shape: Sequence[int]) -> int:
-    """Bytes of a row of that shape in a store's file ``NAME.DTYPE``."""
+    """Return the size of a row of that shape in a store's file ``NAME.DTYPE`` [bytes]."""
     return dtype_of(name).itemsize * prod(shape)
 
 

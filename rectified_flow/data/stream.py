@@ -19,7 +19,7 @@ Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def image_indices(positions: Sequence[int] | Indices, length: int, seed: int) -> Indices:
-    """The image index at each position of the endless stream over ``length`` images."""
+    """Return the image index at each position of the endless stream over ``length`` images."""
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), length)
     indices = np.empty_like(offsets)
     for epoch in np.unique(epochs):
@@ -29,7 +29,7 @@ def image_indices(positions: Sequence[int] | Indices, length: int, seed: int) ->
 
 
 def permuted(offsets: Indices, length: int, key: int) -> Indices:
-    """The images of ``offsets`` under a permutation of ``range(length)`` chosen by ``key``.
+    """Return the images of ``offsets`` under a permutation of ``range(length)`` chosen by ``key``.
 
     A Feistel network on the smallest even number of bits that covers ``length``, walked until it lands inside (Black &
     Rogaway 2002, "Ciphers with arbitrary finite domains"): no table, however many images there are.
@@ -93,7 +93,7 @@ class Batches(Dataset[dict[str, Any]]):
 
 
 def as_they_are(batch: Any) -> dict[str, Any]:
-    """The collate function of a loader over :class:`Batches`."""
+    """Return the batch of :class:`Batches` unchanged: the collate function of its loader."""
     return dict(batch)
 
 
@@ -112,7 +112,7 @@ PROBES = 64
 
 
 def fingerprint_of(dataset: Dataset[Any]) -> str:
-    """The dataset's own ``fingerprint``, or else a hash of its length and of some 64 items spread over it.
+    """Return the dataset's own ``fingerprint``, or else a hash of its length and of some 64 items spread over it.
 
     Items with random augmentation are read with fixed seeds. If they still differ from one read to the next, only the
     length counts.
@@ -126,7 +126,7 @@ def fingerprint_of(dataset: Dataset[Any]) -> str:
 
 
 def length_only(length: int) -> str:
-    """The fingerprint of a dataset of which only the length is known; version 0.1 knew no more."""
+    """Return the fingerprint of a dataset of which only the length is known."""
     return f"{length} items"
 
 
@@ -151,7 +151,7 @@ def _bytes(value: object) -> bytes:
 
 @contextmanager
 def _fixed_seeds() -> Iterator[None]:
-    """The generators of Python, NumPy and torch seeded inside the block, and as they were after it."""
+    """Seed the generators of Python, NumPy and torch inside the block, and restore them after it."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -61,11 +61,13 @@ class SyntheticFlowers:
         return self.count
 
     def load(self, index: int) -> tuple[Image.Image, int]:
+        """Draw an image, and return it with its label."""
         label = index % len(SPECIES)
         picture = draw_flower(SPECIES[label], self.side, np.random.default_rng((self.seed, index)))
         return Image.fromarray(picture), label
 
     def describe(self, index: int) -> str:
+        """Return the number of an image in words."""
         return f"flower {index}"
 
 
@@ -109,7 +111,7 @@ def _rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:
 
 
 def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
-    """A gradient from the colour to a darker one, in a random direction, with soft out-of-focus spots."""
+    """Draw a gradient from the colour to a darker one, in a random direction, with soft out-of-focus spots."""
     grid = np.linspace(-1, 1, side, dtype=np.float32)
     y, x = np.meshgrid(grid, grid, indexing="ij")
     light = 1 + 0.25 * _rotated(x, y, rng.uniform(0, 2 * np.pi))[0]
@@ -121,7 +123,7 @@ def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
 
 
 def _coverage(depth: Array, pixel: float) -> Array:
-    """The fraction of each pixel that a shape covers, from the depth of the pixel's centre inside the shape."""
+    """Return the fraction of each pixel that a shape covers, from the depth of the pixel's centre inside the shape."""
     return np.clip(depth / pixel + 0.5, 0, 1)[..., None]
 
 

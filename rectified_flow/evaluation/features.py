@@ -124,8 +124,8 @@ def reference_features(
 ) -> Tensor:
     """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
-    Each process extracts its share of the whole store. Saved features are loaded from the store's folder. New features
-    are saved there by the main process if the folder is writable.
+    Each process extracts its share of the whole store. Saved features are loaded instead. The main process saves new
+    features beside the store if the cache can be written.
 
     Args:
         dataset: the images.

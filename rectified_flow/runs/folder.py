@@ -16,12 +16,10 @@ from pydantic import Field
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file
+from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
 LOCK_FILE, STATUS_FILE = ".lock", "status.json"
-LOCK_TIMEOUT = 10.0
-"""Seconds to wait for a run that is ending; loader processes may outlive a killed run by five."""
 
 
 @dataclass(frozen=True)

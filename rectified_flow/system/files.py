@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT
 from functools import cache
-from hashlib import file_digest, sha256
+from hashlib import file_digest
 from io import BufferedReader
 from pathlib import Path
 from secrets import token_hex
@@ -26,11 +25,11 @@ if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as
 
 
 LARGEST = 2**30
-"""Of a document or log, which is read whole [bytes]."""
+"""Largest size of a document or log, which is read whole [bytes]."""
 PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
-"""Errors that pass, and say nothing of a file: of a network disk, or of a system with too many open files."""
+"""Errors that do not mean a damaged file: a busy network disk, or a system with too many open files."""
 LONGEST_SHOWN = 100
-"""Characters of a path that is refused."""
+"""Largest number of characters of a refused path in an error message."""
 LEFTOVER, LEFTOVER_AGE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp"), 3600
 """Names of the temporary files of :func:`replace_file`, and the age at which they are removed [s]."""
 LOCK_TIMEOUT = 10.0
@@ -38,7 +37,7 @@ LOCK_TIMEOUT = 10.0
 
 
 def lock_of(path: Path) -> FileLock:
-    """The operating system's lock on ``path``, which everyone may open who may write in its folder.
+    """Return the operating system's lock on ``path``, which every user who may write in its folder may open.
 
     A marker file in its place would outlive a killed process, so on a file system without locks acquiring this one
     raises NotImplementedError.
@@ -135,18 +134,6 @@ def _clear_leftovers(folder: Path) -> None:
                 path.unlink()
 
 
-def remove(path: Path) -> None:
-    """Remove a file, a folder with all that is in it, or a link but not what it points to; it may be missing.
-
-    Raises:
-        OSError: if that fails.
-    """
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an error in reading ``path`` into a sentence.
@@ -181,7 +168,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a regular file of at most ``LARGEST`` bytes.
+    """Read a regular file of at most ``LARGEST`` bytes.
 
     Raises:
         UsageError: if its rights forbid reading it.
@@ -195,7 +182,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a regular file.
+    """Return the SHA-256 of a regular file.
 
     Raises:
         UsageError: if its rights forbid reading it.
@@ -206,12 +193,12 @@ def hash_file(path: Path) -> str:
 
 
 def printable(path: Path | str) -> str:
-    """``path`` for text and JSON: bytes that are not UTF-8, which a file's name may have, as escapes."""
+    """Return ``path`` for text and JSON, with escapes for bytes that are not UTF-8."""
     return str(path).encode(errors="backslashreplace").decode()
 
 
 def usable_path(name: str, path: Path) -> Path:
-    """``path`` with ``~`` expanded, checked to be one that may exist.
+    """Return ``path`` with ``~`` expanded, after a check that it may exist.
 
     Args:
         name: the option that names the path, for the error message.
@@ -262,41 +249,26 @@ def prepare_folder(flag: str, folder: Path) -> Path:
 
 
 T = TypeVar("T")
-SEAL = "sha256"
 LONGEST = 60
 
 
 def read_document(path: Path, schema: type[T]) -> T:
-    """The document at ``path``.
+    """Read the JSON document at ``path``.
 
     Args:
         path: a regular file.
-        schema: a dataclass, or another type that the whole document must have.
+        schema: dataclass, or another type of the whole document.
 
     Raises:
         UsageError: if the rights of the file forbid reading it.
         NewerError: if it has a key that the schema does not know.
-        DamageError: if it is missing, is no JSON, does not fit the schema, or does not have the hash that it names.
+        DamageError: if it is missing, is no JSON, or does not fit the schema.
     """
-    content = read_bytes(path)
-    if SEAL in getattr(schema, "__dataclass_fields__", ()):
-        document = parse_document(content, dict[str, Any], path)
-        if document.get(SEAL, "") not in ("", _hash(document)):
-            raise DamageError(f"{path} was altered")
-    return parse_document(content, schema, path)
-
-
-def write_document(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a document that carries its hash, whole or not at all.
-
-    Raises:
-        OSError: if that fails.
-    """
-    replace_file(path, json.dumps({**document, SEAL: _hash(document)}, indent=1))
+    return parse_document(read_bytes(path), schema, path)
 
 
 def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
-    """A document from its text; ``source`` is what an error names.
+    """Parse a JSON document; errors name ``source``.
 
     Raises:
         NewerError: if it has a key that the schema does not know.
@@ -326,12 +298,12 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
 
 
 def check_document(document: object, schema: type[T], source: object) -> T:
-    """As :func:`parse_document`, for a document that was read already."""
+    """Check a document that was read already, as :func:`parse_document` does."""
     return parse_document(json.dumps(document), schema, source)
 
 
 def misfit(value: object, expected: Any) -> str | None:
-    """How a value that is no document, such as an argument, differs from the type that it is annotated with; or None.
+    """Return how a value, such as an argument, differs from the type that it is annotated with, or None.
 
     Numbers must be finite, and a tuple may stand for any sequence.
     """
@@ -347,7 +319,7 @@ def misfit(value: object, expected: Any) -> str | None:
 
 
 def _in_words(problem: Mapping[str, Any]) -> str:
-    """``"6", but input should be a valid integer``."""
+    """Return a problem as in ``"6", but input should be a valid integer``."""
     shown, message = json.dumps(problem["input"], default=repr), problem["msg"]
     return f"{shown[:LONGEST]}{'...' * (len(shown) > LONGEST)}, but {message[0].lower()}{message[1:]}"
 
@@ -357,9 +329,3 @@ def _adapter(schema: Any) -> "TypeAdapter[Any]":
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)
-
-
-def _hash(document: Mapping[str, Any]) -> str:
-    """Of all keys but that of the hash itself, however they are written down."""
-    content = {key: value for key, value in document.items() if key != SEAL}
-    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

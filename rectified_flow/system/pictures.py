@@ -37,7 +37,7 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
 
 
 def over_white(image: Image.Image) -> Image.Image:
-    """A picture of any mode in RGB, its transparent parts over white."""
+    """Return an image of any mode in RGB, its transparent parts over white."""
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -94,7 +94,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """uint8 ``[n, c, h, w]`` side by side in one picture ``[H, W, c]``, as near to a square as can be."""
+    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square."""
     from torchvision.utils import make_grid  # takes seconds to load
 
     columns = columns or max(1, round(len(images) ** 0.5))
@@ -103,7 +103,7 @@ def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dt
 
 
 def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:
-    """The bytes of a file with ``pixels`` ``[h, w, c]``, RGB or RGBA, in the format of its suffix."""
+    """Return the bytes of a file with ``pixels`` ``[h, w, c]``, RGB or RGBA, in the format of its suffix."""
     content = BytesIO()
     Image.fromarray(pixels).save(content, format=suffix[1:], **options)
     return content.getvalue()

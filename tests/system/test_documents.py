@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from rectified_flow.errors import DamageError, NewerError
-from rectified_flow.system.files import misfit, parse_document, read_document, write_document
+from rectified_flow.system.files import misfit, parse_document, read_document
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,6 @@ class Document:
     place: Path | None = None
     sides: tuple[int, ...] = ()
     share: float = 0.0
-    sha256: str = ""
 
 
 @pytest.mark.parametrize(
@@ -77,21 +76,6 @@ def test_a_key_of_a_newer_version(document: dict[str, Any]) -> None:
         NewerError, match=r"^the text was written by a newer version .* 'parts.x.later'|'later'.*: upgrade"
     ):
         parse_document(json.dumps(document), Document, "the text")
-
-
-def test_a_document_carries_its_hash(tmp_path: Path) -> None:
-    path = tmp_path / "document.json"
-    write_document(path, {"step": 1, "share": 0.1})
-    assert read_document(path, Document).step == 1
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(dict(reversed(content.items()))))
-    assert read_document(path, Document).share == 0.1, "it is the same, in another order"
-    path.write_text(json.dumps(content | {"step": 2}))
-    with pytest.raises(DamageError, match="was altered"):
-        read_document(path, Document)
-    del content["sha256"]
-    path.write_text(json.dumps(content))
-    assert read_document(path, Document).step == 1, "of a version that wrote no hashes"
 
 
 def test_values_that_are_no_documents() -> None:

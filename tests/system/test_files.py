@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.system.files import hash_file, read_bytes, remove, replace_file
+from rectified_flow.system.files import hash_file, read_bytes, replace_file
 
 FORK = multiprocessing.get_context("fork")
 SIZE = 200_000
@@ -129,15 +129,3 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("rectified_flow.system.files.LARGEST", 3)
     with pytest.raises(DamageError, match="more than 3 bytes"):
         read_bytes(tmp_path / "file")
-
-
-def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "file").touch()
-    (tmp_path / "link").symlink_to(folder)
-    remove(tmp_path / "link")
-    assert (folder / "file").exists()
-    remove(folder)
-    remove(tmp_path / "nowhere")
-    assert not list(tmp_path.iterdir())

@@ -166,7 +166,7 @@ def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDatas
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
     """Train while a second run tries the same folder."""
-    folder.LOCK_TIMEOUT = 0.2
+    folder.LOCK_TIMEOUT = 0.2  # type: ignore[attr-defined]
     first: Trainer = build_trainer(tiny_config(output_dir), dataset)
     second: Trainer = build_trainer(
         tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
