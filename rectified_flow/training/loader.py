@@ -23,7 +23,7 @@ from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
 
 # The default for an iterator that cannot start its processes, whose clean-up would fail on its missing attributes.
-_MultiProcessingDataLoaderIter._shutdown = True  # type: ignore[attr-defined]
+_MultiProcessingDataLoaderIter._shutdown = True
 
 
 def load(
