@@ -6,7 +6,9 @@ value differs from its default, so that ``--help`` answers at once.
 """
 
 import argparse
+import importlib
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
@@ -18,7 +20,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.registry import parameters_of, registered_in
 from rectified_flow.system.files import check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -31,6 +34,8 @@ NonNegative = Annotated[float, Ge(0)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
 NoiseLevel = Annotated[float, Gt(0), Le(1)]
+Options = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="(default: none)")]
+"""Arguments of a constructor or function that another flag names. Values are JSON, or strings."""
 IN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -104,6 +109,8 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
             raise refusal from None
         if not quiet:
             sys.stderr.write(explanation.getvalue())
+            if end.code == 0:
+                print(_describe_imports(arguments), end="")
         raise
     if hasattr(config, "program"):
         given = typed | {name for name, value in flags.items() if value not in (None, ())}
@@ -249,6 +256,40 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
     )
     overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
     return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
+
+
+def _describe_imports(arguments: Sequence[str]) -> str:
+    """Return a section of ``--help`` for each class and function that the modules of ``--import`` register."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--import", dest="modules", nargs="*", default=())
+    modules = finder.parse_known_args(arguments)[0].modules
+    import_modules(modules)
+    lines = []
+    for target in registered_in(modules):
+        lines.append(f"{target.__name__} of {target.__module__}")
+        for name, each in parameters_of(target).items():
+            kind = getattr(each.annotation, "__name__", str(each.annotation)).upper()
+            default = "(no default)" if each.default is each.empty else f"(default: {each.default})"
+            lines.append(f"  {f'{name}={kind}':<30} {default}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def import_modules(modules: Sequence[str]) -> None:
+    """Import the modules of ``--import``, also from the current folder.
+
+    Raises:
+        UsageError: if one cannot be imported.
+    """
+    if modules and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # of any type, as the module is a user's
+            raise UsageError(
+                f"--import {name} failed ({type(error).__name__}: {first_line(error)}): name a module, as in Python's "
+                "import, that the current folder or the environment has"
+            ) from error
 
 
 def _usage_error(error: BaseException | None) -> UsageError | None:

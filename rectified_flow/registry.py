@@ -10,7 +10,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
@@ -87,6 +87,14 @@ def find(role: Role | type, name: str) -> Any:
             "MODULE with the Python module that registers it"
         )
     return _BY_ROLE[role][name] if isinstance(role, str) else _KINDS[name]
+
+
+def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
+    """Return the classes and functions that these modules register."""
+    everything: list[Callable[..., Any]] = list(_KINDS.values())
+    for registered in _BY_ROLE.values():
+        everything += registered.values()
+    return [target for target in everything if target.__module__ in modules]
 
 
 def is_registered(value: object) -> bool:

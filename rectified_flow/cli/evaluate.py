@@ -11,7 +11,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.parts import join
+from rectified_flow.cli.parts import is_items, join, open_pictures, open_registered
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig
 from rectified_flow.data.build import open_dataset
@@ -21,8 +21,10 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
-from rectified_flow.flags import checked
+from rectified_flow.evaluation.rendered import RenderedItems
+from rectified_flow.flags import checked, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, load_trained, solver_options
+from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.config_file import DataArguments, data_arguments, program_flags, read_config
@@ -59,11 +61,11 @@ def evaluate(config: EvaluateConfig) -> None:
         find_shares(snapshots, wanted)  # or say now that it cannot be made
     folder = prepare_folder("output_dir", measure.output_dir or trained.run_folder)
     _known_results(folder)  # or say now that they cannot be read
-    dataset, held_out, compared = _split(_training_pictures(measure, trained), trained, state)
+    dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    names = flow.class_names
+    classes = flow.class_names
     require(
-        not names or names == dataset.class_names,
+        not classes or classes == dataset.class_names,
         f"{source} was trained on different classes than {dataset.info.source}; pass its training images with "
         "--dataset_path",
     )
@@ -77,7 +79,7 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
-        metrics=(*METRICS, "manifold"),
+        metrics=measure.metric or (*METRICS, "manifold"),
     )
     new = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
@@ -106,9 +108,11 @@ def evaluate(config: EvaluateConfig) -> None:
 
 
 def _split(
-    pictures: ImageDataset, trained: Trained, state: PartialState
-) -> tuple[ImageDataset, ImageDataset | None, HeldOutPictures | None]:
-    """Those that a flow was trained on, those held out, if there are any, and what the run measured on. Collective."""
+    pictures: ImageDataset | RenderedItems, trained: Trained, state: PartialState
+) -> tuple[ImageDataset | RenderedItems, ImageDataset | None, HeldOutPictures | None]:
+    """Return the training pictures, the held-out ones, if any, and the pictures of the held-out loss. Collective."""
+    if isinstance(pictures, RenderedItems):
+        return pictures, None, None
     flags, path = on_main(state, lambda: _flags_of_pictures(trained))
     share, seed = (
         checked(DataConfig, flags, path).get("holdout", 0.0),
@@ -148,26 +152,33 @@ def _teacher_of(config: Mapping[str, Any]) -> str | None:
     return flags.get("teacher") or flags.get("reflow_from")
 
 
-def _training_pictures(config: MeasureConfig, trained: Trained) -> ImageDataset:
-    source = trained.source
-    recipe = data_arguments(trained.config, source / checkpoint.CONFIG_FILE)
+def _training_data(config: MeasureConfig, trained: Trained) -> ImageDataset | RenderedItems:
+    """Open the training data of a checkpoint: pictures, or the rendered items of a registered dataset."""
+    source, path = trained.source, trained.source / checkpoint.CONFIG_FILE
+    flags = program_flags(trained.config)
+    if config.dataset_path is None and not flags.get("dataset_path") and flags.get("dataset") in names("dataset"):
+        data = replaced(DataConfig(), checked(DataConfig, flags, path))
+        data = data if config.cache_dir is None else replace(data, cache_dir=config.cache_dir)
+        registered = open_registered(data)
+        if is_items(registered):
+            return RenderedItems(registered, trained.flow.space, data.dataset)
+        return open_pictures(data)
+    recipe = data_arguments(trained.config, path)
     require(
         recipe is not None or config.dataset_path is not None,
-        f"{source} does not say how to open its training data: pass a folder with --dataset_path",
+        f"{source} does not say how to open its training data: pass a folder with --dataset_path, or --import MODULE "
+        "with the Python module that registers its dataset",
     )
     if recipe is None or recipe.image_size is None:
         recipe = replace(recipe or DataArguments(""), **_shape_of(trained))
-    return open_dataset(
-        recipe.dataset,
-        config.dataset_path or recipe.dataset_path,
+    recipe = replace(
+        recipe,
+        dataset_path=config.dataset_path or recipe.dataset_path,
         image_size=recipe.image_size or 0,
         cache_dir=config.cache_dir or recipe.cache_dir,
-        skip_broken_images=recipe.skip_broken_images,
         split=recipe.split or SPLIT,
-        aspect_ratio=recipe.aspect_ratio,
-        crop=recipe.crop,
-        alpha=recipe.alpha,
     )
+    return open_dataset(**vars(recipe))
 
 
 def _shape_of(trained: Trained) -> dict[str, Any]:
@@ -179,7 +190,7 @@ def _shape_of(trained: Trained) -> dict[str, Any]:
     return {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
 
 
-def _are_those_of(dataset: ImageDataset, trained: Trained) -> bool:
+def _are_those_of(dataset: ImageDataset | RenderedItems, trained: Trained) -> bool:
     """Whether a checkpoint was trained on these pictures, as far as it says; a run with a teacher says nothing."""
     taught = _teacher_of(trained.config) is not None
     return trained.run is None or taught or trained.run.dataset == dataset.fingerprint
@@ -202,8 +213,9 @@ def _describe(result: dict[str, Any]) -> str:
     did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}"
     framing = result.get("framing")
     size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]
+    where = f" ({result['split']} split, {size} px)" if size else ""
     lines = [
-        did.format(**result) + f" ({result['split']} split, {size} px), {result['weights']}",
+        did.format(**result) + f"{where}, {result['weights']}",
         f"  by {result['feature_network']}, resized {result['resize']}",
     ]
     wide = max(38, *map(len, result["distances"]))

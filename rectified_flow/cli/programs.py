@@ -61,10 +61,12 @@ def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]
     """Run the program; return its exit code, and whether all processes end at the same point of it."""
     interrupted = 0
     try:
+        from rectified_flow.flags import import_modules
+
         config = _parse(config_class, description)
         interrupted = config.program.interrupted_exit_code
         with exit_on_signals(interrupted):
-            _import_modules(config.program.import_)
+            import_modules(config.program.import_)
         with stop_on_signals():
             with exit_on_signals(interrupted):
                 function = _find(main)
@@ -113,20 +115,6 @@ def _without_local_rank(arguments: list[str]) -> list[str]:
     if found.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(found.local_rank))
     return others
-
-
-def _import_modules(names: tuple[str, ...]) -> None:
-    """Import the modules of ``--import``, also from the current folder."""
-    if names and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception as error:  # a module may raise anything
-            raise UsageError(
-                f"--import {name} failed ({type(error).__name__}: {first_line(error)}): name a module, as in Python's "
-                "import, that the current folder or the environment has"
-            ) from error
 
 
 def _find(name: str) -> Any:

@@ -18,6 +18,7 @@ from rectified_flow.flags import (
     Fraction,
     Natural,
     NonNegative,
+    Options,
     Positive,
     PositiveNumber,
     Probability,
@@ -30,8 +31,6 @@ from rectified_flow.system.machine import require_memory
 BYTES_PER_WEIGHT = 16
 """Least training memory of a weight: itself, its gradient and two moments in float32."""
 UNET = "Unet"
-Options = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="(default: none)")]
-"""Arguments of a constructor or function that another flag names. Values are JSON, or strings."""
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ class RenderedItems:
     """
 
     rows = path = None
-    class_names: Sequence[str] = ()
 
     def __init__(self, items: Dataset[Any], space: Space, name: str) -> None:
         self.items, self.space = items, space
         self.info = SimpleNamespace(source=name, image_size=None, framing=None)
         self.conditions: dict[str, Any] = getattr(items, "conditions", {})
+        self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
 
     def __len__(self) -> int:

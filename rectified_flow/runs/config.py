@@ -13,6 +13,7 @@ from rectified_flow.flags import (
     Fraction,
     Natural,
     NonNegative,
+    Options,
     Positive,
     PositiveNumber,
     Seed,
@@ -85,8 +86,12 @@ class TrainingConfig(Flags):
     """Optimizer steps; excludes --num_epochs."""
     num_epochs: PositiveNumber | None = None
     """Passes over the dataset; excludes --train_num_steps."""
+    optimizer: str = "adamw"
+    """adamw, or a registered optimizer."""
+    optimizer_options: Options = ()
+    """Arguments of the optimizer."""
     learning_rate: PositiveNumber = 3e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     lr_warmup_steps: Natural = 500
     """Optimizer steps over which the learning rate rises from 0."""
     lr_decay: LrDecay = "none"
@@ -94,7 +99,7 @@ class TrainingConfig(Flags):
     adam_betas: tuple[Fraction, Fraction] = (0.9, 0.99)
     """AdamW's decay rates of the averages of the gradient and its square."""
     weight_decay: NonNegative = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay."""
     max_grad_norm: NonNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
     max_bad_steps: Positive = 10

@@ -28,7 +28,7 @@ MAY_CHANGE = (
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 SHAPING = (
     *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),
-    *("use_ema", "ema_decay", "power_ema", "compile"),
+    *("use_ema", "ema_decay", "power_ema", "compile", "optimizer_options"),
 )
 """Flags of a run that shape the training and may differ when it resumes."""
 
@@ -100,6 +100,11 @@ def choose_checkpoint(
         if then != now:
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     flags_then, flags_now = program_flags(read_config(own / checkpoint.CONFIG_FILE)), plain(config)
+    optimizer = then.get("optimizer", config.optimizer)
+    require(
+        optimizer == config.optimizer,
+        f"checkpoint {path} was trained with --optimizer {optimizer}: pass that, or choose another --output_dir",
+    )
     for name in SHAPING:
         if name in flags_then and flags_then[name] != flags_now[name]:
             report(f"note: {name} was {flags_then[name]} and is now {flags_now[name]}")

@@ -1,15 +1,14 @@
 """Optimizers by name, and learning-rate schedules."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from math import cos, pi
-from typing import Any
 
 import torch
 from torch import nn
 
+from rectified_flow.choices import choose
 from rectified_flow.errors import UsageError, require
-from rectified_flow.registry import find, register
+from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
 
 OPTIMIZER_FLAGS = ("optimizer", "optimizer_options", "learning_rate", "adam_betas", "weight_decay")
@@ -54,18 +53,18 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float,
     fused: bool,
-    **options: Any,
+    eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
-    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused, **options)
+    return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=fused, eps=eps)
 
 
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
 
-    A registered builder takes the trained parameters with their names, and by keyword the peak learning rate ``lr``,
-    the decays ``betas`` of the averages of the gradient and of its square, ``weight_decay``, ``fused``, and the
-    entries of ``--optimizer_options``. It ignores the values that its optimizer does not have.
+    A registered builder takes the trained parameters with their names. It gets those of the peak learning rate ``lr``,
+    the decays ``betas`` of the averages of the gradient and of its square, ``weight_decay`` and ``fused`` that it has
+    a parameter for, and the entries of ``--optimizer_options``.
 
     Args:
         config: the run's flags.
@@ -73,11 +72,11 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
             can skip a step whose gradient is not finite without a wait for the device. Others are waited for.
 
     Raises:
-        UsageError: if no optimizer is registered under that name.
+        UsageError: if no optimizer is registered under that name, or an option does not fit it.
     """
+    choice = choose("optimizer", "optimizer", config.optimizer, config.optimizer_options)
     flags = {"lr": config.learning_rate, "betas": config.adam_betas, "weight_decay": config.weight_decay}
-    options = getattr(config, "optimizer_options", {})
-    return partial(find("optimizer", getattr(config, "optimizer", "adamw")), **flags, fused=fused, **options)
+    return lambda parameters: choice.build(parameters=parameters, **flags, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:

@@ -12,9 +12,10 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.evaluate import _training_pictures, evaluate
+from rectified_flow.cli.evaluate import _training_data, evaluate
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.data.build import open_dataset
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features
@@ -90,7 +91,8 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     save_with_flags(run, tmp_path, holdout=0.5, seed=3)
     run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    pictures = _training_pictures(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
+    pictures = _training_data(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
+    assert isinstance(pictures, ImageDataset)
     split = hold_out(pictures, 0.5, 3, PartialState())
     distances = result["distances"]
     assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
@@ -188,13 +190,13 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
     ("flags", "sentence"),
     [
         ("--checkpoint {tmp}", "there is no checkpoint at"),
-        ("--checkpoint {run} --num_samples 1", "a distance needs at least 2"),
-        ("--checkpoint {run} --steps 4 0", "all must be above 0"),
+        ("--checkpoint {run} --num_samples 1", "--num_samples is 1; it must be at least 2"),
+        ("--checkpoint {run} --steps 4 0", "--steps is 0; it must be above 0"),
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
         ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
         ("--checkpoint {run} --steps 4 4", "contains duplicates"),
-        ("--checkpoint {run} --ema_lengths 0.3", "must be from 0.02 to 0.28"),
+        ("--checkpoint {run} --ema_lengths 0.3", "--ema_lengths is 0.3; it must be at most 0.28"),
         ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
@@ -234,10 +236,10 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
     with pytest.raises(UsageError, match="does not say how to open its training data: pass a folder"):
-        _training_pictures(MeasureConfig(), read_trained(path))
+        _training_data(MeasureConfig(), read_trained(path))
     given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
-    expected = _training_pictures(MeasureConfig(), read_trained(source))
-    assert _training_pictures(given, read_trained(path)).fingerprint == expected.fingerprint
+    expected = _training_data(MeasureConfig(), read_trained(source))
+    assert _training_data(given, read_trained(path)).fingerprint == expected.fingerprint
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

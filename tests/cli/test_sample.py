@@ -116,7 +116,7 @@ REFUSED = [
     ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples 1000000000000000 would need at least"),
     ("--noise_level 2", "--noise_level is 2.0"),
-    ("--noise_level 0.5", "--noise_level needs --from_images: pass some"),
+    ("--noise_level 0.5", "--noise_level needs --from_images: pass a picture"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),

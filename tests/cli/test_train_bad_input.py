@@ -157,8 +157,8 @@ def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
         ("--output_dir {tmp}/run --resume never", "run/checkpoints already holds checkpoints"),
         ("--output_dir {tmp}/new --resume {tmp}/old", "there is no checkpoint at"),
         ("--output_dir {tmp}/new --init_from {tmp}/old", "there is no checkpoint at"),
-        ("--output_dir {tmp}/new --augment 1.5", "--augment is 1.5; it is a probability, from 0 to 1"),
-        ("--output_dir {tmp}/new --holdout 1", "--holdout is 1; it is a share, at least 0 and below 1"),
+        ("--output_dir {tmp}/new --augment 1.5", "--augment is 1.5; it must be at most 1"),
+        ("--output_dir {tmp}/new --holdout 1", "--holdout is 1.0; it must be below 1"),
         ("--output_dir {tmp}/new --augment 0.1 --autoencoder haar", "--autoencoder and --augment exclude each other"),
         ("--output_dir {tmp}/new --holdout 0.1 --reflow_from {tmp}/run", "--holdout has no effect with --reflow_from"),
         ("--output_dir {tmp}/file/run", "cannot be written"),
@@ -213,7 +213,7 @@ def test_unwritable_checkpoints(world_size: int, tmp_path: Path) -> None:
 
 
 def test_a_seed_too_large() -> None:
-    assert_refused(1, f"{TINY} --seed 5000000000", "--seed is 5000000000; it must be below 2**32")
+    assert_refused(1, f"{TINY} --seed 5000000000", "--seed is 5000000000; it must be below 4294967296")
 
 
 def test_another_seed_batch_or_precision_is_told(tmp_path: Path, flowers: ImageDataset) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import Pixels, RectifiedFlow, register
+from rectified_flow import register
 
 
 @register
@@ -22,9 +22,3 @@ class Adapted(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         return self.base(x.bfloat16()).float() + self.adapter(x)
-
-
-def build() -> tuple[nn.Module, list[Tensor]]:
-    """The flow, and pictures."""
-    flow = RectifiedFlow(Adapted(8), space=Pixels((3, 8, 8)))
-    return flow, list(torch.arange(20 * 192).reshape(20, 3, 8, 8).mul(11).remainder(256).to(torch.uint8))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from rectified_flow import Pixels, RectifiedFlow, Unet, randomness, register
+from rectified_flow import randomness, register
 
 
 @register
@@ -43,8 +43,7 @@ class Ramps(Dataset[dict[str, Tensor]]):
     conditions: dict[str, Any] = {"level": Level()}  # noqa: RUF012
 
 
-def build() -> tuple[nn.Module, Dataset[dict[str, Tensor]]]:
-    """The flow, and the ramps."""
-    dataset = Ramps()
-    network = Unet(8, (1, 2), conditions=dataset.conditions, image_size=8)
-    return RectifiedFlow(network, space=Pixels((3, 8, 8)), condition_dropout=0.1), dataset
+@register(role="dataset")
+def ramps() -> Ramps:
+    """Return the ramps."""
+    return Ramps()

@@ -4,9 +4,9 @@ from math import pi
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rectified_flow import Flow, Pixels, Unet, randomness, register
+from rectified_flow import Flow, randomness, register
 from rectified_flow.flows.flow import expand
 
 
@@ -33,9 +33,3 @@ class CircleFlow(Flow):
             for step in reversed(range(steps)):
                 x = x - pi / 2 / steps * self.network(x, x.new_full((len(x),), (step + 1) / steps), **values)
         return self.space.decode(x)
-
-
-def build() -> tuple[nn.Module, list[Tensor]]:
-    """The flow, and pictures."""
-    flow = CircleFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), horizontal_flip=True))
-    return flow, list(torch.arange(20 * 192).reshape(20, 3, 8, 8).mul(5).remainder(256).to(torch.uint8))

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import Labels, Pixels, RectifiedFlow, register
+from rectified_flow import Labels, register
 
 
 @register
@@ -21,10 +21,3 @@ class TwoConvolutions(nn.Module):
         labels = conditions.get("labels", self.conditions["labels"].none(len(x), x.device))
         condition = self.time(t[:, None]) + self.embedding(labels)
         return self.out(torch.relu(self.into(x) + condition[:, :, None, None]))
-
-
-def build() -> tuple[nn.Module, list[tuple[Tensor, int]]]:
-    """The flow, and items of pictures and labels."""
-    flow = RectifiedFlow(TwoConvolutions(8, {"labels": Labels(2)}), space=Pixels((3, 8, 8)), condition_dropout=0.1)
-    pictures = torch.arange(20 * 3 * 64).reshape(20, 3, 8, 8).mul(7).remainder(256).to(torch.uint8)
-    return flow, [(picture, number % 2) for number, picture in enumerate(pictures)]

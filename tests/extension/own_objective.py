@@ -1,9 +1,9 @@
 """An objective of one's own: rectified flow by absolute errors. ``loss`` is what ``--compile`` compiles."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rectified_flow import Pixels, RectifiedFlow, Unet, register
+from rectified_flow import RectifiedFlow, register
 from rectified_flow.flows.flow import expand
 
 
@@ -14,9 +14,3 @@ class AbsoluteFlow(RectifiedFlow):
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: dict[str, Tensor]) -> Tensor:
         x_t = torch.lerp(x_0, noise, expand(t, x_0))
         return (self.velocity(x_t, t, **conditions) - (noise - x_0)).abs().mean()
-
-
-def build() -> tuple[nn.Module, list[Tensor]]:
-    """The flow, and pictures."""
-    flow = AbsoluteFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8)))
-    return flow, list(torch.arange(20 * 192).reshape(20, 3, 8, 8).mul(3).remainder(256).to(torch.uint8))

@@ -1,9 +1,9 @@
-"""A data space of one's own: clouds of points in the plane, drawn as white dots on black."""
+"""A data space of one's own, with its network and dataset: clouds of points, rendered as white dots on black."""
 
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import RectifiedFlow, Space, register
+from rectified_flow import Space, register
 
 SIDE = 16
 
@@ -44,8 +44,8 @@ class PointNetwork(nn.Module):
         return self.layers(torch.cat((x, context), dim=2))
 
 
-def build() -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """The flow, and rings of five points."""
-    angles = torch.arange(5) * 2 * torch.pi / 5 + torch.arange(20)[:, None]
-    rings = 300 * torch.stack((angles.cos(), angles.sin()), dim=2)
-    return RectifiedFlow(PointNetwork(16), space=Clouds((5, 2), 300.0)), [{"points": ring} for ring in rings]
+@register(role="dataset")
+def rings(count: int = 20) -> list[dict[str, Tensor]]:
+    """Return rings of five points."""
+    angles = torch.arange(5) * 2 * torch.pi / 5 + torch.arange(count)[:, None]
+    return [{"points": ring} for ring in 300 * torch.stack((angles.cos(), angles.sin()), dim=2)]

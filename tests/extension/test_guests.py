@@ -1,41 +1,67 @@
-"""Parts of one's own, each in a file of its own: everything the programs promise holds for them, too."""
+"""Parts of one's own, a file each: the programs train, resume, sample and evaluate them, chosen by their names."""
 
 import importlib
 import json
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from accelerate.utils import set_seed
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow import Trainer, TrainingConfig, UsageError
+from rectified_flow import UsageError
 from rectified_flow.load import build_flow, load_flow
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
-GUESTS = ("own_network", "own_flow", "own_objective", "own_space", "own_dataset", "own_adapter", "own_autoencoder")
+SMALL = "--dataset synthetic-flowers --image_size 8 --dim 8 --dim_mults 1 2"
+NO_UNET = "--dataset synthetic-flowers --image_size 8"
+ROWS = {
+    "own_network": ("network", f"{NO_UNET} --use_cfg --network TwoConvolutions --network_options width=8"),
+    "own_adapter": ("network", f"{NO_UNET} --network Adapted --network_options width=8"),
+    "own_flow": ("flow", f"{SMALL} --flow CircleFlow"),
+    "own_objective": ("objective", f"{SMALL} --flow AbsoluteFlow"),
+    "own_space": (
+        "space",
+        "--dataset rings --space Clouds --space_options scale=300 --network PointNetwork --network_options width=16",
+    ),
+    "own_dataset": ("dataset", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
+    "own_pictures": ("dataset", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
+    "own_autoencoder": (
+        "autoencoder",
+        f"{NO_UNET} --dim 8 --dim_mults 1 --autoencoder Folded --autoencoder_options unit=0.5",
+    ),
+    "own_optimizer": ("optimizer", f"{SMALL} --optimizer sign_descent --optimizer_options momentum=0.8"),
+    "own_times": ("time distribution", f"{SMALL} --time_distribution PowerOfUniform --time_options power=2"),
+    "own_metric": ("metric", SMALL),
+}
+"""The part that each guest replaces, and the flags that choose it."""
+METRICS = {"own_metric": "frechet mean_gap"}
+SCHEDULE = (
+    "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9 --save_every 4 --log_every 1"
+    " --num_samples 3 --sample_steps 2"
+)
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.xdist_group("guests")
 
 
-def train(guest: str, output_dir: Path, steps: int) -> list[str]:
-    """Train a guest on this rank; returns the events of its run."""
-    module = importlib.import_module(f"tests.extension.{guest}")
-    set_seed(0)
-    flow, dataset = module.build()
-    config = TrainingConfig(
-        global_batch_size=8, train_num_steps=steps, learning_rate=1e-2, lr_warmup_steps=2, ema_decay=0.9, save_every=4,
-        log_every=1, num_samples=3, sample_steps=2, output_dir=output_dir,
-    )  # fmt: skip
-    Trainer(flow, dataset, config).train()
-    return [name for name in sys.modules if name.startswith("tests.extension.own")]
+def train(guest: str, output_dir: Path, steps: int) -> tuple[int, str]:
+    """Train a guest on this rank by the program; it must not end well on several ranks, so the trainer is called."""
+    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.train_flags import TrainRectifiedFlow
+    from rectified_flow.flags import parse
+
+    importlib.import_module(f"tests.extension.{guest}")
+    words = f"{ROWS[guest][1]} {SCHEDULE} --train_num_steps {steps} --output_dir {output_dir}"
+    words += f" --import tests.extension.{guest}"
+    assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+    return 0, ""
 
 
-@pytest.fixture(scope="module", params=GUESTS)
+@pytest.fixture(scope="module", params=ROWS)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """A guest's name and its folder of runs: straight to step 8 on two ranks, and stopped at 4 and resumed."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -47,6 +73,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def newest(run: Path) -> Path:
     return run / "checkpoints/step_00000008"
+
+
+def test_the_program_itself_trains_it(runs: tuple[str, Path], tmp_path: Path) -> None:
+    guest, folder = runs
+    flags = f"{ROWS[guest][1]} {SCHEDULE} --train_num_steps 8 --output_dir {tmp_path} --import tests.extension.{guest}"
+    [(code, errors)] = run_on_ranks(1, program, "train_oxford.py", flags.split())
+    assert code == 0, errors
+    for one, two in zip(losses(tmp_path), losses(folder / "straight"), strict=True):
+        assert one == pytest.approx(two, rel=1e-3), "the same run on one process and on two"
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(row)["loss"] for row in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_it_trains_and_resumes_byte_equal(runs: tuple[str, Path]) -> None:
@@ -70,6 +109,36 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
     assert len({picture.tobytes() for picture in pictures}) == 3
     grid = Image.open(folder / "straight/samples/step_00000008.png")
     assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
+
+
+def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) -> None:
+    guest, folder = runs
+    flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path), "--num_samples", "4"]
+    flags += ["--steps", "2", "--feature_network", "efficientnet_lite0", "--import", f"tests.extension.{guest}"]
+    if guest in METRICS:
+        flags += ["--metric", *METRICS[guest].split()]
+    [(code, errors)] = run_on_ranks(1, program, "evaluate.py", flags)
+    assert code == 0, errors
+    [result] = json.loads((tmp_path / "evaluation.json").read_text())
+    assert all(np.isfinite(list(result["distances"].values())))
+    assert ("mean_gap" in result["distances"]) == (guest in METRICS)
+    assert ("copies" in result["distances"]) == (guest not in METRICS)
+
+
+def test_the_table_of_the_documentation_has_these_rows() -> None:
+    """Each row: the part, what is registered, and the flag that chooses it."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = re.search(r"## A new part: one file.*?(\n\|.*?)\n\n", page, re.DOTALL)
+    assert table is not None
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].strip().splitlines()[2:]]
+    assert {(row[0], row[-1].strip("`")) for row in rows} == {
+        (part, f"tests/extension/{guest}.py") for guest, (part, _) in ROWS.items()
+    }
+    for part, _, flag, file in rows:
+        guest = Path(file.strip("`")).stem
+        words = ROWS[guest][1] if part != "metric" else f"--metric {METRICS[guest]}"
+        name = flag.strip("`").split()[0]
+        assert f"{name} " in words, (part, flag)
 
 
 def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Path], tmp_path: Path) -> None:
@@ -97,14 +166,17 @@ def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     document = json.loads((folder / "straight/config.json").read_text())
     assert document["network"]["kind"] == type(flow.network).__name__
     assert document["flow"]["space"]["kind"] == type(flow.space).__name__
-    assert "dataset" not in document["data"], "no part of the run was opened from a hub id"
+    assert document["flags"]["import"] == [f"tests.extension.{guest}"]
 
 
 def test_without_its_module_the_kind_is_named(runs: tuple[str, Path], tmp_path: Path) -> None:
-    """In a process that never imported the guest."""
-    _, folder = runs
+    """In a process that never imported the guest; a checkpoint does not name what only the training needs."""
+    guest, folder = runs
     flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path)]
     [(code, errors)] = run_on_ranks(1, program, "sample.py", flags)
+    if guest in ("own_pictures", "own_optimizer", "own_metric"):
+        assert code == 0, errors
+        return
     assert code == 2
     assert "--import MODULE" in errors
     assert errors.count("\n") == 1

@@ -16,10 +16,11 @@ dataset dataset_options dataset_path image_size aspect_ratio crop alpha space sp
 autoencoder_options horizontal_flip augment holdout skip_broken_images cache_dir num_workers multiprocessing_context
 persistent_workers pin_memory network network_options dim dim_mults dropout use_cfg flow flow_options coupling
 time_distribution time_options batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs
-learning_rate lr_warmup_steps lr_decay adam_betas weight_decay max_grad_norm max_bad_steps mixed_precision use_ema
-ema_decay power_ema seed init_from gradient_checkpointing compile output_dir checkpoint_dir resume save_every
-keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout dry_run look
-evaluate_every evaluation_samples feature_network stop_when_memorising config import interrupted_exit_code
+optimizer optimizer_options learning_rate lr_warmup_steps lr_decay adam_betas weight_decay max_grad_norm max_bad_steps
+mixed_precision use_ema ema_decay power_ema seed init_from gradient_checkpointing compile output_dir checkpoint_dir
+resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout
+dry_run look evaluate_every evaluation_samples feature_network stop_when_memorising config import
+interrupted_exit_code
 """
 RECTIFIED = (
     SHARED + "prediction loss time_mean time_std time_shift " + "reflow_from reflow_pairs reflow_steps pairs_dir"
