@@ -100,10 +100,10 @@ def choose_checkpoint(
         if then != now:
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     flags_then, flags_now = program_flags(read_config(own / checkpoint.CONFIG_FILE)), plain(config)
-    optimizer = then.get("optimizer", config.optimizer)
+    optimizer = flags_then.get("optimizer", config.optimizer)
     require(
         optimizer == config.optimizer,
-        f"checkpoint {path} was trained with --optimizer {optimizer}: pass that, or choose another --output_dir",
+        f"checkpoint {own} was trained with --optimizer {optimizer}: pass that, or choose another --output_dir",
     )
     for name in SHAPING:
         if name in flags_then and flags_then[name] != flags_now[name]:
