@@ -185,7 +185,7 @@ def open_drawn(
             generator = _Generator(taught, recipe, state, writer, pictures)
             with interruptible(generator.teacher):
                 fill(writer, state, done, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
-    return StoreDataset(writer.path, pictures.recipe), space
+    return StoreDataset(writer.path, pictures.arguments), space
 
 
 def folders_of(taught: TeacherData) -> list[Path]:

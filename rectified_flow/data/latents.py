@@ -27,12 +27,12 @@ class LatentDataset(StoreDataset):
 
     Args:
         path: the store's folder.
-        recipe: the arguments of :func:`rectified_flow.open_dataset` that open the pictures.
+        arguments: arguments of :func:`rectified_flow.open_dataset` that open the images.
         mirrored: read the mirror images too, if the store has them.
     """
 
-    def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None, *, mirrored: bool = True) -> None:
-        super().__init__(path, recipe)
+    def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None, *, mirrored: bool = True) -> None:
+        super().__init__(path, arguments)
         self.mirrored = mirrored
 
     @property
@@ -139,7 +139,7 @@ def encode_pictures(
         writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
 
     fill_once(writer, state, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
-    return LatentDataset(writer.path, pictures.recipe, mirrored=mirrored)
+    return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
 
 
 def _writer(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:

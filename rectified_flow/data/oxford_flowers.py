@@ -40,4 +40,4 @@ class OxfordFlowersDataset(ImageDataset):
             cache_dir=cache_dir,
             skip_broken_images=skip_broken_images,
         )
-        super().__init__(opened.path, opened.recipe)
+        super().__init__(opened.path, opened.arguments)

@@ -105,20 +105,20 @@ class StoreInfo:
 class StoreDataset(Dataset[dict[str, Tensor]]):
     """The rows of a store.
 
-    Pickles as a path, a recipe and numbers of rows. Each process maps the files when it first reads, and all share one
+    Pickles as a path, arguments and numbers of rows. Each process maps the files when it first reads, and all share one
     page cache. Items are dicts of the store's entries and, if the source has labels, ``labels`` (int64 scalar).
 
     Args:
         path: a store's folder.
-        recipe: the arguments of :func:`rectified_flow.open_dataset` that open the pictures again.
+        arguments: arguments of :func:`rectified_flow.open_dataset` that open the images again.
 
     Attributes:
         rows: the store's rows that are items, in this order; None if all are.
     """
 
-    def __init__(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
-        self.recipe = dict(recipe or {})
+        self.arguments = dict(arguments or {})
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self._length = self.info.length
 
@@ -211,7 +211,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "recipe": self.recipe, "rows": self.rows, "_length": self._length}
+        return {"path": self.path, "arguments": self.arguments, "rows": self.rows, "_length": self._length}
 
 
 class ImageDataset(StoreDataset):

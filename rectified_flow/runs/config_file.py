@@ -59,7 +59,7 @@ def describe_run(
     Args:
         config: the run's flags.
         flow: the flow with its network.
-        dataset: the data. Its attribute ``recipe`` has the arguments of :func:`rectified_flow.open_dataset`, and
+        dataset: the data. Its attribute ``arguments`` has the arguments of :func:`rectified_flow.open_dataset`, and
             ``description`` a line for the user.
         flags: all flags of the program that built these parts, if a program did.
         unused: flags of the run that have no effect, because the trainer was given a part in their place.
@@ -67,7 +67,7 @@ def describe_run(
     network = getattr(flow, "network", None)
     document = {
         "run": {name: value for name, value in plain(config).items() if name not in unused},
-        "data": getattr(dataset, "recipe", None) or {"description": data_description(dataset)},
+        "data": getattr(dataset, "arguments", None) or {"description": data_description(dataset)},
         "network": None if network is None else _described(network),
         "flow": {name: value for name, value in _described(flow).items() if name != "network"},
     }

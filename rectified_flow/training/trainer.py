@@ -57,7 +57,7 @@ class Trainer:
             each step, from 0 to 1. Parameters that require no gradient are frozen: neither averaged nor compared.
         dataset: map-style, with items that are dicts of tensors, ``image``, or ``(image, label)``. Optional:
             ``read_batch(indices)`` reads items whole, ``fingerprint`` identifies the data, ``description`` names them
-            for the user, ``recipe`` has the arguments that open them again.
+            for the user, ``arguments`` has those that open them again.
         config: the run's flags.
         optimizer: builds the optimizer from pairs of name and trained parameter, for example
             ``partial(torch.optim.SGD, lr=0.1)``; the registered one that ``config`` names if not given. Its learning

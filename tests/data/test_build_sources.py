@@ -57,7 +57,7 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     dataset = open_dataset("", tmp_path, image_size=4)
     assert dataset.class_names == ["daisy", "rose"]
     assert dataset.labels.tolist() == [0, 1, 1]
-    again = open_dataset(**dataset.recipe | {"cache_dir": str(dataset.path.parent)})
+    again = open_dataset(**dataset.arguments | {"cache_dir": str(dataset.path.parent)})
     assert again.path == dataset.path, "the recipe opens other pictures"
     with pytest.raises(UsageError, match="is empty: is a variable not set"):
         open_dataset("", "", image_size=4)

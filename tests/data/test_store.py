@@ -85,7 +85,7 @@ def test_it_pickles_as_a_recipe(flowers: ImageDataset, used: bool) -> None:
     assert len(content) < 500
     back = pickle.loads(content)
     assert torch.equal(back[3]["images"], flowers[3]["images"])
-    assert (len(back), back.recipe) == (len(dataset), dataset.recipe)
+    assert (len(back), back.arguments) == (len(dataset), dataset.arguments)
 
 
 def test_conditions_and_description(flowers: ImageDataset) -> None:
