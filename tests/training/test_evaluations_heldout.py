@@ -122,33 +122,46 @@ def test_damaged_lines_do_not_count(alone: Path, tmp_path: Path) -> None:
     assert "the network memorises its training pictures" in printed
 
 
-def train_mean(folder: str, cache: str) -> str:
-    return train(folder, cache, MeanFlow, train_num_steps=54)
+@pytest.fixture(scope="module")
+def gone_on(alone: Path) -> tuple[Path, str]:
+    """A run that began without the flag and kept every checkpoint, and what it printed."""
+    [printed] = run_on_ranks(1, train_on, str(alone / "on"), str(alone / "cache"), 54, False)
+    return alone / "on", printed
 
 
-def test_without_the_flag_it_warns_once(alone: Path, tmp_path: Path) -> None:
-    [printed] = run_on_ranks(1, train_mean, str(tmp_path), str(alone / "cache"))
-    assert rows(tmp_path)[-1]["step"] == 54
+def test_without_the_flag_it_warns_once(gone_on: tuple[Path, str]) -> None:
+    run, printed = gone_on
+    assert rows(run)[-1]["step"] == 54
     assert printed.count("warning: the network memorises its training pictures") == 1
     assert "--stop_when_memorising" in printed
-    assert checkpoint.best_of(tmp_path / "checkpoints") is None
+    assert checkpoint.best_of(run / "checkpoints") is None
 
 
-@pytest.mark.parametrize(("keep_every", "said"), [(0, "was not kept"), (6, "best is the checkpoint of step")])
+def train_mean(folder: str, cache: str) -> str:
+    return train(folder, cache, MeanFlow, train_num_steps=6)
+
+
+def test_mean_flow_is_measured(alone: Path, tmp_path: Path) -> None:
+    run_on_ranks(1, train_mean, str(tmp_path), str(alone / "cache"))
+    assert [row["step"] for row in rows(tmp_path)] == [6]
+
+
+@pytest.mark.parametrize(("is_kept", "said"), [(False, "was not kept"), (True, "best is the checkpoint of step")])
 def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
-    alone: Path, tmp_path: Path, keep_every: int, said: str
+    alone: Path, gone_on: tuple[Path, str], tmp_path: Path, is_kept: bool, said: str
 ) -> None:
     """It began without the flag, so that nothing was marked, and all but the newest checkpoints may be gone."""
-    run_on_ranks(1, train_on, str(tmp_path), str(alone / "cache"), 54, keep_every, False)
-    [printed] = run_on_ranks(2, train_on, str(tmp_path), str(alone / "cache"), 90, keep_every, True)[:1]
-    measured = rows(tmp_path)
-    best = min(measured, key=lambda row: row["heldout_loss"])["step"]
+    shutil.copytree(gone_on[0], tmp_path / "run")
+    best = min(rows(tmp_path / "run"), key=lambda row: row["heldout_loss"])["step"]
+    if not is_kept:
+        shutil.rmtree(tmp_path / "run/checkpoints" / checkpoint.step_name(best))
+    [printed] = run_on_ranks(2, train_on, str(tmp_path / "run"), str(alone / "cache"), 90, True)[:1]
     [sentence] = [line for line in printed.splitlines() if line.startswith("stopped at step 54")]
     assert said in sentence
     assert f"step {best}" in sentence
-    kept = checkpoint.best_of(tmp_path / "checkpoints")
-    assert (kept and checkpoint.step_of(kept)) == (best if keep_every else None)
+    kept = checkpoint.best_of(tmp_path / "run/checkpoints")
+    assert (kept and checkpoint.step_of(kept)) == (best if is_kept else None)
 
 
-def train_on(folder: str, cache: str, steps: int, keep_every: int, stops: bool) -> str:
-    return train(folder, cache, stops=stops, train_num_steps=steps, keep_every=keep_every)
+def train_on(folder: str, cache: str, steps: int, stops: bool) -> str:
+    return train(folder, cache, stops=stops, train_num_steps=steps, keep_every=6)
