@@ -38,13 +38,13 @@ NEIGHBOURS_FILE = "neighbours.png"
 STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
 LOCK_FILE = ".evaluation.lock"
 MOST_TEACHERS = 20
-"""In a row, of which each learned from the next."""
+"""Longest teacher chain."""
 LOCK_TIMEOUT = 60.0
-"""Seconds to wait for other processes that add their results; each takes milliseconds."""
+"""Seconds to wait for another process that writes its results, which takes milliseconds."""
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """Compare, print and write down; every process draws and measures its share.
+    """Compare samples with the training data, and print and save the results; each process takes a share.
 
     Raises:
         UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
@@ -131,7 +131,7 @@ def _split(
 
 
 def _flags_of_pictures(trained: Trained) -> tuple[Mapping[str, Any], Path]:
-    """The flags of the run that the pictures are of, and where they are from: the run's, or its first teacher's."""
+    """Return the flags of the run that was trained on pictures, the run itself or its first teacher, and their file."""
     config, path = trained.config, trained.source / checkpoint.CONFIG_FILE
     for _ in range(MOST_TEACHERS):
         teacher = _teacher_of(config)
@@ -182,7 +182,7 @@ def _training_data(config: MeasureConfig, trained: Trained) -> ImageDataset | Re
 
 
 def _shape_of(trained: Trained) -> dict[str, Any]:
-    """The fields of a recipe that a flow's own pictures determine."""
+    """Return the arguments of a dataset that the shape of a flow's pictures determines."""
     shape = trained.flow.space.picture_shape
     if shape is None:
         raise UsageError(f"{trained.source} holds a flow of other data than pictures, which cannot be compared")
@@ -191,13 +191,13 @@ def _shape_of(trained: Trained) -> dict[str, Any]:
 
 
 def _are_those_of(dataset: ImageDataset | RenderedItems, trained: Trained) -> bool:
-    """Whether a checkpoint was trained on these pictures, as far as it says; a run with a teacher says nothing."""
+    """Return whether a checkpoint was trained on these pictures; for a run with a teacher, it is assumed."""
     taught = _teacher_of(trained.config) is not None
     return trained.run is None or taught or trained.run.dataset == dataset.fingerprint
 
 
 def _settings(config: EvaluateConfig, trained: Trained, length: float | None, steps: int) -> dict[str, Any]:
-    """How the pictures were drawn."""
+    """Return the settings of the samples."""
     return {
         "checkpoint": str(trained.source),
         "weights": trained.weights_name(length),
@@ -231,7 +231,7 @@ def _known_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
-    """Add ``result`` to those that are there by now, in the place of one with the same settings."""
+    """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
     try:
         with locked(folder / LOCK_FILE, LOCK_TIMEOUT, tqdm.write):
@@ -242,7 +242,7 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
 
 
 def _plot(folder: Path, results: list[dict[str, Any]], config: MeasureConfig, distance: str) -> list[Path]:
-    """Plots of ``distance`` over what this call varied."""
+    """Plot ``distance`` over the steps and EMA lengths of this call; return the files."""
 
     def values(**wanted: Any) -> list[float]:
         return [each["distances"][distance] for each in results if wanted.items() <= each.items()]

@@ -75,7 +75,7 @@ class NetworkCall(nn.Module):
                     parametrize.register_parametrization(module, name, _Widened(), unsafe=True)
 
     def example(self, count: int) -> dict[str, Tensor]:
-        """Inputs by name for ``count`` rows, drawn from a generator of their own.
+        """Return random inputs by name for ``count`` rows.
 
         They are ``x`` float32 ``[b, c, h, w]``, ``t`` float32 ``[b]``, for a map the earlier time ``r`` float32
         ``[b]``, and, if the network takes them, ``labels`` int64 ``[b]``.
@@ -90,7 +90,7 @@ class NetworkCall(nn.Module):
         return inputs
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
-        """The velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for any ``t`` but 0."""
+        """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
         # len(x) would fix the batch size in a program of torch.export
         values = {name: kind.none(x.shape[0], x.device) for name, kind in self.told.items()}
         if labels is not None:
@@ -176,7 +176,7 @@ def _network_call(flow: Flow, source: Path) -> NetworkCall:
 
 
 def describe(flow: Flow, call: NetworkCall, form: Format, *, half: bool) -> dict[str, Any]:
-    """The contents of ``model.json``: how to call the program, and how to sample with it."""
+    """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
     inputs = {
         name: {"type": str(value.dtype).removeprefix("torch."), "shape": ["b", *value.shape[1:]]}
         for name, value in call.example(1).items()
@@ -198,7 +198,7 @@ def describe(flow: Flow, call: NetworkCall, form: Format, *, half: bool) -> dict
 
 
 def _serialise(call: NetworkCall, form: Format, *, half: bool) -> bytes:
-    """The program, with a free batch size.
+    """Return the program, with a dynamic batch size.
 
     Raises:
         UsageError: if it is larger than its format can hold.
@@ -270,7 +270,7 @@ def _load(content: bytes, form: Format) -> Program:
 
 @torch.no_grad()
 def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor], tolerance: float) -> float:
-    """The greatest difference of the program and the flow.
+    """Return the greatest difference between the program and the flow.
 
     Raises:
         RunError: if it is above ``tolerance``.

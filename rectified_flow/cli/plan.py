@@ -1,4 +1,4 @@
-"""``--look``: what the training pictures are, and some of them as the network will see them."""
+"""``--look`` and ``--dry_run``: a report of the training pictures, and the cost of a run before it starts."""
 
 from collections.abc import Sequence
 from math import prod
@@ -43,7 +43,7 @@ SHOWN = 64
 
 
 def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
-    """Print the report of ``pictures``, and write a sheet of some as training draws them. Collective.
+    """Print the report of ``pictures``, and write a sheet of some as training augments them. Collective.
 
     Raises:
         UsageError: if ``output_dir`` cannot be written.
@@ -65,7 +65,7 @@ def _look(output_dir: Path, pictures: ImageDataset, space: Pixels, near_duplicat
 
 
 def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
-    """At most ``count`` rows, in order: of each label as many as of any other, or all, evenly over its rows."""
+    """Return at most ``count`` rows in order, evenly over the labels and over the rows of each."""
     rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
     most = min(count, len(labels))
     shares = np.zeros(len(rows), dtype=int)
@@ -77,7 +77,7 @@ def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int
 
 
 def _evenly(total: int, count: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    """``count`` numbers below ``total``, at equal distances."""
+    """Return ``count`` numbers below ``total`` at equal distances."""
     return np.arange(count) * total // count
 
 
@@ -85,7 +85,7 @@ LARGEST_SIDE_MEASURED = 64
 """Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
 
 SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
-"""As many images are measured as take that long at best [s], and at most so many."""
+"""Time that the measured images take at best [s], and their largest number."""
 
 
 def print_plan(config: TrainConfig, flow: Flow) -> None:
@@ -123,7 +123,7 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
 
 
 def _describe_drawing(taught: TeacherData, space: Space) -> str:
-    """A line on what a teacher draws before the training."""
+    """Return a line on the data that a teacher generates before the training."""
     size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
     return line(
         taught.rows,
@@ -133,7 +133,7 @@ def _describe_drawing(taught: TeacherData, space: Space) -> str:
 
 
 def _describe_latents(config: TrainConfig, space: Latents) -> str:
-    """Lines on what the autoencoder takes."""
+    """Return lines on the cost of the autoencoder."""
     moments, *shape = space.autoencoder.shape_of(space.image_size)
     variants = 1 + config.data.horizontal_flip
     size = variants * row_size(LATENTS_FILE, (moments, *shape))
@@ -154,7 +154,7 @@ def _describe_latents(config: TrainConfig, space: Latents) -> str:
 
 
 def _describe_memory(config: TrainConfig, accelerator: Accelerator, flow: Flow) -> str:
-    """A line on the memory that a step takes."""
+    """Return a line on the memory of a step."""
     count, sides = config.run.split_batch(accelerator.num_processes).per_process, _sides_measured(config, flow)
     item = _blank(config, flow, sides, accelerator.device)
     averages = config.run.use_ema + 2 * config.run.power_ema
@@ -168,7 +168,7 @@ def _describe_memory(config: TrainConfig, accelerator: Accelerator, flow: Flow) 
 
 
 def _describe_time(config: TrainConfig, accelerator: Accelerator, flow: Flow, flops: int) -> str:
-    """Lines on the time that a step takes, and the least it can take."""
+    """Return lines on the time of a step, and its lower bound."""
     batch, sides = config.run.split_batch(accelerator.num_processes), _sides_measured(config, flow)
     item = _blank(config, flow, sides, accelerator.device)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
@@ -196,7 +196,7 @@ def _describe_time(config: TrainConfig, accelerator: Accelerator, flow: Flow, fl
 
 
 def _sides_of(flow: Flow) -> Sequence[int]:
-    """Height and width of the flow's ``x``: pixels, or latents."""
+    """Return height and width of the flow's ``x``: pixels, or latents."""
     return (flow.space.shape or (0, 0, 0))[1:]
 
 
@@ -206,7 +206,7 @@ def _sides_measured(config: TrainConfig, flow: Flow) -> Sequence[int]:
 
 
 def _duration(seconds: float) -> str:
-    """Seconds in a fitting unit."""
+    """Return seconds in a fitting unit."""
     units = {"days": 2 * 86400, "hours": 2 * 3600, "minutes": 120, "s": 1, "ms": 0}
     unit = next(unit for unit, least in units.items() if seconds >= least)
     size = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1, "ms": 1e-3}[unit]
@@ -214,7 +214,7 @@ def _duration(seconds: float) -> str:
 
 
 def _blank(config: TrainConfig, flow: Flow, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """A batch of one datum that is 0 everywhere, with its path where those are learned from."""
+    """Return a batch of one item of zeros, with a path where paths are learned."""
     zeros = torch.zeros(1, (flow.space.shape or (0,))[0], *sides, device=device)
     batch = {flow.space.key: flow.space.to_stored(zeros)}
     taught = config.teacher_data

@@ -1,4 +1,4 @@
-"""Settings that suit the number of one's own pictures, where no flag says otherwise."""
+"""Hyperparameters that the program chooses by the number of pictures, where no flag sets them."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -41,7 +41,7 @@ ALTERNATIVES = (
 
 
 def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]:
-    """Flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
+    """Return flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
 
     Args:
         count: pictures in the folder.
@@ -61,7 +61,7 @@ def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]
 
 
 def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict[str, Any]:
-    """Flags of a run that learns from what a teacher drew: it is as long as the teacher's run, in images.
+    """Return flags of a run on a teacher's data: it is as long as the teacher's run, in images.
 
     Args:
         images_of_teacher: that the teacher was trained on.
@@ -73,13 +73,13 @@ def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict
 
 
 def batch_for(images: float, processes: int) -> dict[str, int]:
-    """A smaller global batch than the default one, if a run on so many images had too few steps with that."""
+    """Return a smaller global batch, if a run on so many images had too few steps with the default one."""
     fitting = int(images) // LEAST_STEPS // processes * processes
     return {} if fitting >= DEFAULT_BATCH_SIZE * processes else {"global_batch_size": max(fitting, processes)}
 
 
 def proposed_share(count: int) -> float:
-    """A value of ``--holdout`` for a person who needs one, whatever the number of pictures."""
+    """Return a value of ``--holdout`` to propose for a number of pictures."""
     return min(0.5, max(0.05, _share_of_enough(count)))
 
 
@@ -88,7 +88,7 @@ def _share_of_enough(count: int) -> float:
 
 
 def may_choose(config: TrainConfig) -> bool:
-    """Whether flags may be chosen: for pictures of one's own folder, and for what a teacher draws.
+    """Return whether flags may be chosen: for the pictures of a folder, and for the data of a teacher.
 
     Nothing is chosen for a data set of the hub, or for a run by the flags of a file.
     """
@@ -97,7 +97,7 @@ def may_choose(config: TrainConfig) -> bool:
 
 
 def with_recipe(config: Config, count: int) -> Config:
-    """The flags of a run on ``count`` pictures, or on what a teacher draws; what is chosen is printed. Collective.
+    """Return the flags of a run on ``count`` pictures or a teacher's data, and print the chosen ones. Collective.
 
     Flags of the command line stay. A run that resumes, its own or that of ``--resume PATH``, goes on with the settings
     that it began with.
@@ -115,7 +115,7 @@ def with_recipe(config: Config, count: int) -> Config:
         if kept.get("global_batch_size"):  # of perhaps another number of processes
             whole = kept["global_batch_size"] // state.num_processes * state.num_processes
             kept["global_batch_size"] = max(whole, state.num_processes)
-        _print(state, {name: value for name, value in kept.items() if value}, "as the run began")
+        _print(state, {name: value for name, value in kept.items() if value}, "from the start of the run")
         return replaced(config, kept)
     fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
     taught = config.teacher_data
@@ -139,7 +139,7 @@ def _print(state: PartialState, flags: Mapping[str, Any], reason: str) -> None:
 
 
 def _settings_of_run(config: Config) -> dict[str, Any] | None:
-    """The flags of :data:`CHOSEN` that the run began with, None if it begins now; earlier versions lack some."""
+    """Return the flags of :data:`CHOSEN` that the run began with; None for a fresh run."""
     found = checkpoint.list_checkpoints(config.run.checkpoints)
     if not found and config.run.resume not in ("auto", "never"):
         with suppress(UsageError):  # of which the run itself will say more
@@ -153,7 +153,7 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
 
 
 def _images_seen(source: Path) -> int | None:
-    """Of a checkpoint's run, if it says so."""
+    """Return the number of images that a checkpoint was trained on, if it is known."""
     with suppress(DamageError):
         return checkpoint.load_state(source).images_seen or None
     return None

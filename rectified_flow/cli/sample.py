@@ -1,4 +1,4 @@
-"""sample.py: numbered pictures of a trained flow, each process drawing its share."""
+"""sample.py: numbered samples of a trained flow, shared between processes."""
 
 import difflib
 import inspect
@@ -46,12 +46,12 @@ NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
 BLOCK = 4096
-"""Of a disk, which the smallest file takes [bytes]."""
+"""Least size of a file on disk [bytes]."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A model, and all it takes to draw its pictures."""
+    """A model and the options of its samples."""
 
     flow: Flow
     source: Path
@@ -65,7 +65,7 @@ class Plan:
     """What the model's card says of its run, if the model is saved."""
 
     def draw(self, numbers: Sequence[int], config: SampleConfig, **more: Any) -> Any:
-        """The pictures with these numbers, as :func:`sample_batches` yields them."""
+        """Return the images with these numbers, as :func:`sample_batches` yields them."""
         return sample_batches(
             self.flow,
             numbers,
@@ -79,7 +79,7 @@ class Plan:
 
 
 def sample(config: SampleConfig) -> None:
-    """Draw this process's share of the pictures, and on the main process a grid of all.
+    """Sample this process's share of the images, and write a grid on the main process.
 
     Raises:
         UsageError: if the checkpoint, the classes or the pictures to start from do not exist, or do not fit.
@@ -260,7 +260,7 @@ def _load_images(path: Path, count: int, flow: Flow, shape: Sequence[int]) -> Te
 
 
 def picture_name(number: int, count: int) -> str:
-    """The file of a picture, with as many digits as ``count`` of them need."""
+    """Return the file name of a sample, with as many digits as ``count`` samples need."""
     return f"{number:0{max(5, len(str(count - 1)))}d}.png"
 
 
@@ -273,14 +273,14 @@ def _save_model(plan: Plan, folder: Path, grid: Path) -> None:
 
 
 def _draw_grid(folder: Path, count: int) -> Path:
-    """The first pictures in one, read back, as other processes drew most of them."""
+    """Write a grid of the first samples, read back, as other processes wrote most of them."""
     files = [folder / picture_name(number, count) for number in range(min(count, GRID_PICTURES))]
     pictures = torch.from_numpy(np.stack([np.asarray(over_white(open_picture(file))) for file in files]))
     return write_picture(folder / "grid.png", to_grid(pictures.permute(0, 3, 1, 2)))
 
 
 def _draw_path(config: SampleConfig, plan: Plan) -> Path:
-    """The first pictures on their way out of the noise: a row each, or in motion."""
+    """Write the sampling trajectories of the first samples: a row each, or an animation."""
     frames: list[Tensor] = []
     space = plan.flow.space
 

@@ -92,7 +92,7 @@ def test_a_run_goes_on_as_it_began(
     assert "recipe      --augment 0.15 --holdout 0.05 --num_epochs 1000, for 800" in capsys.readouterr().out
     save(tmp_path, 1, began)
     assert chosen(20_000, run) == began
-    assert "--augment 0.15 --holdout 0.05 --num_epochs 1000, as the run began" in capsys.readouterr().out
+    assert "--augment 0.15 --holdout 0.05 --num_epochs 1000, from the start of the run" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
     assert longer == began | {"train_num_steps": 20_000, "num_epochs": None}
     save(tmp_path, 2, longer | {"lr_decay": "removed"})
