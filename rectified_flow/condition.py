@@ -20,19 +20,24 @@ class Condition(Protocol):
     """A kind of condition. Register it and keep its arguments as attributes, and checkpoints can name it."""
 
     def none(self, count: int, device: torch.device) -> Tensor:
-        """``count`` rows that stand for "no condition"."""
+        """Return ``count`` rows that stand for "no condition"."""
 
     def is_none(self, values: Tensor) -> Tensor:
-        """Which rows of ``values`` stand for "no condition", bool ``[b]``."""
+        """Return whether each row of ``values`` stands for "no condition", bool ``[b]``."""
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Values to sample with where a caller gives none; ``name`` is the condition's own.
+        """Draw ``count`` values for samples whose caller gives none.
 
-        Drawn by :mod:`rectified_flow.randomness`, a sample has the same value in any batch.
+        Args:
+            name: the name of the condition, which names its stream of random draws.
+            count: number of values.
+            device: the device of the values.
+            generator: source of the draws; by default :mod:`rectified_flow.randomness`, with which a sample has the
+                same value in any batch.
         """
 
     def embedding(self, dim: int) -> nn.Module:
-        """A module that maps values ``[b, ...]``, also "none", to ``[b, dim]``."""
+        """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
 
 
 Kinds = Mapping[str, Condition]
@@ -61,18 +66,21 @@ class Labels:
             raise ValueError(f"there are {len(self.names)} names for {self.num_classes} classes")
 
     def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
         return torch.full((count,), self.num_classes, device=device)
 
     def is_none(self, values: Tensor) -> Tensor:
+        """Return whether each row is "none", bool ``[b]``."""
         return values == self.num_classes
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Labels drawn uniformly."""
+        """Draw labels uniformly."""
         if generator is not None:
             return torch.randint(self.num_classes, (count,), device=device, generator=generator)
         return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
 
     def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values as ``[b, dim]``."""
         return nn.Embedding(self.num_classes + 1, dim)
 
 
@@ -88,43 +96,49 @@ class Vector:
     size: int
 
     def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
         return torch.full((count, self.size), torch.nan, device=device)
 
     def is_none(self, values: Tensor) -> Tensor:
+        """Return whether each row is "none", bool ``[b]``."""
         return values.isnan().any(dim=1)
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """No vector."""
+        """Return "none" for every row."""
         return self.none(count, device)
 
     def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values as ``[b, dim]``."""
         return _VectorEmbedding(self.size, dim)
 
 
 @register(formerly="Told")
 @dataclass(frozen=True)
 class AugmentationLabels:
-    """Numbers, float32 ``[b, size]``, that tell what was done to the data of a row; zeros for nothing.
+    """Numbers, float32 ``[b, size]``, that describe the augmentation of a row; zeros for none.
 
-    The data space gives them in training. They are neither dropped nor guided by, and zeros in sampling.
+    The data space gives them in training, and sampling sets them to zero. They are neither dropped nor guided by.
 
     Args:
-        size: how many.
+        size: number of numbers.
     """
 
     size: int
 
     def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
         return torch.zeros(count, self.size, device=device)
 
     def is_none(self, values: Tensor) -> Tensor:
+        """Return whether each row is "none", bool ``[b]``."""
         return (values == 0).all(dim=1)
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Zeros."""
+        """Return zeros."""
         return self.none(count, device)
 
     def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values as ``[b, dim]``."""
         return nn.Linear(self.size, dim, bias=False)
 
 
@@ -157,13 +171,13 @@ def drop(kinds: Kinds, values: Values, probability: float) -> Values:
 
 
 def none_of(kinds: Kinds, values: Values) -> Values:
-    """Rows that stand for "none", as many as there are ``values`` of each condition; what was told stays."""
+    """Replace the values of each condition by "none", except for :class:`AugmentationLabels`, which stay."""
     kept = kinds.keys() - chosen(kinds).keys()
     return {name: each if name in kept else kinds[name].none(len(each), each.device) for name, each in values.items()}
 
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:
-    """Which rows have none of the conditions that can be chosen, bool ``[b]``; ``values`` must have one."""
+    """Return whether each row has none of the conditions that can be chosen, bool ``[b]``."""
     return torch.stack([kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]).all(
         dim=0
     )

@@ -18,7 +18,7 @@ class RunError(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error message of some library."""
+    """Return the first line of an error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

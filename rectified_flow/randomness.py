@@ -96,7 +96,7 @@ def _seed(device: torch.device, seed: int) -> None:
 
 
 def _place(rows: BatchRows | Samples) -> tuple[int | str, ...]:
-    """Numbers that differ between ranks, micro-batches and steps, or between samples."""
+    """Return numbers that differ between ranks, micro-batches and steps, or between samples."""
     if isinstance(rows, Samples):
         return "samples", *rows.index[:1]
     return rows.step, rows.total, str(rows.index)
@@ -109,22 +109,22 @@ def mix(*values: int | str) -> int:
 
 
 def generator(device: torch.device | str, *values: int | str) -> torch.Generator:
-    """A generator seeded with a hash of ``values``."""
+    """Return a generator seeded with a hash of ``values``."""
     return torch.Generator(device).manual_seed(mix(*values))
 
 
 def randn(purpose: str, shape: Sequence[int], device: torch.device | str, global_rows: Tensor | None = None) -> Tensor:
-    """Standard normal draws ``[b, ...]`` for this process's rows, or for rows ``global_rows`` of the global batch."""
+    """Draw standard normal numbers ``[b, ...]`` for this process's rows, or for ``global_rows`` of the global batch."""
     return _draw(torch.randn, purpose, shape, device, global_rows)
 
 
 def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
-    """Uniform draws ``[b, ...]`` in [0, 1) for this process's rows."""
+    """Draw uniform numbers ``[b, ...]`` in [0, 1) for this process's rows."""
     return _draw(torch.rand, purpose, shape, device)
 
 
 def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:
-    """Integer draws ``[b, ...]`` in [0, high) for this process's rows."""
+    """Draw integers ``[b, ...]`` in [0, high) for this process's rows."""
     return _draw(partial(torch.randint, high), purpose, shape, device)
 
 
@@ -148,7 +148,7 @@ def _draw(
 
 
 def dropout(x: Tensor, probability: float, layer: int) -> Tensor:
-    """Inverted dropout of ``x`` ``[b, ...]`` with a mask that is a hash of (row's key, layer, element).
+    """Apply inverted dropout to ``x`` ``[b, ...]`` with a mask that is a hash of (row's key, layer, element).
 
     A hash needs no generator. The mask is the same in a second pass over the same rows or over the first few of them
     (mean flow has such passes), inside a compiled graph, and on any number of processes.

@@ -13,12 +13,12 @@ CANDIDATES = 8
 
 
 def squared_distances(x_0: Tensor, noise: Tensor) -> Tensor:
-    """Between all rows of ``x_0`` and of ``noise``, both ``[b, ...]``: ``[b, b]``."""
+    """Return the squared distances ``[b, b]`` between all rows of ``x_0`` and of ``noise``, both ``[b, ...]``."""
     return torch.cdist(x_0.flatten(1).float(), noise.flatten(1).float()).square()
 
 
 def optimal_pairs(costs: Tensor, groups: Tensor | None = None) -> Tensor:
-    """The permutation that pairs rows with columns at the least sum of costs.
+    """Return the permutation that pairs rows with columns at the least sum of costs.
 
     Over a batch, this is the coupling of Pooladian et al. (2023, arXiv:2304.14772, section 3.2) and Tong et al. (2023,
     arXiv:2302.00482, section 3.4). The call waits for the device, since the assignment is solved on the CPU.
@@ -45,7 +45,7 @@ def optimal_pairs(costs: Tensor, groups: Tensor | None = None) -> Tensor:
 
 
 def nearest_candidate(x_0: Tensor, candidates: Iterable[Tensor]) -> Tensor:
-    """For each image, the nearest of the noise candidates drawn for it (Li et al. 2025, arXiv:2505.18521, section 4.2).
+    """Return the nearest noise candidate for each image (Li et al. 2025, arXiv:2505.18521, section 4.2).
 
     This is cheaper than optimal transport and independent of the rest of the batch. The selected noise is not exactly
     normal.

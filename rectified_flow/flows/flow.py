@@ -1,4 +1,4 @@
-"""The contract of a flow, and what all flows share: how data, conditions and noise enter."""
+"""The contract of a flow, and the draws that all flows share: data, conditions and noise."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,8 +49,8 @@ class Flow(nn.Module):
             :mod:`rectified_flow.flows.couplings`.
 
     Raises:
-        ValueError: if the network does not take data of the space's shape, or what the space tells, or the probability
-            is none.
+        ValueError: if the network does not take data of the space's shape, or the conditions of the space, or
+            ``condition_dropout`` is no probability.
     """
 
     sample: Callable[..., Tensor]
@@ -80,9 +80,9 @@ class Flow(nn.Module):
         check_shape = getattr(network, "check_shape", None)
         if check_shape is not None and self.space.shape is not None:
             check_shape(self.space.shape)
-        untold = [name for name in self.space.conditions if name not in self.conditions]
-        if untold:
-            raise ValueError(f"the network cannot be told of the {untold[0]}: give it the conditions of the space")
+        missing = [name for name in self.space.conditions if name not in self.conditions]
+        if missing:
+            raise ValueError(f"the network does not take the {missing[0]}: give it the conditions of the space")
         self.condition_dropout = condition_dropout
         self.coupling = coupling
 
@@ -112,7 +112,7 @@ class Flow(nn.Module):
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
     def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
-        """``x_0``, noise and conditions of a training batch, with everything drawn that training draws.
+        """Draw ``x_0``, noise and conditions of a training batch, augmented and dropped as training does.
 
         Args:
             batch: the data under ``space.key``, conditions by name, and optionally ``noise`` ``[b, ...]``, which
@@ -137,7 +137,7 @@ class Flow(nn.Module):
         return self.coupling == "ot"
 
     def pair(self, **batch: Any) -> Tensor:
-        """The row of noise that each row of a global batch gets, int64 ``[b]``.
+        """Return the row of noise for each row of a global batch, int64 ``[b]``.
 
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
@@ -148,7 +148,7 @@ class Flow(nn.Module):
         return optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
-        """What it costs to train each of ``x_0`` with each of ``noise``, ``[b, b]``; ``ot`` makes the sum least."""
+        """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
         return squared_distances(x_0, noise)
 
     def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
@@ -171,7 +171,7 @@ class Flow(nn.Module):
         noise_level: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Values]:
-        """Where sampling starts, and a value of every condition; whatever is not given is drawn.
+        """Return the start of sampling and a value of every condition; those that are not given are drawn.
 
         Args:
             count: rows, where no tensor has a number of rows.
@@ -215,7 +215,7 @@ class Flow(nn.Module):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Evaluation mode inside the block."""
+        """Put the flow into evaluation mode inside the block."""
         was_training = self.training
         self.eval()
         try:
@@ -238,12 +238,12 @@ def network_of(flow: nn.Module) -> nn.Module:
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:
-    """``t`` ``[b]`` with trailing ones, to multiply ``x`` ``[b, ...]``."""
+    """Return ``t`` ``[b]`` with trailing sides of 1, to multiply ``x`` ``[b, ...]``."""
     return t.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _groups(conditions: Values) -> Tensor | None:
-    """Numbers ``[b]`` that are equal for rows with equal conditions; None without conditions."""
+    """Return numbers ``[b]`` that are equal for rows with equal conditions; None without conditions."""
     if not conditions:
         return None
     columns = torch.cat([values.reshape(len(values), -1).double() for values in conditions.values()], dim=1)
@@ -261,7 +261,7 @@ def sample_batches(
     with_alpha: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers of samples, and a picture of each, uint8 ``[b, 3, h, w]``, a batch at a time.
+    """Generate samples, and yield their numbers and pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
 
     Args:
         flow: the flow to sample from.

@@ -15,6 +15,9 @@ from rectified_flow.flows.solvers import Watch
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
 
+WEIGHT_POWER = 0.75
+"""The default exponent of the weights of rows."""
+
 
 class FlowMap(Flow):
     """A generator in one step or few, whose network predicts average velocities; how they are learned is a subclass's.
@@ -35,23 +38,23 @@ class FlowMap(Flow):
     default_steps = 1
 
     def __init__(
-        self, network: nn.Module, *, weight_power: float = 0.75, weight_epsilon: float = 1e-3, **settings: Any
+        self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
         self.logged: dict[str, Tensor] = {}
 
     def weighted(self, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """The loss of a residual ``[b, ...]``, and its mean square."""
+        """Return the weighted loss of a residual ``[b, ...]``, and its mean square."""
         square = residual.square().flatten(1).sum(dim=1)
         weight = (square.detach() + self.weight_epsilon) ** -self.weight_power
         return (weight * square).mean(), square.detach().mean() / residual[0].numel()
 
     def rows_of(self, share: float, count: int) -> int:
-        """How many of the ``count`` rows of a micro-batch are a share of them: one at least, if there are several.
+        """Return the number of rows in a share of the ``count`` rows of a micro-batch, at least one of several.
 
         Raises:
-            UsageError: if it is none in training, as it would then be none in all of them.
+            UsageError: if it is 0 in training, since it would then be 0 in every micro-batch.
         """
         rows = max(round(share * count), int(share > 0 and count > 1))
         if self.training and rows == 0 < share:
@@ -62,11 +65,11 @@ class FlowMap(Flow):
         return rows
 
     def average_velocity(self, x: Tensor, t: Tensor, r: Tensor, **conditions: Tensor) -> Tensor:
-        """The predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
+        """Return the predicted ``u(x, r, t)`` at ``x`` ``[b, ...]`` over ``[r, t]`` ``[b]``, in float32."""
         return self.network(x, t, r=r, **conditions).float()
 
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``: the average over no time at all."""
+        """Return the predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``: ``u(x, t, t)``."""
         return self.average_velocity(x, t, t, **conditions)
 
     @torch.no_grad()
@@ -159,7 +162,7 @@ class DistilledFlow(FlowMap):
         return loss
 
     def loss(self, x_t: Tensor, x_r: Tensor, t: Tensor, r: Tensor, conditions: Values) -> tuple[Tensor, Tensor]:
-        """The loss and the mean squared error as a function of every draw.
+        """Return the loss and the mean squared error, given every draw.
 
         Args:
             x_t: points of paths ``[b, ...]``.

@@ -54,12 +54,12 @@ class RectifiedFlow(Flow):
         return self.loss(x_0, noise, t, conditions)
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values) -> Tensor:
-        """The loss as a function of every draw: ``x_0``, ``noise`` ``[b, ...]``, ``t`` ``[b]``, conditions by name."""
+        """Return the loss, given every draw: ``x_0``, ``noise`` ``[b, ...]``, ``t`` ``[b]``, conditions by name."""
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         truth = {"velocity": noise - x_0, "clean": x_0, "noise": noise}[self.prediction]
         predicted = self.network(x_t, t, **conditions).float()
-        error = self._as_velocity(predicted, x_t, t, LEAST_DIVISOR) - self._as_velocity(truth, x_t, t, LEAST_DIVISOR)
+        error = self._as_velocity(predicted, x_t, t) - self._as_velocity(truth, x_t, t)
         mean_square = error.square().flatten(1).mean(dim=1)
         if self.distance == "mse":
             return mean_square.mean()
@@ -67,12 +67,12 @@ class RectifiedFlow(Flow):
         return ((mean_square + c**2).sqrt() - c).mean()
 
     def velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """The predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32, as the loss has it."""
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, LEAST_DIVISOR)
+        """Return the predicted velocity at ``x`` ``[b, ...]`` and times ``t`` ``[b]``, in float32, as in the loss."""
+        return self._as_velocity(self.network(x, t, **conditions).float(), x, t)
 
     def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """As :meth:`velocity`, with the exact divisor of a clean prediction: for any time but 0."""
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, 0.0)
+        """Return the velocity with the exact divisor of a clean prediction, for any time but 0."""
+        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, exact=True)
 
     @torch.no_grad()
     def sample(
@@ -137,7 +137,7 @@ class RectifiedFlow(Flow):
         guidance: Guidance = NO_GUIDANCE,
         **conditions: Tensor,
     ) -> Tensor:
-        """The noise ``[b, ...]`` from which ``sample`` with the same settings comes back to ``data``.
+        """Integrate data to the noise ``[b, ...]`` from which ``sample`` with the same settings returns to them.
 
         Args:
             data: ``[b, ...]``, as the space stores them.
@@ -164,10 +164,12 @@ class RectifiedFlow(Flow):
             raise ValueError("guidance needs a network that takes conditions")
         return guided(predict, self.conditions, conditions, guidance)
 
-    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least_divisor: float) -> Tensor:
+    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, *, exact: bool = False) -> Tensor:
+        """Return the velocity of a prediction; ``exact`` divides a clean prediction by times that are not clipped."""
+        if self.prediction == "velocity":
+            return value
         times = expand(t, x)
-        if self.prediction == "clean":
-            return (x - value) / times.clamp(min=least_divisor)
-        if self.prediction == "noise":  # sampling starts at t = 1, where its velocity is not defined: clip there too
-            return (value - x) / (1 - times).clamp(min=LEAST_DIVISOR)
-        return value
+        # Sampling starts at t = 1, where the velocity of a noise prediction is not defined: it is always clipped.
+        clean = self.prediction == "clean"
+        divisor = (times if clean else 1 - times).clamp(min=0.0 if clean and exact else LEAST_DIVISOR)
+        return (x - value) / divisor if clean else (value - x) / divisor

@@ -1,4 +1,12 @@
-"""Solvers of dx/dt = v(x, t), from noise to data or back."""
+"""Solvers of dx/dt = v(x, t), from noise to data or back.
+
+A rectified flow's paths are nearly straight, so few steps of a fixed solver suffice. Euler takes the velocity at the
+start of an interval for all of it; its error falls with the number of steps. Midpoint takes the velocity halfway, Heun
+the mean of the velocities at both ends; their errors fall with its square, at two network calls a step. The adaptive
+solver chooses its steps by an estimate of its error, for the whole batch, so that a sample depends on the others in its
+batch. The stochastic solver is no integrator: it replaces some of the noise at each step, which corrects earlier errors
+and adds variance.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +29,7 @@ Step = Callable[[Velocity, Tensor, float, float], Tensor]
 
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
-"""Network calls in one interval; adaptive takes what it needs."""
+"""Network calls in one interval; the adaptive solver has no fixed number."""
 
 CHURN = 1.0
 TOLERANCE = 1e-4
@@ -29,7 +37,7 @@ LAST_STEP = 1e-3
 
 
 def default_noise(x: Tensor, t: float) -> Tensor:
-    """Standard normal noise of the shape of ``x``, a draw of its own for each time."""
+    """Draw standard normal noise of the shape of ``x``, from a stream of its own for each time."""
     return randomness.randn(f"solver noise at {t:.6f}", x.shape, x.device)
 
 
@@ -127,10 +135,10 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
 
 @dataclass(frozen=True)
 class Guidance:
-    """How much, and at which times, a velocity is pushed from the unconditional one towards the conditional one.
+    """The extent and the times of classifier-free guidance: from the unconditional to the conditional velocity.
 
     Args:
-        scale: 1 is no guidance, 0 no condition, above 1 more than the conditions alone ask for.
+        scale: 1 is no guidance, 0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
         interval: first and last time at which it acts, as guidance helps in the middle of the way (Kynkaanniemi et al.
             2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
     """
@@ -139,13 +147,13 @@ class Guidance:
     interval: tuple[float, float] = (0.0, 1.0)
 
     def acts_at(self, t: float) -> bool:
-        """Whether the velocity at ``t`` is changed."""
+        """Return whether guidance changes the velocity at ``t``."""
         earliest, latest = self.interval
         return self.scale != 1 and earliest <= t <= latest
 
 
 def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
-    """The velocity field of ``predict`` under guidance; one call a time, on twice the rows where guidance acts.
+    """Return the velocity field of ``predict`` under guidance: one call a time, on twice the rows where guidance acts.
 
     Args:
         predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity

@@ -32,6 +32,7 @@ class Uniform(TimeDistribution):
     shift: float = 1.0
 
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
         t = randomness.rand(purpose, (count,), device)
         return self.shift * t / (1 + (self.shift - 1) * t)
 
@@ -49,6 +50,7 @@ class LogitNormal(TimeDistribution):
     shift: float = 1.0
 
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
         z = randomness.randn(purpose, (count,), device)
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
 
@@ -69,6 +71,7 @@ class TruncatedLogitNormal(TimeDistribution):
             raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
 
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
         centre = self.mean + log(self.shift)
         low, high = (_normal_share((_logit(end) - centre) / self.std) for end in (self.low, self.high))
         share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
@@ -97,6 +100,7 @@ class UShaped(TimeDistribution):
     steepness: float = 4.0
 
     def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]`` in [0, 1]."""
         u = randomness.rand(purpose, (count,), device)
         return 0.5 + torch.asinh((2 * u - 1) * sinh(self.steepness / 2)) / self.steepness
 

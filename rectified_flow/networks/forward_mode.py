@@ -102,7 +102,7 @@ class GroupNorm(nn.Module):
     The normalisation before scale and shift has a symmetric Jacobian. A tangent therefore passes through it like a
     gradient, in one fused operation.
 
-    This is the only layer with a second form. In code compiled for a GPU, PyTorch's operation would keep a copy in
+    In code compiled for a GPU, PyTorch's operation would keep a copy in
     float32 and return a gradient that is not channels-last. The same function written as moments and a product moves
     10% fewer bytes in a step (docs/measurements/speed.md). On a CPU it would be slower and round differently.
     """
@@ -137,6 +137,18 @@ class GroupNorm(nn.Module):
         weight, bias = (each.to(precise).view(self.groups, -1, 1, 1) for each in (self.weight, self.bias))
         factor = (variance + self.eps).rsqrt() * weight
         return torch.addcmul(bias - mean * factor, grouped, factor).to(x.dtype).flatten(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return the attention of queries to keys and values, all ``[b, n, p, d]`` (Vaswani et al. 2017, arXiv:1706.03762).
+
+    PyTorch's fused kernels have no forward-mode derivative. In code compiled for a GPU, passes without tangents use
+    them, since the weights ``[b, n, p, p]`` are the largest tensors of a network with attention.
+    """
+    if is_compiled_for_gpu(q) and unpack(q)[1] is None:
+        return F.scaled_dot_product_attention(q, k, v)
+    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
+    return weights @ v
 
 
 def is_compiled_for_gpu(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds
 from rectified_flow.networks import forward_mode as tangents
-from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, modulated
+from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
@@ -195,6 +195,7 @@ class TimeEmbedding(nn.Module):
         self.out = nn.Linear(dim_out, dim_out)
 
     def forward(self, t: Tensor, r: Tensor) -> Tensor:
+        """Embed times and intervals as ``[b, dim_out]``."""
         with torch.autocast(t.device.type, enabled=False):
             angles = t[:, None] * self.frequencies
             gaps = (t - r)[:, None] * self.frequencies
@@ -229,6 +230,7 @@ class Block(nn.Module):
         self.attention = Attention(dim_out, heads) if heads else nn.Identity()
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        """Transform ``x`` ``[b, c, h, w]`` under a condition ``[b, condition_dim]``."""
         h = F.silu(self.norm1(x))
         if self.resample is not None:
             x, h = resampled(x, self.resample), resampled(h, self.resample)
@@ -251,10 +253,10 @@ class Attention(nn.Module):
         self.out = zero_init(Conv2d(dim, dim, 1))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Add attention among all pixels to ``x`` ``[b, c, h, w]``."""
         qkv = self.qkv(self.norm(x)).chunk(3, dim=1)
         q, k, v = (rearrange(each, "b (n d) h w -> b n (h w) d", n=self.heads) for each in qkv)
-        weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
-        attended = rearrange(weights @ v, "b n (h w) d -> b (n d) h w", h=x.shape[-2])
+        attended = rearrange(attend(q, k, v), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
 
 

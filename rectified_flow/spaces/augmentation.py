@@ -1,4 +1,4 @@
-"""Augmentation that does not leak: random variants of pictures, and numbers that tell the network what was done.
+"""Augmentation that does not leak: random variants of pictures, and numbers that describe them to the network.
 
 The network is conditioned on these numbers, and sampling sets them to 0, so that pictures are generated as they were
 before (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
@@ -20,12 +20,12 @@ SCALE, STRETCH = 0.2, 0.2
 BRIGHTNESS, CONTRAST, SATURATION = 0.2, 0.5, 1.0
 """Standard deviations of a summand of values in [-1, 1], and of binary logarithms of factors."""
 NUMBERS = 14
-"""That tell what was done to a row."""
+"""Numbers that describe the augmentation of a row."""
 COLOURS = 3
 
 
 def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """Random variants of pictures, and the numbers that tell what was done to each.
+    """Draw random variants of pictures, and the numbers that describe each.
 
     Mirroring left to right and top to bottom, whole-pixel shifts, scaling, rotation, stretching along any axis, and
     other colours are drawn for each row on their own.
@@ -65,18 +65,18 @@ def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 
 
 def _where_any(numbers: Sequence[Tensor], changed: Tensor, x: Tensor) -> Tensor:
-    """``changed`` in rows where one of ``numbers`` ``[b]`` is not 0, else ``x``."""
+    """Return ``changed`` in rows where one of ``numbers`` ``[b]`` is not 0, else ``x``."""
     return torch.where((torch.stack(tuple(numbers)) != 0).any(dim=0)[:, None, None, None], changed, x)
 
 
 def _rotation(angle: Tensor) -> Tensor:
-    """Rotations by angles ``[b]``, as matrices ``[b, 2, 2]``."""
+    """Return rotations by angles ``[b]``, as matrices ``[b, 2, 2]``."""
     cos, sin = angle.cos(), angle.sin()
     return torch.stack((torch.stack((cos, -sin), dim=1), torch.stack((sin, cos), dim=1)), dim=1)
 
 
 def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
-    """Pictures whose points ``p``, from the centre [px], are moved to ``linear @ p + shift``; edges are mirrored."""
+    """Move the points ``p`` of pictures, from the centre [px], to ``linear @ p + shift``; edges are mirrored."""
     height, width = x.shape[-2:]
     rows = torch.arange(height, device=x.device) - (height - 1) / 2
     columns = torch.arange(width, device=x.device) - (width - 1) / 2
@@ -88,7 +88,7 @@ def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
 
 
 def _recoloured(x: Tensor, brightness: Tensor, contrast: Tensor, hue: Tensor, saturation: Tensor) -> Tensor:
-    """Pictures with other brightness, contrast (about mid-grey), hue (an angle) and saturation (a logarithm)."""
+    """Change the brightness, contrast (about mid-grey), hue (an angle) and saturation (a logarithm) of pictures."""
     colours = x[:, :COLOURS] * 2 ** contrast[:, None, None, None] + brightness[:, None, None, None]
     if colours.shape[1] == COLOURS:
         grey = torch.full((COLOURS, COLOURS), 1 / COLOURS, device=x.device)  # the projection on the grey axis

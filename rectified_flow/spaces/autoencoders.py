@@ -91,13 +91,16 @@ class Haar(Autoencoder):
 
     @property
     def name(self) -> str:  # type: ignore[override]
+        """The name in reports."""
         return "haar"
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
+        """The hash of the settings and weights."""
         return f"haar {self.levels}"
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
+        """Return the mean of the latents, and their standard deviation or None."""
         x = pictures.float()
         for _ in range(self.levels):
             x = torch.einsum("ij,bcjhw->bcihw", _haar(x), rearrange(x, "b c (h p) (w q) -> b c (p q) h w", p=2, q=2))
@@ -105,6 +108,7 @@ class Haar(Autoencoder):
         return x, None
 
     def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in about [-1, 1], float32."""
         x = latents.float()
         for _ in range(self.levels):
             x = torch.einsum("ij,bcihw->bcjhw", _haar(x), x.unflatten(1, (-1, 4)))
@@ -143,10 +147,12 @@ class PretrainedAutoencoder(Autoencoder):
 
     @property
     def name(self) -> str:  # type: ignore[override]
+        """The name in reports."""
         return self.source
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
+        """The hash of the settings and weights."""
         return self._expected or _fingerprint_of(self.source)
 
     @cached_property
@@ -163,15 +169,18 @@ class PretrainedAutoencoder(Autoencoder):
 
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the mean of the latents, and their standard deviation or None."""
         with _float32(pictures):
             return _encode(self._module(pictures.device), pictures.float())
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        """Return pictures in about [-1, 1], float32."""
         with _float32(latents):
             return _decode(self._module(latents.device), latents.float())
 
     def prepare(self, device: torch.device) -> None:
+        """Load the weights onto ``device``."""
         self._module(device)
 
     def _module(self, device: torch.device) -> nn.Module:
@@ -214,14 +223,15 @@ def _load(source: str) -> nn.Module:
     kind, _, folder = _find(source)
     place = _with_weights(source, folder)
     try:
-        module, found = kind.from_pretrained(
+        loaded: tuple[nn.Module, dict[str, Any]] = kind.from_pretrained(
             place, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # of any type: settings and weights may not fit each other
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)})") from error
+    module, found = loaded
     missing = [*found["missing_keys"], *(name for name, value in module.state_dict().items() if value.is_meta)]
     require(not missing, f"--autoencoder {source} cannot be loaded (its weights lack {missing[:1]}): download it again")
-    return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    return module.eval().requires_grad_(False)
 
 
 def _with_weights(source: str, folder: str) -> Path:

@@ -13,7 +13,7 @@ from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.spaces.space import Space
 
 PIXELS_AT_ONCE = 2**20
-"""Of the pictures that are encoded or decoded at once: their activations are many times as large."""
+"""Pixels that are encoded or decoded at once: their activations take many times the memory."""
 
 
 class StoredLatents(Space):
@@ -43,7 +43,7 @@ class StoredLatents(Space):
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        """A variant of each row, and latents drawn from its distribution: ``[b, 1, 1, c, ...]``, float32."""
+        """Draw a variant of each row, and latents from its distribution: ``[b, 1, 1, c, ...]``, float32."""
         rows = torch.arange(len(data), device=data.device)
         if data.shape[1] > 1:
             data = data[rows, randomness.randint("variant", data.shape[1], (len(data),), data.device)][:, None]
@@ -54,20 +54,21 @@ class StoredLatents(Space):
         return latents, {}
 
     def encode(self, data: Tensor) -> Tensor:
-        """Of the first variant, and the mean of its distribution."""
+        """Return the mean of the first variant's distribution, normalised."""
         mean, std = self._scales(data.device)
         return (data[:, 0, 0].float() - mean) / std
 
     def to_stored(self, x: Tensor) -> Tensor:
-        """A single variant without a standard deviation, float16 ``[b, 1, 1, c, ...]``."""
+        """Return a single variant without a standard deviation, float16 ``[b, 1, 1, c, ...]``."""
         return self.unscaled(x)[:, None, None].half()
 
     def unscaled(self, x: Tensor) -> Tensor:
-        """Latents as the autoencoder has them, float32."""
+        """Return latents on the scale of the autoencoder, float32."""
         mean, std = self._scales(x.device)
         return x.float() * std + mean
 
     def problem_with(self, data: Tensor) -> str | None:
+        """Return a sentence on latents of another shape or that are not finite, or None."""
         if tuple(data.shape[3:]) != self.shape:
             return f"stored latents are {tuple(data.shape[3:])}, and those of the autoencoder {self.shape}"
         return None if data.isfinite().all() else "latents are not finite"
@@ -109,27 +110,31 @@ class Latents(StoredLatents):
 
     @property
     def picture_shape(self) -> tuple[int, ...]:
+        """The shape of the pictures that are encoded."""
         return RGB, self.image_size, self.image_size
 
     def decode(self, x: Tensor) -> Tensor:
-        """Pictures in [0, 1], some at a time."""
+        """Return pictures in [0, 1], decoded some at a time."""
         parts = self.unscaled(x).split(self._at_once)
         return self._pixels.decode(torch.cat([self.autoencoder.decode(part) for part in parts]))
 
     def render(self, data: Tensor) -> Tensor:
+        """Render decoded pictures."""
         return self._pixels.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
-        """A single variant ``[b, 1, k, c, h, w]``, some at a time."""
+        """Encode pictures some at a time, as a single variant ``[b, 1, k, c, h, w]``."""
         parts = self._pixels.encode(pictures).split(self._at_once)
         encoded = [self.autoencoder.encode(part) for part in parts]
         return torch.cat([torch.stack([each for each in pair if each is not None], dim=1) for pair in encoded])[:, None]
 
     def prepare(self, device: torch.device) -> None:
+        """Load the autoencoder onto ``device``."""
         self.autoencoder.prepare(device)
 
     @property
     def noun(self) -> str:
+        """The side of a picture and the name of the autoencoder."""
         return f"{self.image_size} px by {self.autoencoder.name}"
 
     @property

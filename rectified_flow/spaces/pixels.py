@@ -25,8 +25,8 @@ class Pixels(Space):
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.
         horizontal_flip: mirror half of the training pictures.
-        augmentation: probability of each of the changes to a training picture that the network is told of, see
-            :mod:`rectified_flow.spaces.augmentation`; with 0 it is told nothing.
+        augmentation: probability of each change to a training picture (:mod:`rectified_flow.spaces.augmentation`),
+            which the network takes as a condition; 0 for none.
     """
 
     def __init__(
@@ -38,14 +38,16 @@ class Pixels(Space):
 
     @property
     def conditions(self) -> Kinds:
+        """The numbers that describe augmentation, if there is any."""
         return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:
+        """The shape, if it is that of RGB or RGBA pictures."""
         return self.shape if self.shape is not None and self.shape[0] in (RGB, RGBA) else None
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        """A random part of each row, mirrored with probability 1/2 if that is asked for, and augmented likewise."""
+        """Draw a random part of each row, mirrored and augmented if the space does so."""
         data = self._random_part(data)
         if self.horizontal_flip:
             mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
@@ -56,17 +58,18 @@ class Pixels(Space):
         return x, {"augmentation": told}
 
     def encode(self, data: Tensor) -> Tensor:
+        """Return float32 in [-1, 1], the centre of larger pictures."""
         data = self._centre(data)
         if data.dtype == torch.uint8:
             return data.float() / 127.5 - 1
         return data.float()
 
     def decode(self, x: Tensor) -> Tensor:
-        """Float32 in [0, 1], values outside clipped."""
+        """Return float32 in [0, 1], with values outside clipped."""
         return x.float().add(1).div(2).clamp(0, 1)
 
     def render(self, data: Tensor) -> Tensor:
-        """uint8; one channel becomes grey, RGBA is put over white, and channels after the third are left out else."""
+        """Render uint8 pictures: one channel as grey, RGBA over white, and of more channels the first three."""
         if data.shape[1] == RGBA:
             colours, alpha = data.split((RGB, 1), dim=1)
             data = torch.lerp(torch.ones_like(colours), colours, alpha)
@@ -74,17 +77,19 @@ class Pixels(Space):
         return pictures.expand(-1, 3, -1, -1) if pictures.shape[1] == 1 else pictures[:, :RGB]
 
     def render_with_alpha(self, data: Tensor) -> Tensor:
+        """Render RGBA pictures with their transparency, others as :meth:`render`."""
         return _to_uint8(data) if data.shape[1] == RGBA else self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
+        """Return the pictures as they are."""
         return pictures
 
     def to_stored(self, x: Tensor) -> Tensor:
-        """uint8."""
+        """Return uint8 pictures."""
         return _to_uint8(self.decode(x))
 
     def problem_with(self, data: Tensor) -> str | None:
-        """Pictures that are not uint8 and outside [-1, 1], or in [0, 1] only, as ``ToTensor`` gives them."""
+        """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""
         if data.dtype == torch.uint8:
             return None
         least, most = (float(value) for value in data.aminmax())
@@ -98,6 +103,7 @@ class Pixels(Space):
 
     @property
     def noun(self) -> str:
+        """The sides of a picture in words."""
         if self.shape is None:
             return "images"
         channels, height, width = self.shape
@@ -105,7 +111,7 @@ class Pixels(Space):
         return f"{size} px" + " with transparency" * (channels == RGBA)
 
     def _margins(self, data: Tensor) -> tuple[int, int]:
-        """How many pixels higher and wider stored pictures are than the shape; 0 where they are too small for it."""
+        """Return the excess height and width of stored pictures over the shape; 0 if they are smaller [px]."""
         height, width = self._sides or data.shape[-2:]
         high, wide = data.shape[-2] - height, data.shape[-1] - width
         return (high, wide) if min(high, wide) >= 0 else (0, 0)

@@ -11,11 +11,11 @@ from rectified_flow.errors import UsageError
 
 
 class Space(ABC):
-    """Between the data that a dataset stores and the ``x`` that a flow works on.
+    """A map between the data that a dataset stores and the ``x`` that a flow works on.
 
     A flow augments and encodes each training batch, and decodes what it generates. Nothing else in the package knows
     ranges, types or channels of the data. Register a subclass and keep its constructor's arguments as attributes, and
-    checkpoints can name it. Random draws belong into :meth:`augment`, and come from
+    checkpoints can name it. All random draws are in :meth:`augment`, from
     :mod:`rectified_flow.randomness`.
     """
 
@@ -31,31 +31,31 @@ class Space(ABC):
 
     @property
     def conditions(self) -> Kinds:
-        """What :meth:`augment` tells the network, by name; the network must take it."""
+        """The conditions by which :meth:`augment` describes its variants; the network must take them."""
         return {}
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
-        """A random variant of each row of stored data ``[b, ...]``, in training only, and what tells of it."""
+        """Draw a variant of each row of stored data ``[b, ...]`` in training, and conditions that describe it."""
         return data, {}
 
     @abstractmethod
     def encode(self, data: Tensor) -> Tensor:
-        """Stored data ``[b, ...]`` to float32 ``x`` ``[b, ...]`` of about unit scale, for which noise is normal."""
+        """Convert stored data ``[b, ...]`` to float32 ``x`` ``[b, ...]`` of about unit scale, like the noise."""
 
     @abstractmethod
     def decode(self, x: Tensor) -> Tensor:
-        """``x`` ``[b, ...]`` to generated data as a user wants it; what :meth:`Flow.sample` returns."""
+        """Convert ``x`` ``[b, ...]`` to generated data, the result of :meth:`Flow.sample`."""
 
     @abstractmethod
     def render(self, data: Tensor) -> Tensor:
-        """A picture, uint8 ``[b, 3, h, w]``, of each row of what :meth:`decode` returned."""
+        """Render a picture, uint8 ``[b, 3, h, w]``, of each row of generated data."""
 
     def render_with_alpha(self, data: Tensor) -> Tensor:
-        """As :meth:`render`, but ``[b, 4, h, w]``, RGBA, if the data have transparency."""
+        """Render RGBA pictures ``[b, 4, h, w]`` if the data have transparency, else those of :meth:`render`."""
         return self.render(data)
 
     def from_pictures(self, pictures: Tensor) -> Tensor:
-        """Pictures of :attr:`picture_shape`, uint8 ``[b, c, h, w]``, as data that a dataset might store.
+        """Convert pictures of :attr:`picture_shape`, uint8 ``[b, c, h, w]``, to data that a dataset might store.
 
         Raises:
             UsageError: if the space is of other data.
@@ -63,7 +63,7 @@ class Space(ABC):
         raise UsageError(f"{type(self).__name__} are no pictures")
 
     def to_stored(self, x: Tensor) -> Tensor:
-        """Generated ``x`` as data that a dataset might store, which :meth:`encode` takes back.
+        """Convert generated ``x`` to data that a dataset might store, the inverse of :meth:`encode`.
 
         Raises:
             UsageError: if the space has no such way.
@@ -71,14 +71,14 @@ class Space(ABC):
         raise UsageError(f"{type(self).__name__} cannot be stored")
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
-        """Load what decoding needs, where something is to be loaded.
+        """Load the weights that decoding needs, if there are any.
 
         Raises:
-            UsageError: if it is not there.
+            UsageError: if they are missing.
         """
 
     def problem_with(self, data: Tensor) -> str | None:
-        """A sentence on what looks wrong with stored ``data``, or None; the trainer asks at the first batch."""
+        """Return a sentence on wrong stored ``data``, or None; the trainer checks its first batch."""
         return None
 
     @property

@@ -82,7 +82,7 @@ def test_draws_belong_to_the_row() -> None:
 
 
 def test_a_network_that_cannot_be_told_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot be told of the augmentation"):
+    with pytest.raises(ValueError, match="does not take the augmentation"):
         RectifiedFlow(Unet(8, (1, 2), image_size=8), space=Pixels((3, 8, 8), augmentation=0.1))
 
 
