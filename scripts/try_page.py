@@ -1,4 +1,4 @@
-"""Open an exported page in a headless Chromium, print how fast it draws, and write a screenshot of it.
+"""Open an exported page in a headless Chromium, print its speed, and write a screenshot of it.
 
 ``python scripts/try_page.py runs/demo/exported --screenshot page.png`` needs playwright (``pip install playwright``)
 and a Chromium in the path. Times are those of an empty cache, and of a folder that is on this machine.
@@ -19,7 +19,7 @@ from typing import Any
 from playwright.sync_api import sync_playwright
 
 PATIENCE = 300.0
-"""Seconds for one drawing."""
+"""Time limit of one generation [s]."""
 DRAWINGS = 10
 SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 
@@ -33,7 +33,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address at which ``folder`` is served inside the block."""
+    """Serve ``folder`` inside the block, and yield its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
@@ -55,7 +55,7 @@ def wait(page: Any) -> float:
 
 
 def measure(browser: Any, address: str) -> None:
-    """Print the time from the address to the first picture, and the median rate of drawings with other seeds."""
+    """Print the time from the address to the first picture, and the median rate over other seeds."""
     page = browser.new_page()
     began = time.monotonic()
     page.goto(address)
@@ -74,7 +74,7 @@ def measure(browser: Any, address: str) -> None:
 
 
 def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> None:
-    """A screenshot of the whole page."""
+    """Write a screenshot of the whole page."""
     viewport = {"width": arguments.width, "height": 800}
     page = browser.new_page(viewport=viewport, color_scheme=arguments.scheme, device_scale_factor=arguments.scale)
     page.goto(address)
@@ -87,7 +87,7 @@ def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> Non
 
 
 def main() -> None:
-    """Read the command line, and do both."""
+    """Measure the page and write the screenshot."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, help="folder that export.py --format page wrote")
     parser.add_argument("--backend", choices=("wasm", "webgpu"), help="draw with this one; the page chooses without it")

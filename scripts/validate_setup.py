@@ -29,6 +29,8 @@ FREE_BYTES_WANTED = 5 * 10**9
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of this program."""
+
     dataset: str = OXFORD_FLOWERS
     """Hub id of a dataset with an image column, or synthetic-flowers."""
     dataset_path: Path | None = None
@@ -68,12 +70,12 @@ def main(flags: Flags) -> int:
 
 
 def check_versions() -> str:
-    """The versions of Python and of the main packages."""
+    """Return the versions of Python and of the main packages."""
     return f"python {platform.python_version()}, " + ", ".join(f"{name} {version(name)}" for name in PACKAGES)
 
 
 def check_devices() -> str:
-    """GPUs with their memory, or the number of cores."""
+    """Return the GPUs with their memory, or the number of cores."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         return ", ".join(f"{each.name} {each.total_memory / 2**30:.0f} GiB" for each in properties)
@@ -89,7 +91,7 @@ def check_devices() -> str:
 
 
 def check_data(flags: Flags) -> str:
-    """The size of the dataset, and one batch read from its store."""
+    """Return the size of the dataset, after reading one batch from its store."""
     dataset = open_dataset(flags.dataset, flags.dataset_path, image_size=flags.image_size, cache_dir=flags.cache_dir)
     images = dataset.read_batch(range(min(8, len(dataset))))["images"]
     return (
@@ -99,7 +101,7 @@ def check_data(flags: Flags) -> str:
 
 
 def check_start_method() -> str:
-    """The start method of data loader processes."""
+    """Return the start method of data loader processes."""
     return f"{mp.get_start_method()} (of {', '.join(mp.get_all_start_methods())})"
 
 
@@ -131,7 +133,7 @@ def _all_reduce(rank: int, store: str, backend: str) -> None:
 
 
 def check_disk(*folders: Path) -> str:
-    """Free space in the folders for runs and decoded images."""
+    """Return the free space in the folders for runs and decoded images."""
     lines = []
     for folder in folders:
         place = folder.resolve()

@@ -34,10 +34,10 @@ def main() -> None:
 
 
 def fetch(registry: str) -> bytes:
-    """The archive of the pinned version.
+    """Download the archive of the pinned version.
 
     Raises:
-        SystemExit: if it is another than the pinned one.
+        SystemExit: if its hash is not the pinned one.
     """
     with urlopen(f"{registry.rstrip('/')}/onnxruntime-web/-/onnxruntime-web-{VERSION}.tgz", timeout=300) as response:
         archive: bytes = response.read()
@@ -48,7 +48,7 @@ def fetch(registry: str) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """The files that a page loads, the modules without the addresses of source maps, which are not vendored."""
+    """Return the files that a page loads. Modules lose the addresses of source maps, which are not vendored."""
     contents = {}
     with tarfile.open(fileobj=io.BytesIO(archive)) as package:
         for name in (*RUNTIMES, *PROGRAMS):

@@ -45,6 +45,8 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Flags:
+    """The flags of this program."""
+
     lines: int = 15_000_000
     """Lines of the text, of some 100 bytes each."""
     processes: int = 8
@@ -65,13 +67,13 @@ def make_text(path: Path, lines: int) -> None:
 
 
 def own_memory() -> int:
-    """Bytes that belong to this process alone."""
+    """Return the memory that belongs to this process alone [bytes]."""
     gc.collect()
     return int(psutil.Process().memory_full_info().uss)
 
 
 def read(store: LineStore, reads: int, ready: Barrier, results: Any) -> None:
-    """Read lines from all over the text; sends how much memory that took, while all other readers hold theirs."""
+    """Read lines from all over the text, and send how much memory that took while all other readers hold theirs."""
     before = own_memory()
     for number in np.linspace(0, len(store) - 1, reads, dtype=np.int64):
         assert store[number].startswith(str(number))
@@ -81,6 +83,7 @@ def read(store: LineStore, reads: int, ready: Barrier, results: Any) -> None:
 
 
 def read_list(path: Path, results: Any) -> None:
+    """Read the text as a Python list, and send how much memory that took."""
     before = own_memory()
     lines = path.read_text().splitlines()
     results.put(own_memory() - before)
@@ -88,7 +91,7 @@ def read_list(path: Path, results: Any) -> None:
 
 
 def memory_of_readers(store: LineStore, processes: int, reads: int) -> list[int]:
-    """Bytes that reading takes in each of several processes, for that process alone."""
+    """Return the memory that reading takes in each of several processes alone [bytes]."""
     context = multiprocessing.get_context("spawn")
     ready, results = context.Barrier(processes), context.SimpleQueue()
     readers = [context.Process(target=read, args=(store, reads, ready, results)) for _ in range(processes)]
@@ -101,12 +104,14 @@ def memory_of_readers(store: LineStore, processes: int, reads: int) -> list[int]
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Return the time that ``action`` took [s], and its result."""
     began = time.perf_counter()
     result = action()
     return time.perf_counter() - began, result
 
 
 def main(flags: Flags) -> None:
+    """Print the time and the memory of both ways to read."""
     with tempfile.TemporaryDirectory(dir=flags.folder) as folder:
         path = Path(folder) / "lines.txt"
         make_text(path, flags.lines)
