@@ -49,6 +49,7 @@ from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.costs import multiplication_rate
+from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.stepper import Batch, moved
 from rectified_flow.training.trainer import Trainer
 
@@ -299,8 +300,9 @@ def time_mean_flow(bench: Bench) -> Result:
 def time_preview(bench: Bench) -> Result:
     """Time a grid of samples."""
     trainer = bench.trainer("rectified", bench.full)
-    trainer._sample_preview()
-    return Result("figure", f"{synchronized(trainer._sample_preview):.2f} s for {trainer.config.num_samples} images")
+    sample_preview(trainer)
+    seconds = synchronized(lambda: sample_preview(trainer))
+    return Result("figure", f"{seconds:.2f} s for {trainer.config.num_samples} images")
 
 
 def check_compiled(bench: Bench, kind: Kind, small: bool) -> Result:

@@ -29,6 +29,7 @@ from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRecti
 from rectified_flow.data.build import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -84,12 +85,12 @@ def measure_here(flags: Flags, write_to: Path) -> None:
             step()
 
     step()
-    trainer._sample_preview()
+    sample_preview(trainer)
     together, apart = zip(*((synchronized(step), synchronized(step_apart)) for _ in range(flags.steps)), strict=True)
     seconds = {
         "step": statistics.median(together),
         "step apart": statistics.median(apart),
-        "preview": synchronized(trainer._sample_preview),
+        "preview": synchronized(lambda: sample_preview(trainer)),
         "gradient": 4 * sum(p.numel() for p in trainer.state.parameters.values()),
     }
     if state.is_main_process:

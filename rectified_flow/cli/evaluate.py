@@ -20,8 +20,8 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import DamageError, RunError, UsageError, require
 from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
+from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
-from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.flags import checked, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, load_trained, solver_options
 from rectified_flow.registry import names

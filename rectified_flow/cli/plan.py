@@ -91,7 +91,7 @@ SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 def print_plan(config: TrainConfig, flow: Flow) -> None:
     """Print every flag with its resolved value, and the size, memory and time of the run."""
     run = config.run
-    accelerator = build_accelerator(run, supports_bf16=getattr(flow, "supports_bf16", True))
+    accelerator = build_accelerator(run, flow)
     batch = run.split_batch(accelerator.num_processes)
     resolved = plain(config) | {
         "batch_size": batch.per_process,

@@ -33,8 +33,8 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import require
 from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
-from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read

@@ -2,17 +2,26 @@
 
 The colours of an image are the mean colours of its 8x8 fields, ``[n, 3 * 8 * 8]``
 (:func:`rectified_flow.evaluation.features.average_colours`). They find copies that were mirrored or recompressed.
+
+A registered metric takes the features of real data and of generated samples, and returns numbers by name::
+
+    @register(role="metric")
+    def mean_distance(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
+        return {"mean_distance": float((real.features[0].mean(0) - generated[0].mean(0)).norm())}
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.evaluation.features import GREY_LEVELS
+from rectified_flow.evaluation.features import GREY_LEVELS, Features
+from rectified_flow.registry import register
 
 FIELDS = 8
 TOLERANCE = 3 / GREY_LEVELS
@@ -31,20 +40,16 @@ def alike(colours: Tensor, others: Tensor) -> Tensor:
 
 def near_duplicates(colours: Tensor, others: Tensor) -> Tensor:
     """Return which of ``colours`` ``[n, d]`` have a near-duplicate among ``others`` ``[m, d]``, bool ``[n]``."""
-    found = [near.any(dim=1) for _, near in _compared(colours, others)]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.bool)
+    found = torch.zeros(len(colours), dtype=torch.bool)
+    for rows, near in _by_block(colours, others, alike):
+        found[rows] = near.any(dim=1)
+    return found
 
 
 def count_near_duplicates(colours: Tensor) -> int:
     """Count the images that have a near-duplicate before them."""
-    return sum(int(near.tril(first - 1).any(dim=1).sum()) for first, near in _compared(colours, colours))
-
-
-def _compared(colours: Tensor, others: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first row of each block of rows, and which of its pairs are near-duplicates, bool ``[b, m]``."""
-    block = max(1, AT_ONCE // max(1, len(others)))
-    for first in range(0, len(colours), block):
-        yield first, alike(colours[first : first + block], others)
+    blocks = _by_block(colours, colours, alike)
+    return sum(int(near.tril(rows.start - 1).any(dim=1).sum()) for rows, near in blocks)
 
 
 def mirrored(colours: Tensor) -> Tensor:
@@ -84,8 +89,7 @@ def frechet_distance(real: Tensor, generated: Tensor) -> float:
     """
     from torchmetrics.image.fid import FrechetInceptionDistance
 
-    metric = FrechetInceptionDistance(feature=_Given(real.shape[1]), sync_on_compute=False)
-    return float(_fill(metric, real, generated).compute())
+    return float(_filled(FrechetInceptionDistance, real, generated).compute())
 
 
 def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[float, float | None]:
@@ -101,11 +105,9 @@ def kernel_distance(real: Tensor, generated: Tensor, seed: int = 0) -> tuple[flo
     size = min(SUBSET_SIZE, len(real), len(generated))
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a warning about keeping all features in memory, where they are anyway
-        metric = KernelInceptionDistance(
-            feature=_Given(real.shape[1]), subsets=SUBSETS, subset_size=size, sync_on_compute=False
-        )
+        metric = _filled(KernelInceptionDistance, real, generated, subsets=SUBSETS, subset_size=size)
         torch.manual_seed(seed)
-        mean, deviation = _fill(metric, real, generated).compute()
+        mean, deviation = metric.compute()
     return float(mean), None if size in (len(real), len(generated)) else float(deviation)
 
 
@@ -125,7 +127,7 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
     generated_reach, _ = _reach(generated)
     precise, authentic, covered = [], [], torch.zeros(len(real), dtype=torch.bool)
     recalled = torch.zeros(len(real), dtype=torch.bool)
-    for rows, distances in _distances(generated, real):
+    for rows, distances in _by_block(generated, real):
         precise.append((distances <= real_reach).any(dim=1))
         gap, nearest = distances.min(dim=1)
         authentic.append(gap > real_gap[nearest])
@@ -149,7 +151,7 @@ def nearness(queries: Tensor, real: Tensor, colours: Tensor) -> Tensor:
         colours: average colours of the training images ``[n, c]``, which find near-duplicates.
     """
     parts = []
-    for _, distances in _distances(queries, real):
+    for _, distances in _by_block(queries, real):
         gap, row = distances.min(dim=1)
         apart = torch.cdist(real[row], real)
         unit = apart.masked_fill(alike(colours[row], colours), torch.inf).min(dim=1).values
@@ -169,35 +171,90 @@ def nearest(queries: Tensor, real: Tensor, count: int) -> Tensor:
     If ``real`` has fewer than ``count`` rows, ``count`` is their number.
     """
     count = min(count, len(real))
-    return torch.cat([distances.topk(count, largest=False).indices for _, distances in _distances(queries, real)])
+    return torch.cat([distances.topk(count, largest=False).indices for _, distances in _by_block(queries, real)])
 
 
-class _Given(nn.Module):
-    """A replacement for the feature network of torchmetrics, for features that are already extracted."""
-
-    def __init__(self, num_features: int) -> None:
-        super().__init__()
-        self.num_features = num_features
-
-    def forward(self, features: Tensor) -> Tensor:
-        return features
-
-
-def _fill(metric: Any, real: Tensor, generated: Tensor) -> Any:
-    metric.update(real, real=True)
-    metric.update(generated, real=False)
-    return metric
+def _filled(metric: type[Any], real: Tensor, generated: Tensor, **options: Any) -> Any:
+    """Return a metric of torchmetrics with two sets of features, which are extracted already."""
+    network = nn.Identity()
+    network.num_features = real.shape[1]  # type: ignore[assignment]  # read by the Fréchet distance
+    filled = metric(feature=network, sync_on_compute=False, **options)
+    filled.update(real, real=True)
+    filled.update(generated, real=False)
+    return filled
 
 
-def _distances(queries: Tensor, others: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    block = max(1, AT_ONCE // len(others))
-    for start in range(0, len(queries), block):
-        rows = slice(start, start + block)
-        yield rows, torch.cdist(queries[rows], others)
+def _by_block(
+    rows: Tensor, others: Tensor, compare: Callable[[Tensor, Tensor], Tensor] = torch.cdist
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield blocks of ``rows``, and the comparison of each with ``others``, ``[b, m]``, to bound the memory."""
+    block = max(1, AT_ONCE // max(1, len(others)))
+    for first in range(0, len(rows), block):
+        some = slice(first, first + block)
+        yield some, compare(rows[some], others)
 
 
 def _reach(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the distances of each row to its fifth and to its first nearest neighbour, the row itself excluded."""
     count = min(NEIGHBOURS, len(features) - 1) + 1
-    near = torch.cat([distances.topk(count, largest=False).values for _, distances in _distances(features, features)])
+    near = torch.cat([distances.topk(count, largest=False).values for _, distances in _by_block(features, features)])
     return near[:, -1], near[:, 1]
+
+
+@dataclass
+class RealFeatures:
+    """The features of real data, to which generated samples are compared."""
+
+    networks: Sequence[Features]
+    """The feature networks. Flows are ranked by the first; the last one is the average colours of 8x8 fields."""
+    features: Sequence[Tensor]
+    """Features of the training data, ``[n, d]`` by network."""
+    held_out: Tensor | None = None
+    """Features of held-out data by the first network, ``[m, d]``, if there are any."""
+    seed: int = 0
+    """Seed of the metrics that draw subsets."""
+
+    @cached_property
+    def copies_by_chance(self) -> float | None:
+        """The share of copies among the held-out data, none of which is one."""
+        return None if self.held_out is None else share_of_copies(self.held_out, self.features[0], self.features[-1])
+
+
+Metric = Callable[[RealFeatures, Sequence[Tensor]], Mapping[str, float]]
+"""Numbers by name, from the features of real data and those of generated samples, ``[n, d]`` by network."""
+
+
+@register(role="metric")
+def frechet(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
+    """Return the Fréchet distance of each feature network; see :func:`frechet_distance`."""
+    sets = zip(real.networks, real.features, generated, strict=True)
+    return {network.frechet_name: frechet_distance(theirs, ours) for network, theirs, ours in sets}
+
+
+@register(role="metric")
+def kernel(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
+    """Return the kernel distance of each feature network, and the one to held-out data; see :func:`kernel_distance`."""
+    numbers: dict[str, float] = {}
+    for network, theirs, ours in zip(real.networks, real.features, generated, strict=True):
+        numbers[network.kernel_name], deviation = kernel_distance(theirs, ours, real.seed)
+        if deviation is not None:
+            numbers[f"{network.kernel_name}_std"] = deviation
+    if real.held_out is not None:
+        numbers[f"heldout_{real.networks[0].kernel_name}"], _ = kernel_distance(real.held_out, generated[0], real.seed)
+    return numbers
+
+
+@register(role="metric")
+def copies(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
+    """Return the share of copies among the samples, and among held-out data; see :func:`share_of_copies`."""
+    by_chance = {} if real.copies_by_chance is None else {"copies_by_chance": real.copies_by_chance}
+    return {"copies": share_of_copies(generated[0], real.features[0], real.features[-1])} | by_chance
+
+
+@register(role="metric")
+def manifold(real: RealFeatures, generated: Sequence[Tensor]) -> dict[str, float]:
+    """Return precision, recall, coverage and authenticity; see :func:`manifold_scores`.
+
+    The work grows with the square of the number of training images.
+    """
+    return manifold_scores(real.features[0], generated[0])

@@ -14,15 +14,14 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.errors import require
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.evaluation.distances import nearest, nearness
+from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
     Features,
+    RenderedItems,
     average_colours,
     load_features,
     reference_features,
 )
-from rectified_flow.evaluation.metrics import Metric, RealFeatures
-from rectified_flow.evaluation.rendered import RenderedItems
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.registry import find
 from rectified_flow.system.signals import interruptible
@@ -50,8 +49,8 @@ class Evaluator:
         seed: seed of the samples, and of the subsets of the kernel distance.
         batch_size: samples that each process generates at once.
         held_out: data of the same kind that were not trained on, if there are any.
-        metrics: names of registered metrics (:mod:`rectified_flow.evaluation.metrics`). The Fréchet distance, by which
-            flows are ranked, is always computed.
+        metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`). The Fréchet distance is
+            always computed, as flows are ranked by it.
 
     Raises:
         UsageError: if the feature network is unavailable, a metric is not registered, or there is a single item.

@@ -1,25 +1,29 @@
 """Networks that map images to the features by which images are compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.stream import Batches, fingerprint_of
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.evaluation.rendered import RenderedItems
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.terminal import progress_bar
 
-COLOURS = "colours_8x8"
+COLOURS, FEATURES_FILE = "colours_8x8", "features.npy"
 GREY_LEVELS = 64
 """Number of grey levels, of 256, in a unit of the colours."""
 
@@ -115,12 +119,39 @@ def _efficientnet_lite0(device: torch.device) -> Features:
     return Features(name, f"{name}_frechet_distance", f"{name}_kernel_distance", resize, extract)
 
 
+class RenderedItems:
+    """Pictures of a dataset's items as :class:`rectified_flow.Evaluator` reads them: rendered by the flow's space.
+
+    Args:
+        items: map-style, with items that are dicts of tensors.
+        space: the space that encodes, decodes and renders them.
+        name: the name of the dataset for reports.
+    """
+
+    def __init__(self, items: Dataset[Any], space: Space, name: str) -> None:
+        self.items, self.space = items, space
+        self.info = SimpleNamespace(source=name, image_size=None, framing=None)
+        self.conditions: dict[str, Any] = getattr(items, "conditions", {})
+        self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
+        self.fingerprint = fingerprint_of(items)
+
+    def __len__(self) -> int:
+        return len(self.items)  # type: ignore[arg-type]
+
+    def read_pictures(self, indices: Sequence[int]) -> Tensor:
+        """Return rendered items, uint8 ``[n, 3, h, w]``."""
+        data = Batches(self.items).__getitems__(list(indices))[self.space.key]
+        with torch.no_grad():
+            return self.space.render(self.space.decode(self.space.encode(data)))
+
+    def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the conditions of items by name."""
+        batch = Batches(self.items).__getitems__(list(indices))
+        return {name: batch[name] for name in self.conditions}
+
+
 def reference_features(
-    dataset: ImageDataset | RenderedItems,
-    features: Features,
-    state: PartialState,
-    *,
-    batch_size: int = 64,
+    dataset: ImageDataset | RenderedItems, features: Features, state: PartialState, *, batch_size: int = 64
 ) -> Tensor:
     """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
@@ -136,9 +167,12 @@ def reference_features(
     if isinstance(dataset, ImageDataset) and dataset.rows is not None:
         whole = reference_features(dataset.whole, features, state, batch_size=batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
-    saved = _SavedFeatures(dataset, features.name) if isinstance(dataset, ImageDataset) else None
-    if on_main(state, lambda: saved is not None and saved.is_whole):
-        return saved.load() if saved is not None and state.is_main_process else torch.empty(0)
+    saved = None
+    if isinstance(dataset, ImageDataset):
+        path = dataset.path.with_name(f"{dataset.path.name}-features-{features.name}")
+        saved = Artifact(path, "features", (FEATURES_FILE,))
+        if on_main(state, lambda: saved.is_whole):
+            return torch.from_numpy(np.load(path / FEATURES_FILE)) if state.is_main_process else torch.empty(0)
 
     def extract(numbers: list[int]) -> Tensor:
         parts, doing, main = [], f"features of {dataset.info.source}, {features.name}", state.is_main_process
@@ -152,23 +186,9 @@ def reference_features(
 
     everything = map_over_ranks(state, len(dataset), extract).cpu()
     if saved is not None and state.is_main_process:
-        with suppress(OSError, UsageError):  # in a cache that cannot be written, they are extracted again next time
-            saved.save(everything)
+        # In a cache that cannot be written, they are extracted again next time.
+        with suppress(OSError, UsageError), saved.locked("pass a writable folder with --cache_dir"):
+            saved.begin()
+            np.save(saved.stage / FEATURES_FILE, everything.numpy())
+            saved.finish()
     return everything if state.is_main_process else torch.empty(0)
-
-
-class _SavedFeatures(Artifact):
-    """The features of all images of a store, in a folder beside it."""
-
-    def __init__(self, dataset: ImageDataset, name: str) -> None:
-        path = dataset.path.with_name(f"{dataset.path.name}-features-{name}")
-        super().__init__(path, "features", ("features.npy",))
-
-    def load(self) -> Tensor:
-        return torch.from_numpy(np.load(self.path / "features.npy"))
-
-    def save(self, features: Tensor) -> None:
-        with self.locked("pass a writable folder with --cache_dir"):
-            self.begin()
-            np.save(self.stage / "features.npy", features.numpy())
-            self.finish()

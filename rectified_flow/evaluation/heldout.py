@@ -5,7 +5,7 @@ loss on held-out pictures falls with it. When it memorises the training pictures
 training loss falls further. :func:`judge` decides whether that has happened.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from rectified_flow.evaluation.features import average_colours, reference_featur
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 from rectified_flow.system.signals import interruptible
+from rectified_flow.system.terminal import progress_bar
 
 FEWEST = 8
 """Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
@@ -106,18 +107,19 @@ class HeldOutPictures:
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
         self.count = min(len(training), len(held_out), MOST_PICTURES)
         self.seed = seed
-        self._sides = [_some(each, self.count, seed) for each in (held_out, training)]
+        self._sides = []
+        for dataset in (held_out, training):
+            chosen = permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures"))
+            rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
+            self._sides.append(dataset.subset(rows[chosen]))
 
     @torch.no_grad()
-    def losses(
-        self, flow: Flow, numbers: Sequence[int], *, progress: Callable[[int], object] = lambda _count: None
-    ) -> Tensor:
+    def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         """Measure the loss of some of the ``2 * count`` pictures, of which the held-out ones come first.
 
         Args:
             flow: has a method ``velocity(x, t, **conditions)``.
             numbers: the numbers of the pictures.
-            progress: called with the number of pictures of each part.
 
         Returns:
             The loss of each picture, float32 ``[n]``.
@@ -125,11 +127,12 @@ class HeldOutPictures:
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        parts = []
-        with flow.evaluating(), interruptible(flow):
+        parts, main = [], PartialState().is_main_process
+        bar = progress_bar(total=len(numbers), desc="held-out loss", unit="img", leave=None, disable=not main)
+        with bar, flow.evaluating(), interruptible(flow):
             for start in range(0, len(numbers), AT_ONCE):
                 parts.append(self._losses(flow, numbers[start : start + AT_ONCE]))
-                progress(len(parts[-1]))
+                bar.update(len(parts[-1]))
         return torch.cat(parts)
 
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
@@ -197,10 +200,3 @@ def _has_risen(before: HeldOutLoss, now: HeldOutLoss) -> bool:
     rises = np.subtract(now.losses, before.losses)
     beyond = rises.mean() > STANDARD_ERRORS * rises.std(ddof=1) / len(rises) ** 0.5
     return bool(beyond and now.seen_loss < before.seen_loss)
-
-
-def _some(dataset: StoreDataset, count: int, seed: int) -> StoreDataset:
-    """Return ``count`` items of a dataset, chosen by the seed."""
-    chosen = permuted(np.arange(count), len(dataset), randomness.mix(seed, "held-out pictures"))
-    rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
-    return dataset.subset(rows[chosen])

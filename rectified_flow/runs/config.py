@@ -155,8 +155,8 @@ class TrainingConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.resume not in ("auto", "never"):
-            object.__setattr__(self, "resume", str(usable_path("--resume", Path(self.resume))))
+        if self.origin is not None:
+            object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
         require(
             self.lr_decay != "rsqrt" or self.lr_warmup_steps > 0,
             "--lr_decay rsqrt needs --lr_warmup_steps above 0, from where it decays",
@@ -174,6 +174,16 @@ class TrainingConfig(Flags):
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.checkpoint_dir or self.output_dir / CHECKPOINTS
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Folders of the run by flag; the two may be one folder."""
+        return {"output_dir": self.output_dir, "checkpoint_dir": self.checkpoints}
+
+    @property
+    def origin(self) -> Path | None:
+        """Checkpoint or run that ``--resume`` names, if it names one."""
+        return None if self.resume in ("auto", "never") else Path(self.resume)
 
     def split_batch(self, world_size: int) -> GlobalBatch:
         """Split the global batch over processes and accumulation.

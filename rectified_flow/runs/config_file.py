@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rectified_flow.data.framing import Crop
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs.config import TrainingConfig
@@ -94,12 +93,6 @@ def read_config(path: Path) -> dict[str, Any]:
 def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags by name in a ``config.json``: those of the program that started the run, or of the run alone."""
     return dict(document.get("run", {})) | dict(document.get("flags", {}))
-
-
-def require_flags(document: Mapping[str, Any], path: Path) -> None:
-    """Raise a UsageError if the run whose ``config.json`` is at ``path`` was not started by a program."""
-    if "flags" not in document:
-        raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
 
 
 def data_arguments(document: Mapping[str, Any], path: Path) -> DataArguments | None:

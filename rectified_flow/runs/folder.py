@@ -77,19 +77,9 @@ class StatusFile:
             self.write(state, step, total_steps, first_line(error))
 
 
-def prepare_folders(config: TrainingConfig) -> dict[str, Path]:
-    """Make the folders of a run, and return them by flag; the two may be one folder.
-
-    Raises:
-        UsageError: if one cannot be made or written.
-    """
-    folders = {"output_dir": config.output_dir, "checkpoint_dir": config.checkpoints}
-    return {flag: prepare_folder(flag, folder) for flag, folder in folders.items()}
-
-
 @contextmanager
 def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> Iterator[None]:
-    """Lock other runs out of the folders of a run inside the block.
+    """Make the folders of a run, and lock other runs out of them inside the block.
 
     The locks are the operating system's, so they end with the process, however it ends.
 
@@ -100,11 +90,11 @@ def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> I
     Raises:
         UsageError: if the folders cannot be written, or another run holds them.
     """
-    folders = prepare_folders(config)
-    if folders["checkpoint_dir"].resolve() == folders["output_dir"].resolve():
-        del folders["checkpoint_dir"]
     with ExitStack() as locks:
-        for flag, folder in folders.items():
+        for flag, folder in config.folders.items():
+            prepare_folder(flag, folder)
+            if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
+                continue
             try:
                 _lock(locks, folder, report)
             except Timeout:

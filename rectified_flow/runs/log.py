@@ -2,23 +2,101 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.lines import LineFile
-from rectified_flow.system.files import replace_file
+from rectified_flow.runs.config_file import program_flags
+from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid
 
 PROJECT = "rectified-flow"
 _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
+
+
+class LineFile:
+    """A file of JSON lines that has each step once and in order, also after kills and on a full disk.
+
+    Args:
+        path: the file.
+        step: the step that the run starts at. Lines of later steps, which a killed run left, are dropped. At step 0 an
+            older file is kept beside the new one.
+        warn: called with a sentence if the file has damaged lines, which are dropped.
+
+    Raises:
+        OSError: if the file cannot be written.
+        UsageError: if its rights forbid reading it.
+    """
+
+    def __init__(self, path: Path, step: int, warn: Callable[[str], object] = print) -> None:
+        self.path = path
+        if step == 0 and path.exists():
+            path.replace(path.with_suffix(".old.jsonl"))
+        rows = self._parsed()
+        damaged = rows[:-1].count(None)  # a killed run leaves half a last line
+        if damaged:
+            warn(f"warning: dropped {damaged} damaged line{'s' * (damaged > 1)} of {path}")
+        kept = "".join(json.dumps(row) + "\n" for row in rows if row is not None and row["step"] <= step)
+        if path.exists():
+            replace_file(path, kept)
+        self._good_size = len(kept.encode())
+        self._unwritten = b""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a line. If the disk is full, the line is written together with the next one.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        self._unwritten += (json.dumps(row) + "\n").encode()
+        self._write()
+
+    def flush(self) -> None:
+        """Put all lines on the disk.
+
+        Raises:
+            OSError: if the disk is full.
+        """
+        if self._unwritten:
+            self._write()
+        if self.path.exists():
+            flush(self.path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the complete and undamaged lines."""
+        return [row for row in self._parsed() if row is not None]
+
+    def numbers(self, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> dict[int, float]:
+        """Return the numbers called ``name`` by step, of the lines that have these ``settings``."""
+        rows = [row for row in self.rows() if settings.items() <= row.items()]
+        return {row["step"]: row[name] for row in rows if type(row.get(name)) in (int, float)}
+
+    def _write(self) -> None:
+        self.path.touch()
+        with self.path.open("r+b") as file:
+            file.truncate(self._good_size)  # a full disk may have taken half a line
+            file.seek(self._good_size)
+            file.write(self._unwritten)
+        self._good_size += len(self._unwritten)
+        self._unwritten = b""
+
+    def _parsed(self) -> list[dict[str, Any] | None]:
+        """Return each line of the file, or None for a damaged one; after the last line break, there is half a line."""
+        rows: list[dict[str, Any] | None] = []
+        for line in read_bytes(self.path).split(b"\n") if self.path.exists() else ():
+            rows.append(None)
+            with suppress(DamageError):
+                row = parse_document(line, dict[str, Any], self.path)
+                rows[-1] = row if type(row.get("step")) is int else None
+        return rows
 
 
 class RunLog:
@@ -41,11 +119,13 @@ class RunLog:
         config: TrainingConfig,
         document: Mapping[str, Any],
         step: int,
-        warn: Callable[[str], object] = print,
+        warn: Callable[[str], object],
     ) -> None:
-        self.accelerator, self.config, self.warn = accelerator, config, warn
+        self.accelerator, self.config, self.document, self.warn = accelerator, config, document, warn
         self.folder, self.step = config.output_dir, step
         self.loss_plot = self.folder / "loss.png"
+        self.preview: Path | None = None
+        """The last grid of samples."""
         replace_file(self.folder / CONFIG_FILE, json.dumps(document, indent=1))
         self._files: list[LineFile] = []
         self._metrics, self._bad_steps = self.open("metrics"), self.open("bad_steps")
@@ -64,7 +144,7 @@ class RunLog:
         for file in self._files:
             file.flush()
 
-    def start_trackers(self, run_id: str, flags: Mapping[str, Any]) -> None:
+    def start_trackers(self, run_id: str) -> None:
         """Start the tracker that ``--log_with`` names, in which the run resumes as ``run_id``.
 
         Raises:
@@ -72,12 +152,12 @@ class RunLog:
         """
         if self.config.log_with == "none":
             return
+        flags = program_flags(self.document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings = {"wandb": {"id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": self.step + 1}}
         try:
             # TensorBoard makes a run of its own of each set of flags.
-            config = simple if self.step == 0 else None
-            self.accelerator.init_trackers(PROJECT, config=config, init_kwargs=settings)
+            self.accelerator.init_trackers(PROJECT, None if self.step else simple, settings)
         except Exception as error:  # each service has errors of its own
             raise UsageError(
                 f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
@@ -106,17 +186,16 @@ class RunLog:
         with self.tolerant("bad steps"):
             self._bad_steps.add({"step": step, "images": images})
 
-    def samples(self, step: int, images: Tensor) -> Path:
-        """Write uint8 images ``[n, 3, h, w]`` as one grid, and return its path."""
+    def samples(self, step: int, images: Tensor) -> None:
+        """Write uint8 images ``[n, 3, h, w]`` as one grid."""
         grid = to_grid(images)
-        path = self.folder / "samples" / f"{step_name(step)}.png"
+        self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)
             replace_file(path, encode_picture(grid))
         for tracker in self.accelerator.trackers:
             with self.tolerant("the trackers"):
                 tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
-        return path
 
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""

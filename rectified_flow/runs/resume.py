@@ -19,7 +19,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.config_file import program_flags, read_config
-from rectified_flow.runs.folder import prepare_folders
+from rectified_flow.system.files import prepare_folder
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
@@ -40,8 +40,7 @@ def precision_name(accelerator: Accelerator) -> str:
 
 def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precision: str) -> RunIdentity:
     """Return the identity of a run that begins now on the dataset with this fingerprint."""
-    named = config.resume not in ("auto", "never")
-    origin = str(Path(config.resume).resolve()) if named else "new"
+    origin = "new" if config.origin is None else str(config.origin.resolve())
     return RunIdentity(dataset, config.seed, global_batch, origin, precision)
 
 
@@ -56,13 +55,11 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
         UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
             path of ``--resume`` does not exist.
     """
-    prepare_folders(config)
-    _refuse_second_start(config)
-    resumed = None if config.resume in ("auto", "never") else Path(config.resume)
-    if checkpoint.list_checkpoints(config.checkpoints):
-        return
-    for path in filter(None, (origin, resumed)):
-        checkpoint.resolve(path, warn=lambda _line: None, names=())
+    for flag, folder in config.folders.items():
+        prepare_folder(flag, folder)
+    if not _own_checkpoints(config):
+        for path in filter(None, (origin, config.origin)):
+            checkpoint.resolve(path, warn=lambda _line: None, names=())
 
 
 def choose_checkpoint(
@@ -82,18 +79,26 @@ def choose_checkpoint(
     Raises:
         UsageError: if resuming would mix two runs, or the path of ``--resume`` does not exist.
     """
-    if config.resume == "never":
-        _refuse_second_start(config)
-        return None, run
+    _own_checkpoints(config)
     own = checkpoint.newest_checkpoint(config.checkpoints, warn=report)
-    if own is None and config.resume == "auto":
-        return None, run
     if own is None:
-        named = checkpoint.resolve(Path(config.resume), warn=report, names=None)
+        if config.origin is None:
+            return None, run
+        named = checkpoint.resolve(config.origin, warn=report, names=None)
         _compare_flows(flow, named, report, refuse=False)
         return named, run
     before = checkpoint.load_state(own).run
-    _check_same_run(config, run, before, own)
+    places = (own, config.checkpoints, config.output_dir)
+    require(
+        run.origin in {"new", before.origin, *(str(place.resolve()) for place in places)},
+        f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
+        "choose another --output_dir to start from there",
+    )
+    require(
+        run.dataset == before.dataset,
+        f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
+        f"with --resume {own} there, training starts from its weights",
+    )
     _compare_flows(flow, own, report, refuse=True)
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
@@ -111,27 +116,14 @@ def choose_checkpoint(
     return own, replace(run, origin=before.origin)
 
 
-def _refuse_second_start(config: TrainingConfig) -> None:
-    folder = config.checkpoints
+def _own_checkpoints(config: TrainingConfig) -> list[Path]:
+    """Return the checkpoints in the run's folder, of which ``--resume never`` allows none."""
+    found = checkpoint.list_checkpoints(config.checkpoints)
     require(
-        config.resume != "never" or not checkpoint.list_checkpoints(folder),
-        f"{folder} already holds checkpoints: pass --resume auto to resume, or another --output_dir",
+        config.resume != "never" or not found,
+        f"{config.checkpoints} already holds checkpoints: pass --resume auto to resume, or another --output_dir",
     )
-
-
-def _check_same_run(config: TrainingConfig, run: RunIdentity, before: RunIdentity, own: Path) -> None:
-    folder = config.checkpoints
-    origins = {"new", before.origin, *(str(place.resolve()) for place in (own, folder, config.output_dir))}
-    require(
-        run.origin in origins,
-        f"{folder} holds checkpoints of a run that did not start from {config.resume}, or newer ones: choose "
-        "another --output_dir to start from there",
-    )
-    require(
-        run.dataset == before.dataset,
-        f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
-        f"with --resume {own} there, training starts from its weights",
-    )
+    return found
 
 
 def _compare_flows(

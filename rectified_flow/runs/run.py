@@ -21,9 +21,8 @@ from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import plain
 from rectified_flow.registry import DescriptionError, describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, TrainerFile, step_name
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import program_flags
 from rectified_flow.runs.folder import RunState, StatusFile, locked_folders
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
@@ -120,19 +119,13 @@ class BackgroundSaver:
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
             raise
-        with self._tolerant(f"could not keep a snapshot of the averages of step {step}"):
-            keep_snapshots(folder)
-        with self._tolerant("older checkpoints are kept for now"):
-            if prune:
-                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every)
-        return path
-
-    @contextmanager
-    def _tolerant(self, problem: str) -> Iterator[None]:
         try:
-            yield
+            keep_snapshots(folder)
+            if prune:  # after the snapshots, which are links to the averages of checkpoints
+                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every)
         except (OSError, UsageError) as error:
-            self.warn(f"warning: {problem} ({error})")
+            self.warn(f"warning: older checkpoints of {folder} are kept for now ({error})")
+        return path
 
 
 class Run:
@@ -163,7 +156,6 @@ class Run:
         self.dataset, self.document = dataset, document
         self.status = StatusFile(config.output_dir)
         self.flow_description: dict[str, Any] | None = None
-        self._undescribed: DescriptionError | None = None
         try:
             self.flow_description = describe(flow)
         except DescriptionError as error:  # a part is not registered
@@ -201,13 +193,11 @@ class Run:
         Raises:
             UsageError: if resuming would mix two runs.
         """
-
-        def choose() -> tuple[Path | None, RunIdentity]:
-            batch = self.config.split_batch(self.accelerator.num_processes)
-            run = identify_run(self.config, self._fingerprint, batch.total, precision_name(self.accelerator))
-            return choose_checkpoint(self.config, run, self.flow_description, self.print)
-
-        path, self.identity = on_main(self.accelerator, choose)
+        batch = self.config.split_batch(self.accelerator.num_processes)
+        run = identify_run(self.config, self._fingerprint, batch.total, precision_name(self.accelerator))
+        path, self.identity = on_main(
+            self.accelerator, lambda: choose_checkpoint(self.config, run, self.flow_description, self.print)
+        )
         return path
 
     @contextmanager
@@ -219,8 +209,7 @@ class Run:
         """
         with ExitStack() as locks:
             on_main(self.accelerator, lambda: locks.enter_context(locked_folders(self.config, self.print)))
-            folders = {"output_dir": self.config.output_dir, "checkpoint_dir": self.config.checkpoints}
-            check_shared(self.accelerator, folders)
+            check_shared(self.accelerator, self.config.folders)
             try:
                 yield
             except BaseException as error:
@@ -243,8 +232,8 @@ class Run:
         drop_snapshots(self.config.checkpoints, after=step)
         self.log = RunLog(self.accelerator, self.config, self.document, step, warn=self.print)
         self.saver = BackgroundSaver(self.config, draw=self.log.draw_loss, warn=self.print)
-        self.log.start_trackers(self.status.run_id, program_flags(self.document))
-        if self._undescribed is not None:
+        self.log.start_trackers(self.status.run_id)
+        if self.flow_description is None:
             self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
 
     def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool, prune: bool) -> Path:
@@ -267,11 +256,8 @@ class Run:
             self.saver.save(step, tensors, documents, best=best, prune=prune)
         return self.config.checkpoints / step_name(step)
 
-    def finish(self) -> dict[str, Path]:
-        """Put everything on the disk, and write how the run ended. Main process only.
-
-        Returns:
-            The paths of the loss plot and the last checkpoint.
+    def finish(self) -> None:
+        """Put everything on the disk, and write how the run ended and where its files are. Main process only.
 
         Raises:
             RunError: if the last checkpoint or the last lines could not be written.
@@ -285,7 +271,9 @@ class Run:
         self.write_status()
         if step != total_steps:
             self.print(line("interrupted", f"at step {step} of {total_steps}: run the same command to resume"))
-        return {"loss plot": self.log.loss_plot} | ({} if path is None else {"checkpoint": path})
+        for name, place in {"samples": self.log.preview, "loss plot": self.log.loss_plot, "checkpoint": path}.items():
+            if place is not None:
+                self.print(line(name, place))
 
     def write_status(self, *, running: bool = False) -> None:
         """Write whether the run is running, finished or interrupted. Main process only."""

@@ -6,6 +6,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from torch import nn
 
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import require
@@ -31,13 +32,13 @@ def choose_precision(config: TrainingConfig, device: torch.device, *, supports_b
     return precision
 
 
-def build_accelerator(config: TrainingConfig, *, supports_bf16: bool = True) -> Accelerator:
-    """Build the run's Accelerator.
+def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
+    """Build the Accelerator of a run that trains ``flow``, whose attribute ``supports_bf16`` may rule out bf16.
 
     Raises:
         UsageError: if the precision is unavailable, or the processes cannot join.
     """
-    state = join_processes()
+    state, supports_bf16 = join_processes(), getattr(flow, "supports_bf16", True)
     accelerator = Accelerator(
         mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
         log_with=None if config.log_with == "none" else config.log_with,

@@ -99,10 +99,9 @@ class Measurement(Callback):
 
     def on_start(self, trainer: "Trainer") -> None:
         """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
-        step = trainer.state.step
-        on_main(trainer.accelerator, lambda: self._open(trainer))
-        is_due = trainer.is_due(self.every) and (step > 0 or self.untrained)
-        self._run(trainer, measures=is_due and not on_main(trainer.accelerator, lambda: self._has_measured(step)))
+        is_due = trainer.is_due(self.every) and (trainer.state.step > 0 or self.untrained)
+        is_recorded = on_main(trainer.accelerator, lambda: self._open(trainer))
+        self._run(trainer, measures=is_due and not is_recorded)
 
     def on_step(self, trainer: "Trainer") -> None:
         """Measure if it is due."""
@@ -110,11 +109,10 @@ class Measurement(Callback):
             trainer.stepper.finish_pending()
             self._run(trainer, measures=True)
 
-    def _open(self, trainer: "Trainer") -> None:
+    def _open(self, trainer: "Trainer") -> bool:
+        """Open the file, and return whether it has a line of this step."""
         self.file = trainer.run.log.open(self.name)
-
-    def _has_measured(self, step: int) -> bool:
-        return any(row["step"] == step for row in self.file.rows())
+        return any(row["step"] == trainer.state.step for row in self.file.rows())
 
     def _run(self, trainer: "Trainer", *, measures: bool) -> None:
         rows = None

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -127,19 +128,8 @@ def _training_step(
 
 def _shortest(action: Callable[[], object], of: int) -> float:
     """Return the seconds of the shortest of some runs."""
-    seconds = []
-    for _ in range(of):
-        _finish()
-        began = time.perf_counter()
-        action()
-        _finish()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def _finish() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    finish = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    return min(repeat(lambda: (action(), finish()), finish, time.perf_counter, repeat=of, number=1))
 
 
 class _Activations(TorchDispatchMode):

@@ -6,24 +6,22 @@ from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, Verdict, judge
+from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.log import columns
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Line, Panel, draw_panels
 from rectified_flow.system.signals import Interrupted, interruptible
-from rectified_flow.system.terminal import line, progress_bar
+from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Measurement
 
 if TYPE_CHECKING:
@@ -34,23 +32,19 @@ MOST_AT_ONCE = 64
 MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
 
 
-def sample_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingConfig) -> Tensor | None:
-    """Generate ``config.num_samples`` samples and render them, the same on any number of processes. Collective.
+def sample_preview(trainer: "Trainer") -> None:
+    """Generate samples of the averaged flow, and write them as a grid. Collective.
 
-    They are the samples that sample.py generates with the same seed.
-
-    Args:
-        accelerator: the run's Accelerator.
-        flow: the flow to sample from.
-        config: the run's flags.
-
-    Returns:
-        Images, uint8 ``[n, 3, h, w]``. None on every rank if the flow cannot sample, no samples are asked for, or a
-        stop was requested meanwhile on any rank.
+    They are the samples that sample.py generates with the same seed, on any number of processes. There is no grid if
+    the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
     """
+    flow, config, accelerator = trainer.averaged_flow, trainer.config, trainer.accelerator
+    if config.num_samples == 0 or not hasattr(flow, "sample"):
+        return
+    trainer.stepper.finish_pending()
     space: Space = getattr(flow, "space", None) or Pixels()
     steps = {"steps": config.sample_steps} if config.sample_steps else {}  # else the flow's own number
-    at_once = min(MOST_AT_ONCE, config.split_batch(accelerator.num_processes).per_process)
+    at_once = min(MOST_AT_ONCE, trainer.batch.per_process)
 
     def sample(numbers: list[int]) -> Tensor:
         images = []
@@ -60,10 +54,8 @@ def sample_preview(accelerator: Accelerator, flow: nn.Module, config: TrainingCo
                 images.append(space.render(flow.sample(len(part), **steps)))  # type: ignore[operator]
         return torch.cat(images)
 
-    if config.num_samples > 0 and hasattr(flow, "sample"):
-        with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
-            return map_over_ranks(accelerator, config.num_samples, sample)
-    return None
+    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
+        trainer.run.log.samples(trainer.state.step, map_over_ranks(accelerator, config.num_samples, sample))
 
 
 class EvaluationHook(Measurement):
@@ -119,8 +111,7 @@ class EvaluationHook(Measurement):
     def _judge(self, trainer: "Trainer") -> tuple[Mapping[str, float], bool]:
         """Report the new numbers, and compare them with those of the best checkpoint."""
         run, step, name = trainer.run, trainer.state.step, self.evaluator.headline
-        with suppress(TimeoutError):  # the best so far is known when its checkpoint is written; the others wait here
-            run.saver.wait(trainer.config.rank_timeout / 2)
+        _wait_for_disk(trainer)  # the best so far is known when its checkpoint is written
         before = self.file.numbers(name, self._settings(trainer))
         before.pop(step, None)
         least = min(before.values(), default=inf)
@@ -160,9 +151,7 @@ class HeldOutHook(Measurement):
 
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the loss of some pictures, ``[n]``."""
-        disable = not trainer.accelerator.is_main_process
-        with progress_bar(total=len(numbers), desc="held-out loss", unit="img", leave=None, disable=disable) as bar:
-            return self.pictures.losses(_averaged(trainer), numbers, progress=bar.update)
+        return self.pictures.losses(_averaged(trainer), numbers)
 
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Return the mean losses, and the loss of each held-out picture."""
@@ -180,10 +169,15 @@ class HeldOutHook(Measurement):
             trainer.save_as_best()
         if not verdict.memorises:
             return
-        what = _describe(verdict, now)
+        best = verdict.best
+        what = (
+            f"the network memorises its training pictures: its loss on held-out pictures was {best.heldout_loss:.4g} "
+            f"at step {best.step} and is {now.heldout_loss:.4g} at step {now.step}, while that on training pictures "
+            f"fell from {best.seen_loss:.4g} to {now.seen_loss:.4g}"
+        )
         if self.stops:
             trainer.end_here()
-            kept = on_main(trainer.accelerator, lambda: _mark_best(trainer, verdict.best.step))
+            kept = on_main(trainer.accelerator, lambda: _mark_best(trainer, best.step))
             trainer.run.print(f"stopped at step {now.step}: {what}. {kept}; {MORE_HELP}")
         elif not self._has_warned:
             self._has_warned = True
@@ -202,22 +196,19 @@ def _averaged(trainer: "Trainer") -> Flow:
     return cast(Flow, trainer.averaged_flow)
 
 
+def _wait_for_disk(trainer: "Trainer") -> None:
+    """Wait for the checkpoint in writing, but not for so long that the other ranks, which wait here, give up."""
+    with suppress(TimeoutError):
+        trainer.run.saver.wait(trainer.config.rank_timeout / 2)
+
+
 def _mark_best(trainer: "Trainer", step: int) -> str:
     """Let ``best`` name the checkpoint of a step, which a run that started without the flag may have pruned."""
     folder = trainer.config.checkpoints
-    with suppress(TimeoutError):  # the others wait here
-        trainer.run.saver.wait(trainer.config.rank_timeout / 2)
-    if folder / checkpoint.step_name(step) not in checkpoint.list_checkpoints(folder):
+    path = folder / checkpoint.step_name(step)
+    _wait_for_disk(trainer)
+    if path not in checkpoint.list_checkpoints(folder):
         return f"The checkpoint of step {step} was not kept"
     with suppress(OSError):  # a full disk does not stop the run
-        checkpoint.mark_best(folder / checkpoint.step_name(step))
+        checkpoint.mark_best(path)
     return f"{folder / checkpoint.BEST} is the checkpoint of step {step}, and the last one may draw better pictures"
-
-
-def _describe(verdict: Verdict, now: HeldOutLoss) -> str:
-    best = verdict.best
-    return (
-        f"the network memorises its training pictures: its loss on held-out pictures was {best.heldout_loss:.4g} at "
-        f"step {best.step} and is {now.heldout_loss:.4g} at step {now.step}, while that on training pictures fell from "
-        f"{best.seen_loss:.4g} to {now.seen_loss:.4g}"
-    )

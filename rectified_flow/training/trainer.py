@@ -1,6 +1,6 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -84,7 +84,7 @@ class Trainer:
         flags: Mapping[str, Any] | None = None,
     ) -> None:
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
-        self.accelerator = build_accelerator(config, supports_bf16=getattr(flow, "supports_bf16", True))
+        self.accelerator = build_accelerator(config, flow)
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
@@ -116,7 +116,6 @@ class Trainer:
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
         self._is_best = False
-        self._preview: Path | None = None
         self._saved: Path | None = None
         """The checkpoint of the current state, if there is one."""
 
@@ -154,12 +153,8 @@ class Trainer:
                 return True
             with explain_loader_errors(), self.run.writing():
                 batches = self._start(path)
-                with progress_bar(
-                    total=self.total_steps,
-                    initial=self.state.step,
-                    unit="step",
-                    disable=not self.accelerator.is_main_process,
-                ) as bar:
+                done, disable = self.state.step, not self.accelerator.is_main_process
+                with progress_bar(total=self.total_steps, initial=done, unit="step", disable=disable) as bar:
                     stop = False
                     while self.state.step < self.total_steps and not stop:
                         if hasattr(self.flow, "progress"):
@@ -181,7 +176,7 @@ class Trainer:
                             if self.is_due(self.config.save_every) or self._is_best:
                                 self._save()
                             if self.is_due(self.config.sample_every):
-                                self._sample_preview()
+                                sample_preview(self)
                         # The vote waits for the slowest rank, which is no pause.
                         stop = any_rank(self.accelerator, stop_requested() is not None)
                 self._finish()
@@ -227,12 +222,12 @@ class Trainer:
         return batches
 
     def _batches(self) -> Iterator[Batch]:
-        rank, position = self.accelerator.process_index, self.state.images_seen
-        batches = load(self.dataset, self.length, self.config, self.batch, rank, position)
-        if not (isinstance(self.flow, Flow) and self.flow.pairs):
-            return batches
-        how = {"seed": self.config.seed, "step": self.state.step, "rank": rank, "device": self.device}
-        return paired(batches, self.flow, self.batch, **how)
+        rank = self.accelerator.process_index
+        batches = load(self.dataset, self.length, self.config, self.batch, rank, self.state.images_seen)
+        if isinstance(self.flow, Flow) and self.flow.pairs:
+            how = {"seed": self.config.seed, "step": self.state.step, "rank": rank, "device": self.device}
+            batches = paired(batches, self.flow, self.batch, **how)
+        return batches
 
     def _warm_up_ddp(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Bring every process to the same start: equal weights, gradient buckets in their final order.
@@ -243,11 +238,9 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return batches
         check_equal_weights(self.accelerator, self.flow.parameters())
-        first, buffers = next(batches), [buffer.clone() for buffer in self.flow.buffers()]
+        first, undo = next(batches), self._undo()
         self.stepper.backward(first, self.batch.accumulation - 1)
-        self.state.optimizer.zero_grad()
-        for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
-            buffer.copy_(before)  # running means, for example
+        undo()
         set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 
@@ -262,14 +255,23 @@ class Trainer:
         if self.device.type != "cpu" or self.accelerator.num_processes > 1 or self.config.compile:
             yield
             return
-        buffers = [buffer.clone() for buffer in self.flow.buffers()]
+        undo = self._undo()
         try:
             with interruptible(self.flow):
                 yield
         except Interrupted:
+            undo()
+
+    def _undo(self) -> Callable[[], None]:
+        """Return a function that drops gradients, and restores buffers, such as running means, to their values now."""
+        buffers = [buffer.clone() for buffer in self.flow.buffers()]
+
+        def undo() -> None:
             self.state.optimizer.zero_grad()
             for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
-                buffer.copy_(before)  # running means, for example
+                buffer.copy_(before)
+
+        return undo
 
     # At intervals
 
@@ -297,12 +299,6 @@ class Trainer:
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} {items_of(self.flow)}/s"])
 
-    def _sample_preview(self) -> None:
-        self.stepper.finish_pending()
-        images = sample_preview(self.accelerator, self.averaged_flow, self.config)
-        if images is not None and self.accelerator.is_main_process:
-            self._preview = self.run.log.samples(self.state.step, images)
-
     def _save(self) -> None:
         self.stepper.finish_pending()
         check_equal_weights(self.accelerator, self.state.parameters.values())
@@ -320,10 +316,6 @@ class Trainer:
         if self._saved is None and self.state.step > 0:  # the first step may have been abandoned
             self._save()
         set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
-        places = on_main(self.accelerator, self.run.finish)
-        if self._preview is not None:
-            places = {"samples": self._preview, **places}
-        for name, place in places.items():
-            self.run.print(line(name, place))
+        on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from rectified_flow import register
-from rectified_flow.evaluation.metrics import RealFeatures
+from rectified_flow.evaluation.distances import RealFeatures
 
 
 @register(role="metric")

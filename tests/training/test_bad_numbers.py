@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import image_indices
@@ -162,8 +162,8 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
 
     real = module.build_accelerator  # type: ignore[attr-defined]
 
-    def with_scaler(config: TrainingConfig, **settings: Any) -> Any:
-        accelerator = real(config, **settings)
+    def with_scaler(config: TrainingConfig, flow: nn.Module) -> Any:
+        accelerator = real(config, flow)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
         accelerator.native_amp = True
         accelerator.state._mixed_precision = "fp16"

@@ -307,5 +307,5 @@ def test_a_small_finite_step_is_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPa
     """PyTorch's default on a GPU: it makes the gradient of ``so_flow`` wrong by 41%."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     for flow, allowed in ((Tiny("mean"), True), (Tiny("mean", objective="so_flow"), False)):
-        accelerator.build_accelerator(TrainingConfig(), supports_bf16=flow.build(flowers).supports_bf16)
+        accelerator.build_accelerator(TrainingConfig(), flow.build(flowers))
         assert torch.backends.cudnn.allow_tf32 is allowed

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rectified_flow.errors import UsageError
-from rectified_flow.runs.lines import LineFile
+from rectified_flow.runs.log import LineFile
 from tests.system.test_files import refusing
 
 GOOD = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": float("nan")}, {"step": 3, "loss": "0.1"}]
