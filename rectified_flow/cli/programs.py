@@ -7,13 +7,13 @@ itself imports no other package: until :func:`run` handles errors and signals, e
 import argparse
 import atexit
 import errno
-import importlib
 import os
 import sys
 import time
 import traceback
 import warnings
 from contextlib import suppress
+from pkgutil import resolve_name
 from threading import Thread, Timer
 from typing import Any
 
@@ -39,7 +39,7 @@ REMEDIES = {
 """Errors of the operating system that can occur wherever a file is used, by their remedy."""
 
 
-def run(main: str, config_class: str, description: str) -> None:
+def run(main: str, config_class: str, description: str | None) -> None:
     """Parse the command line, call ``main`` with the config in every process, and exit with a code.
 
     The first of several processes that fails explains why, and its exit code is the code of all: 0 for a run that
@@ -50,11 +50,12 @@ def run(main: str, config_class: str, description: str) -> None:
     Args:
         main: ``module:function``, imported after parsing. The function returns False if a signal stopped it.
         config_class: ``module:class`` of all flags of the program.
-        description: the text at the top of ``--help``.
+        description: the text at the top of ``--help``, such as the docstring of the program.
     """
     open_missing_streams()
     with tolerant_streams(), exit_on_signals():
-        _exit(*_outcome(main, config_class, description))
+        paragraphs = (description or "").split("\n\n")
+        _exit(*_outcome(main, config_class, "\n\n".join(" ".join(each.split()) for each in paragraphs)))
 
 
 def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]:
@@ -69,18 +70,14 @@ def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]
             import_modules(config.program.import_)
         with stop_on_signals():
             with exit_on_signals(interrupted):
-                function = _find(main)
+                function = resolve_name(main)
             return (interrupted if function(config) is False else 0), True
-    except UsageError as error:
-        return _explain(f"{_program()}: error: {error}", 2), True
-    except RunError as error:
-        return _explain(f"{_program()}: {error}", 1), True
     except KeyboardInterrupt:
         return _explain(STOPPED, interrupted), False
     except Exception as error:
-        missing = _missing_package(error)
-        if missing is not None:
-            return _explain(f"{_program()}: error: {missing}", 2), True
+        mistake = str(error) if isinstance(error, UsageError) else _missing_package(error)
+        if mistake is not None:
+            return _explain(f"{_program()}: error: {mistake}", 2), True
         return _explain(_describe(error), 1), True
 
 
@@ -93,9 +90,8 @@ def _parse(config_class: str, description: str) -> Any:
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
     try:
-        config = parse(
-            _find(config_class), description, _without_local_rank(sys.argv[1:]), quiet=not _is_first_worker()
-        )
+        arguments = _without_local_rank(sys.argv[1:])
+        config = parse(resolve_name(config_class), description, arguments, quiet=not _is_first_worker())
     except SystemExit as explained:
         if explained.code:
             _await_explanation()
@@ -106,20 +102,12 @@ def _parse(config_class: str, description: str) -> Any:
 
 def _without_local_rank(arguments: list[str]) -> list[str]:
     """Return the command line without the flag of torch.distributed.launch, whose value becomes ``LOCAL_RANK``."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--local-rank", "--local_rank", type=int)
-    try:
-        found, others = finder.parse_known_args(arguments)
-    except argparse.ArgumentError:  # no number: the parser of the program explains it
-        return arguments
+    found, others = finder.parse_known_args(arguments)
     if found.local_rank is not None:
         os.environ.setdefault("LOCAL_RANK", str(found.local_rank))
     return others
-
-
-def _find(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _program() -> str:
@@ -131,14 +119,15 @@ def _missing_package(error: Exception) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
     if package in ("", __name__.partition(".")[0]):
         return None
-    problem = "is not installed"
-    if not isinstance(error, ModuleNotFoundError):
-        problem = f"cannot be imported ({first_line(error)})"
+    missing = isinstance(error, ModuleNotFoundError)
+    problem = "is not installed" if missing else f"cannot be imported ({first_line(error)})"
     return f"the Python package {package} {problem}: pip install --upgrade {DISTRIBUTIONS.get(package, package)}"
 
 
 def _describe(error: Exception) -> str:
     """Return a sentence for an error that a person can remedy, or else its traceback."""
+    if isinstance(error, RunError):
+        return f"{_program()}: {error}"
     dist, torch = sys.modules.get("torch.distributed"), sys.modules.get("torch")
     rank = f"rank {dist.get_rank()}: " if dist is not None and _in_group() else ""
     # torch has no class for a full memory of the CPU.
@@ -231,65 +220,60 @@ def _exit(code: int, together: bool) -> None:
     os._exit(code)
 
 
-TRAINING = (
-    "on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.\n\n"
-    "Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes "
-    "from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of "
-    "pictures, and printed."
-)
 CLI = "rectified_flow.cli"
 
 
 def train_oxford() -> None:
-    """``train_oxford.py`` and ``rectified-flow-train``."""
-    flags = f"{CLI}.train_flags:TrainRectifiedFlow"
-    run(f"{CLI}.train:train_rectified_flow", flags, f"Train a rectified flow {TRAINING}")
+    """Train a rectified flow on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.
+
+    Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes
+    from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of pictures,
+    and printed.
+    """
+    run(f"{CLI}.train:train_rectified_flow", f"{CLI}.train_flags:TrainRectifiedFlow", train_oxford.__doc__)
 
 
 def train_mean_flow() -> None:
-    """``train_mean_flow.py`` and ``rectified-flow-train-mean-flow``."""
-    flags = f"{CLI}.train_flags:TrainMeanFlow"
-    run(f"{CLI}.train:train_mean_flow", flags, f"Train a mean flow, which generates in one step, {TRAINING}")
+    """Train a mean flow, which generates in one step, on Oxford Flowers or your own pictures (--dataset_path FOLDER).
+
+    Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes
+    from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of pictures,
+    and printed.
+    """
+    run(f"{CLI}.train:train_mean_flow", f"{CLI}.train_flags:TrainMeanFlow", train_mean_flow.__doc__)
 
 
 def sample() -> None:
-    """``sample.py`` and ``rectified-flow-sample``."""
-    run(
-        f"{CLI}.sample:sample",
-        f"{CLI}.run_flags:SampleConfig",
-        "Draw pictures from a trained flow: numbered PNGs and a grid of them.\n\nThe model is built from the "
-        "description in its checkpoint. Start it with torchrun or accelerate launch to draw on several devices.",
-    )
+    """Generate pictures with a trained flow: numbered PNGs and a grid of them.
+
+    The model is built from the description in its checkpoint. Start it with torchrun or accelerate launch to sample on
+    several devices.
+    """
+    run(f"{CLI}.sample:sample", f"{CLI}.run_flags:SampleConfig", sample.__doc__)
 
 
 def evaluate() -> None:
-    """``evaluate.py`` and ``rectified-flow-evaluate``."""
-    run(
-        f"{CLI}.evaluate:evaluate",
-        f"{CLI}.run_flags:EvaluateConfig",
-        "Measure how near a trained flow's pictures are to the pictures it was trained on.\n\nDistances are printed "
-        "and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share the work "
-        "between several devices.",
-    )
+    """Measure how near a trained flow's pictures are to the pictures it was trained on.
+
+    Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
+    the work between several devices.
+    """
+    run(f"{CLI}.evaluate:evaluate", f"{CLI}.run_flags:EvaluateConfig", evaluate.__doc__)
 
 
 def export() -> None:
-    """``export.py`` and ``rectified-flow-export``."""
-    run(
-        f"{CLI}.export:export",
-        f"{CLI}.run_flags:ExportConfig",
-        "Write one network call of a trained flow as a program that other software runs, beside a model.json that "
-        "describes its inputs and outputs.\n\nThe program is compared with the flow before it is written. It needs the "
-        "packages of the extra export: pip install '.[export]'.",
-    )
+    """Write one network call of a trained flow as a program that other software runs.
+
+    A model.json beside it describes its inputs and outputs. The program is compared with the flow before it is written.
+    It needs the packages of the extra export: pip install '.[export]'.
+    """
+    run(f"{CLI}.export:export", f"{CLI}.run_flags:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
-    """``watch.py`` and ``rectified-flow-watch``."""
-    run(
-        f"{CLI}.watch:watch",
-        f"{CLI}.run_flags:WatchConfig",
-        "Show runs in a browser while they train: losses, samples, distances, and how long they will take.\n\nThe "
-        "page is served to this machine alone, unless --host names another address. The program reads the folders of "
-        "the runs, and writes nothing.",
-    )
+    """Show runs in a browser while they train: losses, samples, distances, and how long they will take.
+
+    The page is served to this machine alone, unless --host names another address. The program reads the folders of the
+    runs, and writes nothing.
+    """
+    run(f"{CLI}.watch:watch", f"{CLI}.run_flags:WatchConfig", watch.__doc__)

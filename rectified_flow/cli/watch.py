@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError, require
-from rectified_flow.runs.watched import WatchedRuns
+from rectified_flow.runs.watched import WatchedRuns, runs_in
 from rectified_flow.system.terminal import lines
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -51,12 +51,6 @@ class Server(ThreadingHTTPServer):
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
-    def sample(self, number: str, name: str) -> bytes | None:
-        """Return a grid of samples of the run with this number."""
-        with self.lock:
-            run = {str(each): run for each, run in enumerate(self.runs.find())}.get(number)
-        return None if run is None else run.sample(name)
-
 
 class Handler(BaseHTTPRequestHandler):
     """Answers one request."""
@@ -76,11 +70,12 @@ class Handler(BaseHTTPRequestHandler):
                     content = self.server.runs.report().encode()
                 self._send(content, "application/json")
             case ["samples", number, name]:
-                self._send(self.server.sample(number, name), "image/png")
+                with self.server.lock:
+                    run = {str(each): run for each, run in enumerate(self.server.runs.find())}.get(number)
+                self._send(None if run is None else run.sample(name), "image/png")
             case [name] if (name or "index.html") in ASSETS:
                 asset = ASSETS[name or "index.html"]
-                kind = "text/javascript" if asset.suffix == ".mjs" else mimetypes.guess_type(asset.name)[0]
-                self._send(asset.read_bytes(), kind or "text/plain")
+                self._send(asset.read_bytes(), mimetypes.guess_type(asset.name)[0] or "text/plain")
             case _:
                 self._send(None, "")
 
@@ -147,8 +142,9 @@ def watch(config: WatchConfig) -> None:
         print(lines(texts), flush=True)
         if not server.is_local:
             print("warning: everyone who can reach this machine can see the page (--host)", flush=True)
-        for folder in server.runs.empty():
-            print(f"warning: {folder} holds no run yet: {REMEDY}", flush=True)
+        for folder in server.runs.folders:
+            if not runs_in(folder):
+                print(f"warning: {folder} holds no run yet: {REMEDY}", flush=True)
         if config.watched.open:
             webbrowser.open(address)
         server.serve_forever()

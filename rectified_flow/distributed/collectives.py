@@ -62,6 +62,15 @@ def _gathering_device(state: Accelerator | PartialState) -> torch.device:
     return torch.device("cpu") if is_cpu else state.device
 
 
+def _gather(share: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, which have one shape."""
+    if not dist.is_initialized():
+        return [share]
+    parts = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, share.contiguous())
+    return parts
+
+
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
     """Return the values of each scalar by rank, gathered in one collective."""
     if not values:
@@ -70,26 +79,11 @@ def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[
     return dict(zip(values, by_rank.T.tolist(), strict=True))
 
 
-def interleaved_share(total: int, rank: int, world_size: int) -> list[int]:
-    """Return the items of a rank, where rank ``k`` takes ``k, k + world_size, ...`` of ``total``.
-
-    Every rank gets equally many: items past the end start again at item 0, and :func:`gather_interleaved` drops them.
-    """
-    return [(rank + world_size * i) % total for i in range(-(-total // world_size))]
-
-
-def gather_interleaved(share: Tensor, total: int) -> Tensor:
-    """Join shares ``[s, ...]`` in which rank ``k`` holds items ``k, k + world_size, ...`` into ``[total, ...]``."""
-    if not dist.is_initialized():
-        return share[:total]
-    share = share.contiguous()
-    parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, share)
-    return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
-
-
 def map_over_ranks(state: Accelerator | PartialState, total: int, function: Callable[[list[int]], Tensor]) -> Tensor:
     """Apply a function to an equal share of ``total`` items on every process, and gather the rows of all items.
+
+    Rank ``k`` of ``n`` takes the items ``k, k + n, k + 2 n, ...``. Every rank takes equally many: items past the end
+    start again at item 0, and their rows are dropped.
 
     A stop request may interrupt the function on one process alone. So the processes agree on that before they gather,
     and none waits for rows that never come.
@@ -105,14 +99,15 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
     Raises:
         Interrupted: on every process, if the function raised it on one.
     """
-    rows, request = None, ""
+    rows, request, world_size = None, "", state.num_processes
     try:
-        rows = function(interleaved_share(total, state.process_index, state.num_processes))
+        rows = function([(state.process_index + world_size * i) % total for i in range(-(-total // world_size))])
     except Interrupted as interrupted:
         request = str(interrupted)
     if any_rank(state, rows is None) or rows is None:
         raise Interrupted(request or "on another process")
-    return gather_interleaved(rows.to(_gathering_device(state)), total)
+    parts = _gather(rows.to(_gathering_device(state)))
+    return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
 
 
 def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
@@ -122,12 +117,8 @@ def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device:
         if not isinstance(value, Tensor):
             continue
         share = torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device)
-        parts = [share]
-        if dist.is_initialized():
-            parts = [torch.empty_like(share) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, share)
         rows = share.new_empty((batch.total, *share.shape[1:]))
-        for rank, part in enumerate(parts):
+        for rank, part in enumerate(_gather(share)):
             for micro_batch, values in enumerate(part.chunk(batch.accumulation)):
                 rows[batch.rows(rank, micro_batch)] = values
         everything[key] = rows
@@ -145,8 +136,9 @@ def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) 
     Raises:
         RunError: if they differ; the message names the ranks whose weights differ from those of the majority.
     """
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    sums = [p.detach().view(bits[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+    # The bits of each value, as an integer of its size.
+    bits = [p.detach().view(getattr(torch, f"int{8 * p.element_size()}")) for p in parameters]
+    sums = [each.sum(dtype=torch.int64) for each in bits]
     by_rank = [tuple(row) for row in accelerator.gather(torch.stack(sums)[None]).tolist()]
     (most, count), *_ = Counter(by_rank).most_common()
     if count < len(by_rank):

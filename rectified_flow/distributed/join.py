@@ -10,7 +10,6 @@ import platform
 import socket
 import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ from functools import cache
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from secrets import token_hex
 from threading import Timer
 from typing import Any
 
@@ -26,15 +26,10 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rectified_flow.distributed.collectives import join_lists, on_main
 from rectified_flow.errors import RunError, UsageError, first_line, require
-from rectified_flow.system.files import replace_file
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
@@ -45,10 +40,9 @@ POLL = 0.1
 """Seconds between two checks of a condition."""
 INTERVAL = 30.0
 """Seconds between two lines about a wait."""
-SHOWN_RANKS, SHOWN_FACTS, LONGEST_FACT = 8, 3, 60
-UNSUPPORTED = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM"}
-"""Training backends that shard the weights, by the name in their environment variable of Accelerate."""
-PROBE = ".shared"
+SHOWN_RANKS, SHOWN_FACTS = 8, 3
+SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+"""Backends of Accelerate that shard the weights, by the name in their environment variable."""
 _meetings = count()
 
 
@@ -124,12 +118,11 @@ def join_processes() -> PartialState:
         cpu or gpus == 0 or here <= gpus,
         f"there are more processes than the {gpus} GPUs of this machine: start {gpus}",
     )
-    for name, called in UNSUPPORTED.items():
-        require(
-            not parse_flag_from_env(f"ACCELERATE_USE_{name}"),
-            f"{called} is not supported, since every process keeps a full copy of the weights: launch with "
-            "--multi_gpu (distributed_type: MULTI_GPU in a config file)",
-        )
+    require(
+        not any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING),
+        "FSDP, DeepSpeed and Megatron-LM are not supported, since every process keeps a full copy of the weights: "
+        "launch with --multi_gpu (distributed_type: MULTI_GPU in a config file)",
+    )
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         _create_group(cpu, world_size)
     state = PartialState(cpu=cpu)
@@ -158,7 +151,7 @@ def _create_group(cpu: bool, world_size: int) -> None:
     absent = f"at {address[0]}:{address[1]}, where it has not come yet: is it started, and can it reach that address?"
     meet(store, "joining", rank, world_size, absent)
     # gloo connects within a call that cannot poll, and may take until the timeout.
-    slow = Timer(INTERVAL, lambda: print(f"waiting for the processes to connect: {_remedy(address)}", file=sys.stderr))
+    slow = Timer(INTERVAL, lambda: print(f"waiting for the processes to connect: {_remedy()}", file=sys.stderr))
     slow.daemon = True
     slow.start()
     try:
@@ -168,7 +161,7 @@ def _create_group(cpu: bool, world_size: int) -> None:
             raise
         raise RunError(
             f"rank {rank} on {platform.node()} could not connect to the other processes ({first_line(error)}): "
-            f"{_remedy(address)}"
+            f"{_remedy()}"
         ) from error
     finally:
         slow.cancel()
@@ -176,7 +169,7 @@ def _create_group(cpu: bool, world_size: int) -> None:
 
 def _open_store(rank: int, address: tuple[str, int]) -> Store:
     """Open the store at which the processes meet, hosted by rank 0 or its launcher."""
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     place, reason = f"rank 0 at {address[0]}:{address[1]}", ""
 
     def answers() -> bool:
@@ -193,43 +186,28 @@ def _open_store(rank: int, address: tuple[str, int]) -> Store:
         return f"{place}, which gives rank {rank} on {platform.node()} no answer ({reason})" if first else None
 
     # torch's own attempts to connect give no reason.
-    if (rank > 0 or hosted) and not wait_for(answers, STARTUP_TIMEOUT, awaited):
+    if not hosts and not wait_for(answers, STARTUP_TIMEOUT, awaited):
         raise RunError(f"no answer from {place} within {STARTUP_TIMEOUT} ({reason})")
-    return TCPStore(
-        *address,
-        is_master=rank == 0 and not hosted,
-        timeout=STARTUP_TIMEOUT,
-        wait_for_workers=False,  # `meet` waits for them, and names the missing ones
-        multi_tenant=True,
-    )
+    # `meet` waits for the workers, and names the missing ones.
+    return TCPStore(*address, is_master=hosts, timeout=STARTUP_TIMEOUT, wait_for_workers=False, multi_tenant=True)
 
 
-def _remedy(address: tuple[str, int]) -> str:
+def _remedy() -> str:
     """Return a remedy where gloo cannot connect to the addresses that hostnames resolve to."""
     name, own = socket.gethostname(), "nothing"
     with suppress(OSError):
         own = socket.gethostbyname(name)
     loopback = ", and no other machine can connect to that address" * own.startswith("127.")
+    interfaces = [
+        interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        if any(each.family == socket.AF_INET and not each.address.startswith("127.") for each in addresses)
+    ]
     return (
         f"they connect to random ports of the addresses that their hostnames resolve to ({name} resolves to {own} on "
         f"its own machine{loopback}); open all ports between the machines, or set "
-        f"GLOO_SOCKET_IFNAME={_interface(address)}, the network interface between the machines, on each"
+        f"GLOO_SOCKET_IFNAME={' or '.join(interfaces)}, the network interface between the machines, on each"
     )
-
-
-def _interface(address: tuple[str, int]) -> str:
-    """Return this machine's network interface towards ``address``, or else the first one that is no loopback."""
-    own = ""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        own = probe.getsockname()[0]
-    addresses = [
-        (each.address == own, name)
-        for name, found in psutil.net_if_addrs().items()
-        for each in found
-        if each.family == socket.AF_INET and not each.address.startswith("127.")
-    ]
-    return max(addresses, key=lambda each: each[0], default=(False, "eth0"))[1]
 
 
 def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[str, Any]]) -> None:
@@ -254,9 +232,9 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
     meet(store, name, state.process_index, state.num_processes, absent)
     (main_host, ours), *others = join_lists(state, [(platform.node(), mine)])
     for rank, (host, theirs) in enumerate(others, 1):
-        differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
         if differing:
-            shown = [f"{name} is {_short(theirs.get(name))}, not {_short(ours.get(name))}" for name in differing]
+            shown = [f"{key} is {theirs.get(key)!s:.60}, not {ours.get(key)!s:.60}" for key in differing]
             more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
             raise UsageError(
                 f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}: "
@@ -276,19 +254,25 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
     """
     if state.num_processes == 1:
         return
-    token = on_main(state, lambda: _write_tokens(folders))
-    places = ", ".join(map(str, folders.values()))
-    seen = wait_for(
-        lambda: _without_token(folders, token) is None,
-        SHARED_TIMEOUT,
-        lambda: f"the files that rank 0 wrote into {places}, which {platform.node()} does not see",
-    )
-    missing = None if seen else _without_token(folders, token)
-    mine = [] if missing is None else [(state.process_index, platform.node(), f"--{missing} {folders[missing]}")]
-    blind = join_lists(state, mine)
+
+    def write() -> str:
+        probe = f".shared.{token_hex(4)}.tmp"  # `replace_file` removes a file of that name if this process is killed
+        for folder in folders.values():
+            (folder / probe).touch()
+        return probe
+
+    probe = on_main(state, write)
+
+    def unseen() -> list[str]:
+        return [f"--{flag} {folder}" for flag, folder in folders.items() if not os.path.exists(folder / probe)]
+
+    host = platform.node()
+    awaited = f"{' and '.join(map(str, folders.values()))} to show on {host} the files that rank 0 wrote there"
+    wait_for(lambda: not unseen(), SHARED_TIMEOUT, lambda: awaited)
+    blind = join_lists(state, [(state.process_index, host, folder) for folder in unseen()[:1]])
     if state.is_main_process:
         for each in folders.values():
-            (each / PROBE).unlink(missing_ok=True)
+            (each / probe).unlink(missing_ok=True)
     if blind:
         _, host, folder = blind[0]
         raise UsageError(
@@ -297,36 +281,10 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
         )
 
 
-def _write_tokens(folders: Mapping[str, Path]) -> str:
-    token = uuid.uuid4().hex
-    for flag, folder in folders.items():
-        try:
-            replace_file(folder / PROBE, token, durable=False)
-        except OSError as error:
-            raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
-    return token
-
-
-def _without_token(folders: Mapping[str, Path], token: str) -> str | None:
-    """Return the flag of the first folder in which this process does not read ``token``."""
-    for flag, folder in folders.items():
-        with suppress(OSError):
-            if (folder / PROBE).read_text() == token:
-                continue
-        return flag
-    return None
-
-
 @cache
 def _versions() -> dict[str, str]:
     """Return torch's version and a hash of this package's source, since machines may hold different copies."""
     package = Path(__file__).resolve().parent.parent
-    source = blake2b(digest_size=6)
-    for path in sorted(package.rglob("*.py")):
-        source.update(f"{path.relative_to(package)}\n".encode() + path.read_bytes())
-    return {"the version of torch": torch.__version__, f"the source of {package.name}": source.hexdigest()}
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= LONGEST_FACT else f"{text[:LONGEST_FACT]}..."
+    source = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    digest = blake2b(source, digest_size=6).hexdigest()
+    return {"the version of torch": torch.__version__, f"the source of {package.name}": digest}

@@ -11,10 +11,9 @@ import re
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import suppress
-from datetime import datetime
-from math import isfinite
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,10 @@ from rectified_flow.system.files import open_regular, parse_document
 
 POINTS = 400
 """Points of a curve in a report, however long the run is."""
-CURVES = 200
-"""Curves of a file; further names are left out."""
 CHUNK = 2**24
 """Bytes of a file that one report reads; the next report continues there."""
-SETTINGS = {"image_size", "num_real", "num_samples", "seed", "steps"}
-"""Numbers in a row that are settings, not measurements."""
+NO_MEASUREMENTS = {"step", "image_size", "num_real", "num_samples", "seed", "steps"}
+"""Numbers in a row that are settings, or the step."""
 LARGEST = 1e300
 """Bound of the values of a curve; NaN and infinity are not below it."""
 SAMPLES = "samples"
@@ -44,16 +41,12 @@ QUIET = 600
 Point = tuple[int, float]
 
 
+@dataclass
 class Curve:
     """The points of a curve in compact arrays; a list of pairs would take a second to thin after 100,000 lines."""
 
-    def __init__(self) -> None:
-        self.steps, self.values = array("q"), array("d")
-
-    def add(self, step: int, value: float) -> None:
-        """Append a point."""
-        self.steps.append(step)
-        self.values.append(value)
+    steps: "array[int]" = field(default_factory=lambda: array("q"))
+    values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def thinned(self, count: int = POINTS) -> list[Point]:
         """Return at most ``count`` points: means of as many neighbours, each at the last of their steps."""
@@ -74,11 +67,8 @@ class Curves:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._file, self._offset = 0, 0
         self.curves: dict[str, Curve] = defaultdict(Curve)
+        self._file, self._offset = 0, 0
 
     def read_on(self) -> None:
         """Read the new lines, except damaged ones and a last one that is half written.
@@ -90,12 +80,13 @@ class Curves:
             with open_regular(self.path) as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._file or found.st_size < self._offset:
-                    self._forget()
-                    self._file = found.st_ino
+                    self.curves.clear()
+                    self._file, self._offset = found.st_ino, 0
                 file.seek(self._offset)
                 content = file.read(CHUNK)
         except FileNotFoundError:
-            self._forget()
+            self.curves.clear()
+            self._file = 0
             return
         # A line that is longer than a chunk is damaged; its end is skipped as a line of its own.
         whole = CHUNK if len(content) == CHUNK and b"\n" not in content else content.rfind(b"\n") + 1
@@ -110,14 +101,13 @@ class Curves:
         if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) >= 2**63:
             return
         for name, value in row.items():
-            wanted = name in self.curves or len(self.curves) < CURVES
-            if wanted and type(value) in (int, float) and abs(value) < LARGEST and name not in {"step", *SETTINGS}:
-                self.curves[name].add(row["step"], value)
+            if type(value) in (int, float) and abs(value) < LARGEST and name not in NO_MEASUREMENTS:
+                self.curves[name].steps.append(row["step"])
+                self.curves[name].values.append(value)
 
-    def last(self, name: str) -> Point | None:
-        """Return the newest point of a curve, or None if the curve has none."""
-        curve = self.curves.get(name)
-        return None if curve is None else (curve.steps[-1], curve.values[-1])
+    def last(self, name: str) -> Point:
+        """Return the newest point of a curve, or 0 at step 0 if the curve has none."""
+        return (self.curves[name].steps[-1], self.curves[name].values[-1]) if name in self.curves else (0, 0.0)
 
 
 class WatchedRun:
@@ -134,24 +124,23 @@ class WatchedRun:
         of ``[step, value]`` by file and name, of at most :data:`POINTS`. ``message`` is the run's own, and names the
         files that cannot be read.
         """
-        messages: list[str] = []
-        status = self._status(messages.append)
+        status, message = self._status()
+        messages = [message]
         for file in self._files.values():
             try:
                 file.read_on()
             except OSError as error:
                 messages.append(f"{file.path.name} cannot be read ({error.strerror or error})")
-        metrics = self._files["metrics"]
-        bad_steps, loss = metrics.last("bad_steps"), metrics.last("loss")
-        step = max(status.step if status else 0, loss[0] if loss else 0)
+        last = self._files["metrics"].last
+        step, running = max(status.step if status else 0, last("loss")[0]), _state(status) == "running"
         return {
             "state": _state(status),
             "message": "; ".join(filter(None, messages)),
             "step": step,
             "total_steps": status.total_steps if status else None,
-            "silent": self._silence(status),
-            "seconds_left": self._seconds_left(status, step),
-            "bad_steps": int(bad_steps[1]) if bad_steps else 0,
+            "silent": self._silence() if running else None,
+            "seconds_left": self._seconds_left(status.total_steps - step) if status and running else None,
+            "bad_steps": int(last("bad_steps")[1]),
             "samples": self.samples(),
             "curves": {
                 name: {curve: points.thinned() for curve, points in file.curves.items()}
@@ -173,37 +162,27 @@ class WatchedRun:
                 return _read(path)
         return None
 
-    def _status(self, report: Callable[[str], object]) -> Status | None:
-        with suppress(FileNotFoundError):
-            try:
-                status = parse_document(_read(self.folder / STATUS_FILE), Status, STATUS_FILE)
-            except (OSError, UsageError) as error:
-                report(f"{STATUS_FILE} cannot be read ({error})")
-            else:
-                report(status.message)
-                return status
-        return None
+    def _status(self) -> tuple[Status | None, str]:
+        """Return the status, and its message or the reason why it cannot be read."""
+        try:
+            status = parse_document(_read(self.folder / STATUS_FILE), Status, STATUS_FILE)
+            return status, status.message
+        except FileNotFoundError:
+            return None, ""
+        except (OSError, UsageError) as error:
+            return None, f"{STATUS_FILE} cannot be read ({error})"
 
-    def _silence(self, status: Status | None) -> float | None:
-        """Return the seconds since a running run wrote anything, if they exceed :data:`QUIET`."""
-        if status is None or status.state != "running":
-            return None
-        signs = [0.0]
-        with suppress(ValueError, OverflowError):
-            signs.append(datetime.strptime(status.time, "%Y-%m-%dT%H:%M:%S%z").timestamp())
-        for file in self._files.values():
-            with suppress(OSError):
-                signs.append(file.path.stat().st_mtime)
-        silence = time.time() - max(signs)
+    def _silence(self) -> float | None:
+        """Return the seconds since the run wrote a file, if they exceed :data:`QUIET`."""
+        files = [self.folder / STATUS_FILE, *(file.path for file in self._files.values())]
+        silence = time.time() - max(file.stat().st_mtime for file in files if file.exists())
         return silence if silence > QUIET else None
 
-    def _seconds_left(self, status: Status | None, step: int) -> float | None:
-        rate, seen = (self._files["metrics"].last(name) for name in ("images_per_second", "images_seen"))
-        if status is None or _state(status) != "running" or not rate or not seen or rate[1] <= 0 or seen[0] <= 0:
-            return None
-        batch = seen[1] / seen[0]  # images per step
-        seconds = float(max(0, status.total_steps - step)) * batch / rate[1]
-        return seconds if isfinite(seconds) else None
+    def _seconds_left(self, steps: int) -> float | None:
+        """Return the time of the steps that are left, at the newest rate, or None before the first line of metrics."""
+        last = self._files["metrics"].last
+        (_, rate), (step, images) = last("images_per_second"), last("images_seen")
+        return max(0, steps) * images / step / rate if rate > 0 and step > 0 else None
 
 
 def _read(path: Path) -> bytes:
@@ -220,17 +199,12 @@ def _state(status: Status | None) -> str:
     return status.state
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a run has begun in ``folder``; False if its rights forbid reading it."""
-    return os.path.isfile(folder / STATUS_FILE)
-
-
 def runs_in(folder: Path) -> list[Path]:
-    """Return the folder itself if it is a run's, else the runs in it, by name."""
-    if is_run(folder):
-        return [folder]
+    """Return the folder itself if it is a run's, else the runs in it, by name, except unreadable ones."""
     with suppress(OSError):
-        return sorted(filter(is_run, folder.iterdir()))
+        folders = [folder, *sorted(folder.iterdir())]
+        runs = [each for each in folders if os.path.isfile(each / STATUS_FILE)]
+        return [folder] if folder in runs else runs
     return []
 
 
@@ -256,11 +230,7 @@ class WatchedRuns:
         """Return JSON: :meth:`WatchedRun.report` of each run, with its number as ``id`` and a unique ``name``."""
         found = self.find()
         names = short_names([run.folder for run in found])
-        return f"[{','.join(_json(run, number, names[number]) for number, run in enumerate(found))}]"
-
-    def empty(self) -> list[Path]:
-        """Return the folders in which no run has begun."""
-        return [folder for folder in self.folders if not runs_in(folder)]
+        return f"[{','.join(map(_json, found, count(), names))}]"
 
 
 def _json(run: WatchedRun, number: int, name: str) -> str:
@@ -274,8 +244,8 @@ def _json(run: WatchedRun, number: int, name: str) -> str:
 
 def short_names(folders: list[Path]) -> list[str]:
     """Return the last parts of different paths, as many as it takes to distinguish them."""
-    for count in range(1, max((len(folder.parts) for folder in folders), default=0) + 1):
-        names = ["/".join(folder.parts[-count:]) for folder in folders]
-        if len(set(names)) == len(folders):
-            return names
-    return [str(folder) for folder in folders]
+    parts, names = 1, [folder.name for folder in folders]
+    while len(set(names)) < len(folders):
+        parts += 1
+        names = ["/".join(folder.parts[-parts:]) for folder in folders]
+    return names

@@ -4,14 +4,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ECHO = 1.0
 """Seconds within which a second signal counts as a duplicate of the first, for example one forwarded by a launcher."""
 STOPPED = "stopped as requested; run the same command to start again"
@@ -72,15 +72,11 @@ def exit_on_signals(code: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def _handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = [number for number in SIGNALS if before[number] != signal.SIG_IGN]  # nohup ignores SIGHUP; keep that
-    for number in heeded:
-        signal.signal(number, handler)
-    try:
+    with ExitStack() as restored:
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP; keep that
+                restored.callback(signal.signal, number, signal.signal(number, handler))
         yield
-    finally:
-        for number in heeded:
-            signal.signal(number, before[number])
 
 
 @contextmanager
@@ -95,9 +91,8 @@ def defer_signals() -> Iterator[None]:
 
 def stop_requested() -> str | None:
     """Return the source of the stop request, such as a signal's name, or None if there is no request."""
-    if _requests.launcher is not None and os.getppid() != _requests.launcher:
-        return _requests.request or "launcher exited"
-    return _requests.request
+    orphaned = _requests.launcher is not None and os.getppid() != _requests.launcher
+    return _requests.request or ("launcher exited" if orphaned else None)
 
 
 def raise_if_stop_requested() -> None:
@@ -132,13 +127,11 @@ def interruptible(module: "nn.Module") -> Iterator[None]:
         if isinstance(output, Tensor) and output.grad_fn is not None and not compiler.is_compiling():
             output.register_hook(poll)
 
-    hooks = [each.register_forward_pre_hook(poll) for each in module.modules()]
-    hooks += [each.register_forward_hook(poll_backward) for each in module.modules()]
-    try:
+    with ExitStack() as hooks:  # which are removed at the end
+        for each in module.modules():
+            hooks.enter_context(each.register_forward_pre_hook(poll))
+            hooks.enter_context(each.register_forward_hook(poll_backward))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def leave_signals_to_parent(_worker: int) -> None:
@@ -159,10 +152,8 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
     if not _requests.deferring:
         _requests.raised = True
         raise Interrupted(_requests.request)
-    _write(
-        f"\n{_requests.request} received: finishing this step and saving a checkpoint. "
-        "Press Ctrl-C again to quit immediately.\n"
-    )
+    what = "stopping and saving a checkpoint. Press Ctrl-C again to quit immediately."
+    _write(f"\n{_requests.request} received: {what}\n")
 
 
 def _write(text: str) -> None:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from errno import EDQUOT, ENOSPC
+from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -39,57 +40,46 @@ def tolerant_streams() -> Iterator[None]:
     Output to a closed terminal or pipe is discarded. A character that the encoding lacks is written as its escape.
     """
     before = sys.stdout, sys.stderr
+    for stream in before:
+        if isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of another class
+            stream.reconfigure(errors="backslashreplace")
     safe = [_SafeStream(stream) for stream in before]
     sys.stdout, sys.stderr = safe
     try:
         yield
     finally:
-        for stream in safe:
-            stream.finish()
+        for each in safe:  # Python flushes its streams once more at exit, which must not fail
+            with each.discarding_after():
+                each.stream.flush()
         sys.stdout, sys.stderr = before
 
 
 class _SafeStream:
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        if hasattr(stream, "reconfigure"):  # a stream of a notebook or a test has its own ways
-            with self._or_silent():
-                stream.reconfigure(errors="backslashreplace")
+        self.stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with self._or_silent():
-            self._stream.write(text)
+        with self.discarding_after(except_for=(ENOSPC, EDQUOT)):  # a full disk may have room later
+            self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with self._or_silent():
-            self._stream.flush()
-
-    def finish(self) -> None:
-        """Write the rest, or discard it, since Python flushes its streams once more at exit."""
-        try:
-            self._stream.flush()
-        except (OSError, ValueError):
-            self._discard()
+        with self.discarding_after(except_for=(ENOSPC, EDQUOT)):
+            self.stream.flush()
 
     @contextmanager
-    def _or_silent(self) -> Iterator[None]:
+    def discarding_after(self, except_for: tuple[int, ...] = ()) -> Iterator[None]:
+        """After an error of the system inside the block, direct the stream to the null device."""
         try:
             yield
         except OSError as error:
-            if error.errno not in (ENOSPC, EDQUOT):  # a full disk may have room later
-                self._discard()
-        except ValueError:
-            if not self._stream.closed:
-                raise
-
-    def _discard(self) -> None:
-        # The buffer is flushed at exit and needs a valid file descriptor.
-        with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), self._stream.fileno())
+            if error.errno not in except_for:
+                # The buffer is flushed at exit and needs a valid file descriptor.
+                with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":
@@ -125,8 +115,4 @@ class Silent:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _do_nothing
-
-
-def _do_nothing(*_arguments: object, **_options: object) -> None:
-    pass
+        return lambda *_arguments, **_options: None

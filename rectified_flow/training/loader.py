@@ -21,6 +21,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import GlobalBatch, TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
+from rectified_flow.training.stepper import Batch
 
 # The default for an iterator that cannot start its processes, whose clean-up would fail on its missing attributes.
 _MultiProcessingDataLoaderIter._shutdown = True
@@ -28,7 +29,7 @@ _MultiProcessingDataLoaderIter._shutdown = True
 
 def load(
     dataset: Dataset[Any], length: int, config: TrainingConfig, batch: GlobalBatch, rank: int, position: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Batch]:
     """Yield endless micro-batches of one rank, from the ``position``-th item of the stream on.
 
     Raises:
@@ -102,33 +103,21 @@ def explain_loader_errors() -> Iterator[None]:
         raise RunError(f"a loader process failed ({line.strip()}): {REMEDY}") from error
 
 
-def checked(
-    batches: Iterator[dict[str, Any]], flow: nn.Module, report: Callable[[str], object]
-) -> Iterator[dict[str, Any]]:
+def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], object]) -> Iterator[Batch]:
     """Return the same batches, after warnings about the first: data out of range, conditions that are missing."""
-    first, problems = next(batches), list[str | None]()
-    space = getattr(flow, "space", None)
-    if space is not None and space.key in first:
-        problems.append(space.problem_with(first[space.key]))
-    missing = [name for name in chosen(getattr(flow, "conditions", {})) if name not in first]
+    first, space = next(batches), getattr(flow, "space", None)
+    problem = None if space is None or space.key not in first else space.problem_with(first[space.key])
+    if problem is not None:
+        report(f"warning: {problem}")
+    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in first)
     if missing:
-        problems.append(f"the network takes {', '.join(missing)}, which the data do not have: it is trained without")
-    for problem in problems:
-        if problem is not None:
-            report(f"warning: {problem}")
+        report(f"warning: the network takes {missing}, which the data do not have: it is trained without")
     return chain([first], batches)
 
 
 def paired(
-    batches: Iterator[dict[str, Any]],
-    flow: Flow,
-    batch: GlobalBatch,
-    *,
-    seed: int,
-    step: int,
-    rank: int,
-    device: torch.device,
-) -> Iterator[dict[str, Any]]:
+    batches: Iterator[Batch], flow: Flow, batch: GlobalBatch, *, seed: int, step: int, rank: int, device: torch.device
+) -> Iterator[Batch]:
     """Add ``noise_rows``, the noise that the flow chose for each row of the global batch. Collective.
 
     Args:

@@ -36,9 +36,11 @@ def served(*folders: Path, host: str = "127.0.0.1", port: int = 0) -> Iterator[S
     with serve(WatchedConfig(folders, host=host, port=port)) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:  # else a test that fails would leave a thread for whose end Python waits at exit, forever
+            server.shutdown()
+            thread.join()
 
 
 def get(server: Server, path: str, host: str | None = None) -> tuple[int, bytes, dict[str, str]]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from rectified_flow.runs import watched
-from rectified_flow.runs.watched import CURVES, POINTS, Curve, Curves, WatchedRun, WatchedRuns
-from tests.watched_runs import add, begin_run, metrics, now, write_status
+from rectified_flow.runs.watched import POINTS, Curve, Curves, WatchedRun, WatchedRuns
+from tests.watched_runs import add, begin_run, metrics, write_status
 
 
 @pytest.fixture
@@ -38,7 +38,6 @@ def test_a_run_that_trains(run: Path) -> None:
         ({"pid": 2**22 + 1, "host": "elsewhere"}, "running"),
         ({"state": "failed", "message": "no memory"}, "failed"),
         ({"state": "finished"}, "finished"),
-        ({"time": "yesterday"}, "running"),
     ],
 )
 def test_the_state_of_a_run(run: Path, changes: dict[str, Any], state: str) -> None:
@@ -50,9 +49,8 @@ def test_the_state_of_a_run(run: Path, changes: dict[str, Any], state: str) -> N
 
 
 def test_a_run_that_is_silent(run: Path) -> None:
-    write_status(run, time=now(ago=4000))
-    for file in run.glob("*.jsonl"):
-        os.utime(file, (time.time() - 3000,) * 2)
+    for file, ago in {"status.json": 4000, "metrics.jsonl": 3000, "heldout.jsonl": 5000}.items():
+        os.utime(run / file, (time.time() - ago,) * 2)
     assert WatchedRun(run).report()["silent"] == pytest.approx(3000, abs=60)
 
 
@@ -108,7 +106,8 @@ def test_nothing_of_a_run_need_be_there(tmp_path: Path) -> None:
 def curve(points: list[tuple[int, float]]) -> Curve:
     made = Curve()
     for step, value in points:
-        made.add(step, value)
+        made.steps.append(step)
+        made.values.append(value)
     return made
 
 
@@ -167,10 +166,6 @@ def zeros_as_status(folder: Path) -> None:
     os.truncate(folder / "status.json", 2**40)
 
 
-def million_keys(folder: Path) -> None:
-    add(folder, "metrics", {"step": 40, **{f"key {number}": 1.0 for number in range(10**6)}})
-
-
 def status_text(folder: Path, name: str, value: str) -> None:
     text = (folder / "status.json").read_text()
     (folder / "status.json").write_text(re.sub(rf'"{name}": [^,]*', f'"{name}": {value}', text))
@@ -179,13 +174,11 @@ def status_text(folder: Path, name: str, value: str) -> None:
 SICK: dict[str, tuple[Callable[[Path], object], str]] = {
     "a FIFO": (fifo, "metrics.jsonl cannot be read"),
     "a link to /dev/zero": (zeros, "metrics.jsonl cannot be read"),
-    "a line with a million keys": (million_keys, ""),
     "infinitely many steps": (lambda folder: status_text(folder, "total_steps", "1e400"), "status.json"),
     "steps beyond a float": (lambda folder: status_text(folder, "total_steps", "9" * 400), ""),
     "steps beyond an integer": (lambda folder: status_text(folder, "total_steps", "9" * 5000), ""),
     "a rate near 0": (lambda folder: add(folder, "metrics", metrics(40, images_per_second=1e-320)), ""),
     "a status without an end": (zeros_as_status, ""),
-    "a time far away": (lambda folder: write_status(folder, time="9999-12-31T23:59:59-2359"), ""),
 }
 
 
@@ -201,7 +194,6 @@ def test_a_sick_run_is_a_sentence_and_others_live(run: Path, sickness: str) -> N
         assert len(healthy["curves"]["metrics"]["loss"]) == 3
         assert (sick["name"], set(sick)) == ("sick", set(healthy))
         assert sentence in sick["message"]
-        assert len(sick["curves"]["metrics"]) <= CURVES
 
 
 def test_a_long_file_is_read_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.system import machine
 from rectified_flow.system.machine import (
     allow_open_files,
-    free_disk,
     memory,
     processors,
     require_disk,
@@ -51,17 +50,6 @@ def test_a_quota_limits_the_processors(
 ) -> None:
     cgroup(tmp_path, monkeypatch, cpu_max=quota)
     assert processors() == expected
-
-
-def test_the_old_cgroups_count_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {"cpu__cpu.cfs_quota_us": "200000", "cpu__cpu.cfs_period_us": "100000"}
-    cgroup(tmp_path, monkeypatch, **old, **{"memory__memory.limit_in_bytes": "4096"})
-    assert (processors(), memory()) == (2, 4096)
-
-
-def test_no_quota_in_the_old_cgroups_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cgroup(tmp_path, monkeypatch, **{"cpu__cpu.cfs_quota_us": "-1", "cpu__cpu.cfs_period_us": "100000"})
-    assert processors() == 48
 
 
 def test_a_limit_of_a_cgroup_above_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +98,7 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     require_memory(10**11, "--flag 1", "lower it")
     with pytest.raises(UsageError, match="would need at least") as refused:
         require_memory(2 * 10**12, "--flag 1", "lower it")
-    sentence = "--flag 1 would need at least 2 TB of memory, and this machine has 100 GB: lower it"
+    sentence = "--flag 1 would need at least 2.00TB of memory, and this machine has 100GB: lower it"
     assert str(refused.value) == sentence
     with pytest.raises(UsageError, match="of memory"):
         require_memory(10**400, "--flag 1", "lower it")
@@ -126,7 +114,6 @@ def test_a_full_memory_is_a_sentence() -> None:
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     require_disk(0, folder, "--flag 1", "lower it")
-    assert 0 < free_disk(folder) < 10**21
     with pytest.raises(UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has"):
         require_disk(10**21, folder, "--flag 1", "lower it")
 
