@@ -29,9 +29,7 @@ DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
     "change its rights": ("EACCES", "EPERM"),
-    "choose another folder": ("EROFS",),
-    "choose a shorter name": ("ENAMETOOLONG",),
-    "its links lead in a circle": ("ELOOP",),
+    "choose another path": ("EROFS", "ENAMETOOLONG", "ELOOP"),
     "check the disk": ("EIO", "ESTALE"),
     "make room": ("ENOSPC", "EDQUOT"),
     "raise the limit of open files (ulimit -n)": ("EMFILE", "ENFILE"),

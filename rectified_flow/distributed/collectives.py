@@ -40,13 +40,6 @@ def on_main(accelerator: Accelerator | PartialState, action: Callable[[], T]) ->
     return outcome[0]  # type: ignore[return-value]
 
 
-def broadcast(value: Tensor) -> Tensor:
-    """Return the main process's ``value``; rounding may have given other processes another value."""
-    if dist.is_initialized():
-        dist.broadcast(value, 0)
-    return value
-
-
 def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Return whether ``value`` is true on any process, without waiting for the devices."""
     if accelerator.num_processes == 1:

@@ -232,9 +232,9 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
     meet(store, name, state.process_index, state.num_processes, absent)
     (main_host, ours), *others = join_lists(state, [(platform.node(), mine)])
     for rank, (host, theirs) in enumerate(others, 1):
-        differing = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-        if differing:
-            shown = [f"{key} is {theirs.get(key)!s:.60}, not {ours.get(key)!s:.60}" for key in differing]
+        pairs = {key: (theirs.get(key), ours.get(key)) for key in ours | theirs}
+        shown = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
+        if shown:
             more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
             raise UsageError(
                 f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}: "

@@ -7,7 +7,6 @@ sentence and leaves the other runs as they are.
 import json
 import os
 import platform
-import re
 import time
 from array import array
 from collections import defaultdict
@@ -33,7 +32,6 @@ NO_MEASUREMENTS = {"step", "image_size", "num_real", "num_samples", "seed", "ste
 LARGEST = 1e300
 """Bound of the values of a curve; NaN and infinity are not below it."""
 SAMPLES = "samples"
-SAMPLE_FILE = re.compile(r"step_\d+\.png")
 SHOWN_SAMPLES = 1000
 QUIET = 600
 """Seconds without a new line or status after which a running run is reported as silent."""
@@ -150,15 +148,13 @@ class WatchedRun:
 
     def samples(self) -> list[str]:
         """Return the names of the newest grids of samples, in the order of their steps."""
-        with suppress(OSError), os.scandir(self.folder / SAMPLES) as found:
-            return sorted(each.name for each in found if SAMPLE_FILE.fullmatch(each.name))[-SHOWN_SAMPLES:]
-        return []
+        return sorted(each.name for each in (self.folder / SAMPLES).glob("step_*.png"))[-SHOWN_SAMPLES:]
 
     def sample(self, name: str) -> bytes | None:
         """Return the PNG file of a grid; None if there is none, or it is a link that leads out of the folder."""
         path = self.folder / SAMPLES / name
         with suppress(OSError):
-            if SAMPLE_FILE.fullmatch(name) and path.resolve().is_relative_to(self.folder.resolve()):
+            if name in self.samples() and path.resolve().is_relative_to(self.folder.resolve()):
                 return _read(path)
         return None
 

@@ -40,9 +40,6 @@ def tolerant_streams() -> Iterator[None]:
     Output to a closed terminal or pipe is discarded. A character that the encoding lacks is written as its escape.
     """
     before = sys.stdout, sys.stderr
-    for stream in before:
-        if isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of another class
-            stream.reconfigure(errors="backslashreplace")
     safe = [_SafeStream(stream) for stream in before]
     sys.stdout, sys.stderr = safe
     try:
@@ -57,6 +54,8 @@ def tolerant_streams() -> Iterator[None]:
 class _SafeStream:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
+        if isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of another class
+            stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -9,13 +9,14 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
 from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
-from rectified_flow.distributed.collectives import broadcast, gather_rows
+from rectified_flow.distributed.collectives import gather_rows
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import BatchRows, deterministic
@@ -132,7 +133,7 @@ def paired(
     while micro_batches := list(islice(batches, batch.accumulation)):
         everything = gather_rows(micro_batches, batch, device)
         with deterministic(BatchRows(seed, step, batch.total, slice(None)), device):
-            rows = broadcast(flow.pair(**everything))
+            rows = broadcast(flow.pair(**everything))  # rounding may have given other ranks other rows
         for index, micro_batch in enumerate(micro_batches):
             yield micro_batch | {"noise_rows": rows[batch.rows(rank, index)]}
         step += 1
