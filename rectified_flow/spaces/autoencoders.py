@@ -2,22 +2,22 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, cached_property
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from einops import rearrange
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line, require
 from rectified_flow.registry import register
-from rectified_flow.system.files import open_regular, read_document, reading
+from rectified_flow.system.files import read_document
 
 
 class Autoencoder(ABC):
@@ -52,20 +52,17 @@ class Autoencoder(ABC):
             UsageError: if latents do not decode to the same side.
         """
         pictures = torch.zeros(1, 3, image_size, image_size, device="meta")
-        nearest = 2 ** max(3, round(math.log2(image_size)))
+        decoded = None
         try:
             mean, std = self.encode(pictures)
-            decoded = self.decode(mean).shape[-1]
-        except RuntimeError as error:
+            decoded = self.decode(mean)
+        except RuntimeError:  # a side does not divide
+            pass
+        if decoded is None or decoded.shape[-1] != image_size:
             raise UsageError(
                 f"--image_size {image_size} cannot be halved as often as --autoencoder {self.name} does: take a power "
-                f"of two, such as {nearest}"
-            ) from error
-        require(
-            decoded == image_size,
-            f"--image_size {image_size} comes back from --autoencoder {self.name} as {decoded} px: take a power of "
-            f"two, such as {nearest}",
-        )
+                f"of two, such as {2 ** max(3, round(math.log2(image_size)))}"
+            )
         return 1 if std is None else 2, *mean.shape[1:]
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
@@ -86,18 +83,10 @@ class Haar(Autoencoder):
         levels: number of times that the side is halved.
     """
 
+    name = "haar"
+
     def __init__(self, levels: int = 2) -> None:
-        self.levels = levels
-
-    @property
-    def name(self) -> str:  # type: ignore[override]
-        """The name in reports."""
-        return "haar"
-
-    @property
-    def fingerprint(self) -> str:  # type: ignore[override]
-        """The hash of the settings and weights."""
-        return f"haar {self.levels}"
+        self.levels, self.fingerprint = levels, f"haar {levels}"
 
     def encode(self, pictures: Tensor) -> tuple[Tensor, None]:
         """Return the mean of the latents, and their standard deviation or None."""
@@ -123,8 +112,9 @@ def _haar(x: Tensor) -> Tensor:
 
 CONFIG_FILE, VAE_FOLDER = "config.json", "vae"
 WEIGHTS = "diffusion_pytorch_model"
-MOST_LAYERS, MOST_CHANNELS = 256, 2**16
-"""Bounds on the numbers and lists of a ``config.json``: larger ones would take minutes to build."""
+WEIGHTS_FILE, INDEX_FILE = f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json"
+LARGEST_NUMBER = 10_000
+"""Bound on the numbers and lengths of lists in a ``config.json``: a network of more layers takes minutes to build."""
 
 
 @register
@@ -137,7 +127,8 @@ class PretrainedAutoencoder(Autoencoder):
     """
 
     def __init__(self, source: str, fingerprint: str | None = None) -> None:
-        self.source, self._expected = str(source), fingerprint
+        self.source = self.name = str(source)
+        self._expected = fingerprint
 
     @classmethod
     def at(cls, name: str, fingerprint: str | None = None) -> Self:
@@ -146,46 +137,37 @@ class PretrainedAutoencoder(Autoencoder):
         return cls(str(folder.resolve()) if folder.is_dir() else name, fingerprint)
 
     @property
-    def name(self) -> str:  # type: ignore[override]
-        """The name in reports."""
-        return self.source
-
-    @property
     def fingerprint(self) -> str:  # type: ignore[override]
         """The hash of the settings and weights."""
         return self._expected or _fingerprint_of(self.source)
 
-    @cached_property
-    def _blank(self) -> nn.Module:
-        """The architecture without weights."""
-        kind, config, _ = _find(self.source)
-        try:
-            with torch.device("meta"):
-                return kind.from_config(config).eval()
-        except Exception as error:  # of any type: the settings may be of another version, or damaged
-            raise UsageError(
-                f"--autoencoder {self.source} cannot be built from its {CONFIG_FILE} ({first_line(error)})"
-            ) from error
-
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the latents, and their standard deviation or None."""
+        module = self._module(pictures.device)
+        frames = _takes_frames(module)
         with _float32(pictures):
-            return _encode(self._module(pictures.device), pictures.float())
+            encoded: Any = module.encode(pictures.float()[:, :, None] if frames else pictures.float())
+        distribution = getattr(encoded, "latent_dist", None)
+        mean, std = (encoded[0], None) if distribution is None else (distribution.mode(), distribution.std)
+        return (mean[:, :, 0], None if std is None else std[:, :, 0]) if frames else (mean, std)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return pictures in about [-1, 1], float32."""
+        module = self._module(latents.device)
+        frames = _takes_frames(module)
         with _float32(latents):
-            return _decode(self._module(latents.device), latents.float())
+            decoded: Tensor = module.decode(latents.float()[:, :, None] if frames else latents.float()).sample
+        return decoded[:, :, 0] if frames else decoded
 
     def prepare(self, device: torch.device) -> None:
         """Load the weights onto ``device``."""
         self._module(device)
 
-    def _module(self, device: torch.device) -> nn.Module:
+    def _module(self, device: torch.device) -> Any:
         if device.type == "meta":
-            return self._blank
+            return _load(self.source, weights=False)
         require(
             self._expected in (None, _fingerprint_of(self.source)),
             f"--autoencoder {self.source} has other weights than the flow was trained with: name the autoencoder of "
@@ -199,72 +181,45 @@ def _float32(x: Tensor) -> AbstractContextManager[None]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
-def _encode(module: nn.Module, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
-    frames = _takes_frames(module)
-    encoded: Any = module.encode(pictures[:, :, None] if frames else pictures)  # type: ignore[operator]
-    distribution = getattr(encoded, "latent_dist", None)
-    mean, std = (encoded[0], None) if distribution is None else (distribution.mode(), distribution.std)
-    return (mean[:, :, 0], None if std is None else std[:, :, 0]) if frames else (mean, std)
-
-
-def _decode(module: nn.Module, latents: Tensor) -> Tensor:
-    frames = _takes_frames(module)
-    decoded: Tensor = module.decode(latents[:, :, None] if frames else latents).sample  # type: ignore[operator]
-    return decoded[:, :, 0] if frames else decoded
-
-
 def _takes_frames(module: nn.Module) -> bool:
     return any(isinstance(each, nn.Conv3d) for each in module.modules())
 
 
 @cache
-def _load(source: str) -> nn.Module:
-    """Return the module with its weights, shared by all flows of this process."""
-    kind, _, folder = _find(source)
-    place = _with_weights(source, folder)
-    try:
-        loaded: tuple[nn.Module, dict[str, Any]] = kind.from_pretrained(
-            place, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
-    except Exception as error:  # of any type: settings and weights may not fit each other
-        raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)})") from error
-    module, found = loaded
-    missing = [*found["missing_keys"], *(name for name, value in module.state_dict().items() if value.is_meta)]
-    require(not missing, f"--autoencoder {source} cannot be loaded (its weights lack {missing[:1]}): download it again")
-    return module.eval().requires_grad_(False)
-
-
-def _with_weights(source: str, folder: str) -> Path:
-    """Return the local folder of the weights, downloaded for a hub id.
+def _load(source: str, *, weights: bool = True) -> nn.Module:
+    """Return the module, shared by all flows of this process; without weights it is on the meta device.
 
     Raises:
-        UsageError: if there are none, or an index names a file that is not safetensors, which diffusers would unpickle.
+        UsageError: if the settings and weights do not fit each other or the installed version of diffusers.
     """
-    index, whole = f"{WEIGHTS}.safetensors.index.json", f"{WEIGHTS}.safetensors"
-    if Path(source).is_dir():
-        place = Path(source, folder)
-    else:
-        wanted = [f"{folder}/{name}".lstrip("/") for name in (CONFIG_FILE, index, whole, f"{WEIGHTS}-*.safetensors")]
-        try:
-            place = Path(snapshot_download(source, allow_patterns=wanted), folder)
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            raise UsageError(f"--autoencoder {source} cannot be downloaded ({first_line(error)})") from error
-    files = [whole]
-    if (place / index).exists():
-        files = [
-            str(each) for each in read_document(place / index, dict[str, dict[str, Any]]).get("weight_map", {}).values()
-        ]
-    for name in sorted(set(files)):
-        require(
-            name.endswith(".safetensors") and Path(name).name == name,
-            f"--autoencoder {source} cannot be loaded ({index} names {name}): download it again",
+    kind, config, subfolder = _find(source)
+    try:
+        if not weights:
+            with torch.device("meta"):
+                return kind.from_config(config).eval()  # type: ignore[no-any-return]
+        names = (WEIGHTS_FILE, INDEX_FILE, f"{WEIGHTS}-*.safetensors")
+        folder = _fetch(source, *(f"{subfolder}{name}" for name in names)) / subfolder
+        _check_index(folder / INDEX_FILE)
+        module, found = kind.from_pretrained(
+            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
         )
-        try:
-            with reading(place / name):
-                open_regular(place / name).close()
-        except UsageError as error:
-            raise UsageError(f"--autoencoder {source} cannot be loaded ({error})") from error
-    return place
+        if found["missing_keys"]:
+            raise ValueError(f"its weights lack {found['missing_keys'][:1]}")
+        return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
+    except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
+        raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
+
+
+def _check_index(path: Path) -> None:
+    """Refuse an index that names a file in another folder, or one that is not safetensors: diffusers would unpickle it.
+
+    Raises:
+        ValueError: if there is such a name.
+    """
+    names = read_document(path, dict[str, Any])["weight_map"].values() if path.exists() else ()
+    for name in names:
+        if not name.endswith(".safetensors") or Path(name).name != name:
+            raise ValueError(f"{path.name} names {name}")
 
 
 @cache
@@ -281,71 +236,60 @@ def _fingerprint_of(source: str) -> str:
 
 @cache
 def _find(source: str) -> tuple[Any, dict[str, Any], str]:
-    """Return the class, its settings, and the subfolder where they are.
+    """Return the class of diffusers, its settings, and the subfolder where they are.
 
     Raises:
         UsageError: if there is no autoencoder of diffusers, or its settings are out of bounds.
     """
-    reasons = []
-    for folder in ("", VAE_FOLDER):
-        try:
-            config = read_document(_fetch(source, folder), dict[str, Any])
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            reasons.append(first_line(error))
-            if isinstance(error, LocalEntryNotFoundError):  # the hub cannot be reached
-                break
-            continue
-        if not folder and not config.keys() & {"_class_name", "architectures"}:
-            continue
-        kind = _class(source, config)
-        for name, number in _numbers(config):
-            most = MOST_LAYERS if "layers" in name or "blocks" in name else MOST_CHANNELS
-            require(number <= most, f"--autoencoder {source} has {name} {number:g} in its {CONFIG_FILE}, above {most}")
-        return kind, config, folder
-    reason = reasons[0] if reasons else "its config.json names no class"
-    raise UsageError(
-        f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder "
-        "of diffusers"
-    )
-
-
-def _numbers(value: object, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in a config, and the lengths of its lists, with the names of their keys."""
-    if isinstance(value, int | float):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _numbers(each, str(key))
-    elif isinstance(value, list):
-        yield f"layers of {name}", len(value)
-        for each in value:
-            yield from _numbers(each, name)
-
-
-def _class(source: str, config: Mapping[str, Any]) -> Any:
     try:
         import diffusers  # takes seconds
     except ModuleNotFoundError as error:
         raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
 
-    architectures = config.get("architectures")
-    named = architectures[0] if isinstance(architectures, list) and architectures else "model of another library"
-    name = str(config.get("_class_name") or named)
+    subfolders = (f"{VAE_FOLDER}/", "")
+    root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
+    subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
+    require((root / subfolder / CONFIG_FILE).exists(), _not_found(source, f"it has no {CONFIG_FILE}"))
+    config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
+    name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
-    if not (name.startswith("Autoencoder") and isinstance(kind, type) and hasattr(kind, "decode")):
-        raise UsageError(
-            f"--autoencoder {source} is a {name}, not an autoencoder of diffusers: pass one, such as an AutoencoderKL"
-        )
-    return kind
+    require(
+        name.startswith("Autoencoder") and hasattr(kind, "decode"),
+        f"--autoencoder {source} is not an autoencoder of diffusers: its {CONFIG_FILE} has the _class_name {name}, and "
+        "not one such as AutoencoderKL",
+    )
+    require(
+        _largest(config) <= LARGEST_NUMBER,
+        f"--autoencoder {source} has the number {_largest(config):g} in its {CONFIG_FILE}, above {LARGEST_NUMBER}",
+    )
+    return kind, config, subfolder
 
 
-def _fetch(source: str, folder: str) -> Path:
-    """Return the settings file, downloaded for a hub id."""
+def _largest(value: object) -> float:
+    """Return the largest number in a config; lists count by their lengths, too."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        return max(len(value), *map(_largest, value), 0)
+    return value if isinstance(value, int | float) else 0
+
+
+def _fetch(source: str, *patterns: str) -> Path:
+    """Return the folder, or that of a hub id after a download of the files of these patterns.
+
+    Raises:
+        UsageError: if there is neither.
+    """
     if Path(source).is_dir():
-        return Path(source, folder, CONFIG_FILE)
-    if Path(source).is_absolute() or source.startswith((".", "~")):
-        raise FileNotFoundError("no such folder")
-    return Path(hf_hub_download(source, CONFIG_FILE, subfolder=folder or None))
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, allow_patterns=list(patterns)))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise UsageError(_not_found(source, first_line(error))) from error
+
+
+def _not_found(source: str, reason: str) -> str:
+    return f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder"
 
 
 def open_autoencoder(name: str) -> Autoencoder:

@@ -89,17 +89,17 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"architectures": ["BertModel"]}, "is a BertModel, not an autoencoder of diffusers"),
-        ({"_class_name": "UNet2DModel"}, "is a UNet2DModel, not an autoencoder of diffusers"),
-        ({"_class_name": "AutoModel"}, "is a AutoModel, not an autoencoder of diffusers"),
+        ({"architectures": ["BertModel"]}, "is not an autoencoder of diffusers"),
+        ({"_class_name": "UNet2DModel"}, "is not an autoencoder of diffusers: .* has the _class_name UNet2DModel"),
+        ({"_class_name": "AutoModel"}, "is not an autoencoder of diffusers: .* has the _class_name AutoModel"),
         ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
-        ({"architectures": 5}, "is a model of another library, not an autoencoder"),
-        (KL | {"block_out_channels": []}, r"cannot be built from its config\.json"),
-        (KL | {"block_out_channels": "wide"}, r"cannot be built from its config\.json"),
-        (KL | {"layers_per_block": 100_000}, r"has layers_per_block 100000 in its config\.json, above 256"),
-        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 1000}, "has layers of down_block_types 1000"),
-        (KL | {"block_out_channels": [10**9]}, "has block_out_channels 1e"),
-        ({}, "cannot be found"),
+        ({"_class_name": 5}, "is not an autoencoder of diffusers"),
+        (KL | {"block_out_channels": []}, "cannot be loaded"),
+        (KL | {"block_out_channels": "wide"}, "cannot be loaded"),
+        (KL | {"layers_per_block": 100_000}, r"has the number 100000 in its config\.json, above 10000"),
+        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 20_000}, "has the number 20000"),
+        (KL | {"block_out_channels": [10**9]}, r"has the number 1e\+09"),
+        ({}, "is not an autoencoder of diffusers"),
         (None, "cannot be found"),
     ],
 )
@@ -121,14 +121,6 @@ def test_a_pipe_in_the_place_of_its_config_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UsageError, match="is not a regular file"):
         PretrainedAutoencoder(str(tmp_path)).shape_of(16)
-
-
-def test_a_pipe_in_the_place_of_its_weights_is_refused(tmp_path: Path) -> None:
-    weights = save_tiny("AutoencoderKL", tmp_path) / "diffusion_pytorch_model.safetensors"
-    weights.unlink()
-    os.mkfifo(weights)
-    with pytest.raises(UsageError, match="is not a regular file"):
-        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
@@ -153,7 +145,7 @@ def test_an_index_never_leads_to_another_file(tmp_path: Path, name: str, monkeyp
 
 def test_a_size_that_it_cannot_halve_is_refused(folder: Callable[[str], Path]) -> None:
     wan, wan22 = (PretrainedAutoencoder(str(folder(kind))) for kind in ("AutoencoderKLWan", "Wan2.2"))
-    with pytest.raises(UsageError, match=r"--image_size 30 comes back .* as 24 px: take a power of two, such as 32"):
+    with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved .*: take a power of two, such as 32"):
         wan.shape_of(30)
     with pytest.raises(UsageError, match=r"--image_size 30 cannot be halved as often as"):
         wan22.shape_of(30)
