@@ -105,7 +105,7 @@ def compile_step(name: Name, flags: Flags) -> Sequence[Graph]:
         warnings.simplefilter("ignore")
         x, noise, t = torch.randn(batch, 3, side, side), torch.randn(batch, 3, side, side), torch.rand(batch)
         if isinstance(flow, MeanFlow):
-            flow.loss(x, noise, t, t / 2, {}, round(flow.mean_fraction * batch), False, t.new_zeros(()))
+            flow.loss(x, noise, t, t / 2, {}, round(flow.mean_fraction * batch))
         else:
             flow.loss(x, noise, t, {})
     return graphs

@@ -26,7 +26,7 @@ class Condition(Protocol):
         """Return whether each row of ``values`` stands for "no condition", bool ``[b]``."""
 
     def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Draw ``count`` values for samples whose caller gives none.
+        """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
 
         Args:
             name: the name of the condition, which names its stream of random draws.
@@ -35,6 +35,7 @@ class Condition(Protocol):
             generator: source of the draws; by default :mod:`rectified_flow.randomness`, with which a sample has the
                 same value in any batch.
         """
+        return self.none(count, device)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
@@ -46,7 +47,7 @@ Values = dict[str, Tensor]
 
 @register
 @dataclass(frozen=True)
-class Labels:
+class Labels(Condition):
     """Class labels, int64 ``[b]``; the label ``num_classes`` stands for "none".
 
     Args:
@@ -86,7 +87,7 @@ class Labels:
 
 @register
 @dataclass(frozen=True)
-class Vector:
+class Vector(Condition):
     """Vectors of numbers, float32 ``[b, size]``; a row of NaN stands for "none".
 
     Args:
@@ -103,18 +104,14 @@ class Vector:
         """Return whether each row is "none", bool ``[b]``."""
         return values.isnan().any(dim=1)
 
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Return "none" for every row."""
-        return self.none(count, device)
-
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return _VectorEmbedding(self.size, dim)
 
 
-@register(formerly="Told")
+@register
 @dataclass(frozen=True)
-class AugmentationLabels:
+class AugmentationLabels(Condition):
     """Numbers, float32 ``[b, size]``, that describe the augmentation of a row; zeros for none.
 
     The data space gives them in training, and sampling sets them to zero. They are neither dropped nor guided by.
@@ -132,10 +129,6 @@ class AugmentationLabels:
     def is_none(self, values: Tensor) -> Tensor:
         """Return whether each row is "none", bool ``[b]``."""
         return (values == 0).all(dim=1)
-
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Return zeros."""
-        return self.none(count, device)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
@@ -167,7 +160,10 @@ def drop(kinds: Kinds, values: Values, probability: float) -> Values:
     first = next(iter(values.values()))
     # The stream has its name from the time when labels were the only condition; another name would be another run.
     dropped = randomness.rand("label dropout", (len(first),), first.device) < probability
-    return {name: _where(dropped, none, values[name]) for name, none in none_of(kinds, values).items()}
+    return {
+        name: torch.where(dropped.reshape(-1, *[1] * (none.ndim - 1)), none.to(values[name]), values[name])
+        for name, none in none_of(kinds, values).items()
+    }
 
 
 def none_of(kinds: Kinds, values: Values) -> Values:
@@ -178,10 +174,5 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``."""
-    return torch.stack([kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]).all(
-        dim=0
-    )
-
-
-def _where(rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    return torch.where(rows.reshape(-1, *[1] * (b.ndim - 1)), a.to(b), b)
+    rows = [kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]
+    return torch.stack(rows).all(dim=0)

@@ -8,10 +8,11 @@ value differs from its default, so that ``--help`` answers at once.
 import argparse
 import importlib
 import io
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, first_line, require
-from rectified_flow.registry import parameters_of, registered_in
+from rectified_flow.registry import Role, find, parameters_of, registered_in
 from rectified_flow.system.files import check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -67,7 +68,7 @@ class Flags:
         changed = [each for each in fields(self) if not _is_default(self, each)]
         hints = get_type_hints(type(self), include_extras=True) if changed else {}
         for each in changed:
-            value = _validated(flag_name(each.name), getattr(self, each.name), hints[each.name])
+            value = _validated(f"--{flag_name(each.name)}", [getattr(self, each.name)], hints[each.name])
             object.__setattr__(self, each.name, value)
 
 
@@ -194,23 +195,27 @@ def flag_name(field: str) -> str:
     return field.removesuffix("_")
 
 
-def in_words(problem: Mapping[str, Any]) -> str:
-    """Return the requirement in one of pydantic's errors as the end of a sentence, such as ``be above 0``."""
-    text = problem["msg"].partition(" should ")[2] or problem["msg"]
-    for theirs, ours in IN_WORDS.items():
-        text = text.replace(theirs, ours)
-    return str(text)
+def _validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
+    """Return the first candidate that fits the annotation ``hint``, as a value of its type.
 
-
-def _validated(name: str, value: Any, hint: Any) -> Any:
+    Raises:
+        UsageError: if none does.
+    """
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    try:
-        value = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        raise UsageError(f"--{name} is {problem['input']}; it must {in_words(problem)}") from None
-    return usable_path(f"--{name}", value) if isinstance(value, Path) else value
+    # In a tuple, as pydantic takes no rules for a dataclass alone.
+    adapter = TypeAdapter(tuple[hint], config=ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False))
+    for candidate in candidates:
+        try:
+            [value] = adapter.validate_python((candidate,))
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+        else:
+            return usable_path(name, value) if isinstance(value, Path) else value
+    requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
+    for theirs, ours in IN_WORDS.items():
+        requirement = requirement.replace(theirs, ours)
+    raise UsageError(f"{name} is {problem['input']}; it must {requirement}")
 
 
 def _is_default(config: Any, each: Any) -> bool:
@@ -314,3 +319,98 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [as_plain(each) for each in value]
     return str(value) if isinstance(value, Path) else value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A registered class or function with the arguments that flags give it.
+
+    Args:
+        flag: the flag that names it, such as ``network``.
+        target: the class or function.
+        arguments: checked arguments.
+    """
+
+    flag: str
+    target: Any
+    arguments: Mapping[str, Any]
+
+    def build(self, **context: Any) -> Any:
+        """Call the target with its arguments, and those of ``context`` that it has a parameter for.
+
+        Raises:
+            UsageError: if an argument is missing, or the target refuses them.
+        """
+        parameters = parameters_of(self.target)
+        arguments = {name: value for name, value in context.items() if name in parameters} | dict(self.arguments)
+        try:
+            return self.target(**arguments)
+        except (TypeError, ValueError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"--{self.flag} {self.target.__name__} cannot be built ({first_line(error)})") from error
+
+
+def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = ()) -> Choice:
+    """Return the registered class or function ``name`` with its options.
+
+    Args:
+        flag: the flag that names it; ``--{flag}_options`` has the options.
+        role: its role or base class.
+        name: its registered name.
+        options: ``KEY=VALUE`` for parameters of the target.
+
+    Raises:
+        UsageError: if it is not registered, or an option is unknown or has a value of another type.
+    """
+    target = find(flag, role, name)
+    return Choice(flag, target, typed_options(flag, target, options))
+
+
+def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, Any]:
+    """Return ``KEY=VALUE`` options with the types that the parameters of ``target`` are annotated with.
+
+    Raises:
+        UsageError: if an option is no pair, its key is unknown, or its value has another type.
+    """
+    parameters, typed = parameters_of(target), {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        require(equals == "=", f"--{flag}_options {option} is no KEY=VALUE")
+        require(
+            key in parameters,
+            f"--{flag}_options {option}: {target.__name__} takes {', '.join(parameters) or 'no options'}",
+        )
+        candidates = [text]
+        with suppress(json.JSONDecodeError):
+            candidates = [json.loads(text), text]
+        typed[key] = _validated(f"--{flag}_options {key}", candidates, parameters[key].annotation)
+    return typed
+
+
+def arguments_from(group: Flags, target: Any, ours: type, flags: Mapping[str, str]) -> dict[str, Any]:
+    """Return arguments of a class that flags of their own set, such as ``--dim`` of the Unet.
+
+    Defaults of the flags are for ``ours`` and its subclasses; other classes have defaults of their own.
+
+    Args:
+        group: the flags.
+        target: the class to build.
+        ours: the class that the flags belong to.
+        flags: names of flags by argument.
+
+    Raises:
+        UsageError: if a flag is given whose argument the class does not have.
+    """
+    defaults = {each.name: each.default for each in fields(group) if each.default is not MISSING}
+    accepted, arguments = parameters_of(target), {}
+    for argument, flag in flags.items():
+        value = getattr(group, flag)
+        given = value != defaults[flag]
+        if argument in accepted and (given or issubclass(target, ours)):
+            arguments[argument] = value
+        require(
+            argument in accepted or not given,
+            f"--{flag} has no effect: {target.__name__} has no argument {argument}; leave it out",
+        )
+    return arguments

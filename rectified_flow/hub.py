@@ -32,45 +32,7 @@ NAMES_OR_PATHS = {"autoencoder", "dataset", "dataset_path", "init_from", "reflow
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""
 
-MODEL_CARD = """---
-{{ card_data }}
----
-
-# {{ title | default("A " + kind, true) }}
-
-{{ kind }} of {{ noun }}{% if classes %} in {{ classes }} classes{% endif %}, {{ parameters }} M parameters.
-{%- if dataset %} Trained on {{ dataset }}.{% endif %}
-{% if grid %}
-![samples]({{ grid }})
-{% endif %}
-```python
-{% if module %}import {{ module }}  # registers the {{ kind }}
-{% endif %}from rectified_flow import load_pretrained
-
-flow = load_pretrained({{ repo_id | default("this folder", true) | tojson }})
-samples = flow.sample(16)  # {{ shape }}
-```
-{% if results %}
-## Evaluation
-
-| pictures | measure | value |
-|---|---|---|
-{% for result in results %}{% for name, number in result.numbers.items() -%}
-| {{ result.how }} | {{ name }} | {{ number }} |
-{% endfor %}{% endfor %}{% endif %}
-{%- if command %}
-## Training
-
-```bash
-{{ command }}
-```
-{% endif %}
-## Settings
-
-```json
-{{ config }}
-```
-"""
+CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
@@ -114,15 +76,7 @@ def load_pretrained(source: str | Path, **options: Any) -> Flow:
     return flow.eval()
 
 
-def push_to_hub(
-    flow: Flow,
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    token: str | None = None,
-    commit_message: str = "Upload the model",
-    **card: Any,
-) -> str:
+def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token: str | None = None, **card: Any) -> str:
     """Upload a flow with its model card to the Hugging Face hub.
 
     Args:
@@ -130,7 +84,6 @@ def push_to_hub(
         repo_id: the id of the model on the hub, created if it does not exist.
         private: whether a new repository is private; by default as the account has it.
         token: the access token; by default that of ``hf auth login``.
-        commit_message: the message of the commit.
         card: arguments of :func:`model_card`.
 
     Returns:
@@ -140,7 +93,7 @@ def push_to_hub(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=commit_message))
+        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload the model"))
 
 
 def model_card(
@@ -163,7 +116,7 @@ def model_card(
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
         ModelCardData(library_name=LIBRARY, pipeline_tag=TASK, **(metadata or {})),
-        template_str=MODEL_CARD,
+        template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
         noun=flow.space.noun,
@@ -192,31 +145,52 @@ def card_of_run(
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
-    recipe = data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE)
-    results = _results_of(trained, weights)
+    data = data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE)
+    hub_dataset = data.dataset if data is not None and _is_on_hub(data) else None
+    path = trained.run_folder / RESULTS_FILE
+    results = [
+        result
+        for result in (read_document(path, list[dict[str, Any]]) if path.exists() else [])
+        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == weights
+    ]
     metadata: dict[str, Any] = {
         "license": license_name,
-        "datasets": [recipe.dataset] if recipe is not None and _is_on_hub(recipe) else None,
+        "datasets": [hub_dataset] if hub_dataset else None,
         "tags": ["flow-matching", "mean-flow" if isinstance(trained.flow, FlowMap) else "rectified-flow"],
     }
     if results:
         metadata["model_name"] = trained.run_folder.resolve().name
-        metadata["eval_results"] = [each for result in results for each in _eval_results(result, recipe)]
+        metadata["eval_results"] = [
+            EvalResult(
+                task_type=TASK,
+                dataset_type=hub_dataset or "imagefolder",
+                dataset_name=_dataset_name(data) or "unknown",
+                dataset_split=result.get("split"),
+                metric_type=metric,
+                metric_value=round(value, 6),
+                metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
+            )
+            for result in results
+            for metric, value in _distances(result).items()
+        ]
     changed = {
-        name: _public(name, value)
+        name: Path(value).name if name in NAMES_OR_PATHS and value and _is_path(value) else value
         for name, value in program_flags(trained.config).items()
         if name in defaults and value != defaults[name] and name not in OF_THIS_MACHINE
     }
     return {
         "metadata": {name: value for name, value in metadata.items() if value is not None},
-        "dataset": None if recipe is None else _name_of(recipe),
+        "dataset": _dataset_name(data),
         "command": shlex.join(["python", program, *command_line(changed)]) if "flags" in trained.config else None,
-        "results": [_row(result) for result in results],
+        "results": [
+            {
+                "settings": f"{result.get('steps')} steps, guidance {result.get('guidance_scale', 1):g}, "
+                f"{result.get('num_samples')} pictures",
+                "numbers": {name: f"{value:.4g}" for name, value in _distances(result).items()},
+            }
+            for result in results
+        ],
     }
-
-
-def _is_on_hub(recipe: DataArguments) -> bool:
-    return recipe.dataset_path is None and recipe.dataset != SYNTHETIC_FLOWERS and not _is_path(recipe.dataset)
 
 
 def _is_path(name: str) -> bool:
@@ -228,56 +202,19 @@ def _is_path(name: str) -> bool:
     return Path(name).exists()
 
 
-def _name_of(recipe: DataArguments) -> str:
+def _dataset_name(data: DataArguments | None) -> str | None:
     """Return the name of the data for a reader; of a folder, the last part of its path only."""
-    if recipe.dataset == SYNTHETIC_FLOWERS and recipe.dataset_path is None:
+    if data is None:
+        return None
+    if data.dataset_path is None and data.dataset == SYNTHETIC_FLOWERS:
         return "flowers drawn by the program"
-    return recipe.dataset if _is_on_hub(recipe) else f"own pictures, {Path(recipe.dataset_path or recipe.dataset).name}"
+    return data.dataset if _is_on_hub(data) else f"own pictures, {Path(data.dataset_path or data.dataset).name}"
 
 
-def _public(name: str, value: Any) -> Any:
-    is_path = name in NAMES_OR_PATHS and value is not None and _is_path(str(value))
-    return Path(str(value)).name if is_path else value
+def _is_on_hub(data: DataArguments) -> bool:
+    return data.dataset_path is None and data.dataset != SYNTHETIC_FLOWERS and not _is_path(data.dataset)
 
 
-def _results_of(trained: Trained, weights: str) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py for this checkpoint and these weights."""
-    path = trained.run_folder / RESULTS_FILE
-    if not path.exists():
-        return []
-    return [
-        result
-        for result in read_document(path, list[dict[str, Any]])
-        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == weights
-    ]
-
-
-def _eval_results(result: Mapping[str, Any], recipe: DataArguments | None) -> list[EvalResult]:
-    on_hub = recipe is not None and _is_on_hub(recipe)
-    return [
-        EvalResult(
-            task_type=TASK,
-            dataset_type=recipe.dataset if recipe is not None and on_hub else "imagefolder",
-            dataset_name="unknown" if recipe is None else _name_of(recipe),
-            dataset_split=result.get("split"),
-            metric_type=metric,
-            metric_value=round(value, 6),
-            metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
-        )
-        for metric, value in _measures(result).items()
-    ]
-
-
-def _measures(result: Mapping[str, Any]) -> dict[str, float]:
+def _distances(result: Mapping[str, Any]) -> dict[str, float]:
     """Return the distances of a result by name, without their standard deviations."""
     return {name: value for name, value in result["distances"].items() if not name.endswith("_std")}
-
-
-def _row(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a result as rows of the card's table."""
-    scale = result.get("guidance_scale", 1)
-    guided = f", guidance {scale:g}" if scale != 1 else ""
-    return {
-        "how": f"{result.get('steps')} steps{guided}, {result.get('num_samples')} pictures",
-        "numbers": {name: f"{value:.4g}" for name, value in _measures(result).items()},
-    }

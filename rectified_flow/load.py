@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,8 @@ from rectified_flow.errors import UsageError, require
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
+from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import DescriptionError, build
@@ -30,11 +31,6 @@ from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.system.artifact import read_manifest
 
-OWN_CLASSES = (
-    *("flows.rectified", "flows.mean", "flows.flow_map", "networks.unet", "spaces.pixels"),
-    *("spaces.autoencoders", "spaces.latents"),
-)
-"""The modules that register the classes of this package."""
 RESULTS_FILE = "evaluation.json"
 """The results of evaluate.py, in a run's folder."""
 F = TypeVar("F", bound=nn.Module, default=Flow)
@@ -65,8 +61,6 @@ def build_flow(description: Mapping[str, Any], source: Path | str, kind: type[F]
     Raises:
         UsageError: if the description is of another class, or a class that it names is not registered.
     """
-    for module in OWN_CLASSES:
-        import_module(f"rectified_flow.{module}")
     try:
         flow = build(description)
     except DescriptionError as error:
@@ -182,21 +176,14 @@ def solver_options(
         UsageError: if a flag has no effect on the flow of the checkpoint ``source``.
     """
     guidance = Guidance(guidance_scale, guidance_interval)
-    given = {
-        "solver": ("solver", solver, None),
-        "time_grid": ("grid", time_grid, "uniform"),
-        "guidance_scale": ("guidance", guidance, Guidance()),
-    }
-    accepted = inspect.signature(flow.sample).parameters
-    options = {name: value for name, value, default in given.values() if value != default}
-    for flag, (name, _, _) in given.items():
-        hint = ", which is guided in training, by train_mean_flow.py --guidance_scale" * (
-            name == "guidance" and isinstance(flow, FlowMap)
-        )
-        require(
-            name not in options or name in accepted,
-            f"--{flag} has no effect: {source} holds a {type(flow).__name__}{hint}",
-        )
+    defaults = {"solver": None, "grid": "uniform", "guidance": Guidance()}
+    options = {"solver": solver, "grid": time_grid, "guidance": guidance}
+    options = {name: value for name, value in options.items() if value != defaults[name]}
+    flags = {"solver": "solver", "grid": "time_grid", "guidance": "guidance_scale"}
+    for name in options.keys() - inspect.signature(flow.sample).parameters.keys():
+        trained_in = ", which is guided in training, by train_mean_flow.py --guidance_scale"
+        hint = trained_in if name == "guidance" and isinstance(flow, FlowMap) else ""
+        raise UsageError(f"--{flags[name]} has no effect: {source} holds a {type(flow).__name__}{hint}")
     require(
         guidance.scale == 1 or len(chosen(flow.conditions)) > 0,
         f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",

@@ -12,16 +12,18 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, require
 
 Role = Literal["dataset", "optimizer", "metric", "degradation"]
 """The purpose of a registered function, or of a class that is called as one."""
 T = TypeVar("T", bound=Callable[..., Any])
 _KINDS: dict[str, type] = {}
-_FORMER: dict[str, str] = {}
 _BY_ROLE: dict[str, dict[str, Callable[..., Any]]] = {}
+_FORMER_NAMES = {"Told": "AugmentationLabels"}
+"""Names of classes in older checkpoints."""
 _Plain = bool | int | float | str | None
 
 
@@ -32,33 +34,26 @@ class DescriptionError(UsageError):
 @overload
 def register(target: T, /) -> T: ...
 @overload
-def register(*, role: Role | None = None, formerly: str | None = None) -> Callable[[T], T]: ...
-def register(target: T | None = None, /, *, role: Role | None = None, formerly: str | None = None) -> Any:
+def register(*, role: Role | None = None) -> Callable[[T], T]: ...
+def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
     """Register a class or function under its own name. This is a decorator, with or without arguments.
 
     Args:
         target: the class or function.
         role: the purpose of a function, or of a class that is called like one. Without a role, the target is a class
             that checkpoints describe: a network, flow, space, condition, time distribution or autoencoder.
-        formerly: the name of the class in older checkpoints, which :func:`build` takes too.
 
     Raises:
         ValueError: if another class or function of this role has the same name.
     """
     if target is None:
-        return lambda target: _register(target, role, formerly)
-    return _register(target, role, formerly)
-
-
-def _register(target: T, role: Role | None, formerly: str | None) -> T:
+        return partial(register, role=role)
     registered: dict[str, Any] = _KINDS if role is None else _BY_ROLE.setdefault(role, {})
     name = target.__name__
     known = registered.get(name)
     if known is not None and _source(known) != _source(target):
         raise ValueError(f"{name} is registered already, by {known.__module__}: choose another name")
     registered[name] = target
-    if formerly is not None:
-        _FORMER[formerly] = name
     return target
 
 
@@ -69,10 +64,11 @@ def names(role: Role | type) -> list[str]:
     return sorted(name for name, kind in _KINDS.items() if issubclass(kind, role))
 
 
-def find(role: Role | type, name: str) -> Any:
+def find(flag: str, role: Role | type, name: str) -> Any:
     """Return the function or class that is registered under ``name``.
 
     Args:
+        flag: the flag that names it, for the error.
         role: the purpose of a function, or the base class of a class.
         name: its registered name.
 
@@ -80,20 +76,17 @@ def find(role: Role | type, name: str) -> Any:
         UsageError: if nothing of this role has that name; the sentence lists the names.
     """
     known = names(role)
-    if name not in known:
-        noun = role if isinstance(role, str) else role.__name__.lower()
-        raise UsageError(
-            f"the {noun} {name!r} is not registered: choose one of {', '.join(known) or '(none)'}, or pass --import "
-            "MODULE with the Python module that registers it"
-        )
+    require(
+        name in known,
+        f"--{flag} {name} is not registered: choose {' or '.join(known) or 'another'}, or pass --import MODULE with "
+        "the Python module that registers it",
+    )
     return _BY_ROLE[role][name] if isinstance(role, str) else _KINDS[name]
 
 
 def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
     """Return the classes and functions that these modules register."""
-    everything: list[Callable[..., Any]] = list(_KINDS.values())
-    for registered in _BY_ROLE.values():
-        everything += registered.values()
+    everything = (target for registered in (_KINDS, *_BY_ROLE.values()) for target in registered.values())
     return [target for target in everything if target.__module__ in modules]
 
 
@@ -115,7 +108,7 @@ def describe(value: object) -> dict[str, Any]:
         )
     return {"kind": type(value).__name__} | {
         name: _plain(getattr(value, name, inspect.Parameter.empty), f"{type(value).__name__}.{name}")
-        for name in arguments_of(type(value))
+        for name in parameters_of(type(value))
     }
 
 
@@ -126,7 +119,7 @@ def build(description: Mapping[str, Any]) -> Any:
         DescriptionError: if a class is not registered, or the arguments do not fit it.
     """
     name = description.get("kind")
-    kind = _KINDS.get(_FORMER.get(name, name)) if isinstance(name, str) else None
+    kind = _KINDS.get(_FORMER_NAMES.get(name, name)) if isinstance(name, str) else None
     if kind is None:
         raise DescriptionError(
             f"the kind {name!r} is not registered: pass --import MODULE with the Python module that defines it"
@@ -141,40 +134,26 @@ def build(description: Mapping[str, Any]) -> Any:
         raise DescriptionError(f"{kind.__name__} cannot be built from its description ({error})") from error
 
 
-def arguments_of(kind: type) -> list[str]:
-    """Return the names of the constructor's arguments; ``**settings`` stands for those of the base class."""
-    return list(parameters_of(kind))
-
-
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the parameters of a function or constructor by name, with their annotations resolved.
 
     ``**settings`` of a constructor stands for the parameters of the base class.
     """
-    if not isinstance(target, type):
-        return _parameters(target)
+    functions: list[Any] = [target]
+    if isinstance(target, type):
+        functions = [vars(each)["__init__"] for each in target.__mro__ if "__init__" in vars(each)]
     found: dict[str, inspect.Parameter] = {}
-    for each in target.__mro__:
-        if "__init__" not in vars(each):
-            continue
-        function = vars(each)["__init__"]
-        own = _parameters(function)
-        own.pop(next(iter(own), ""), None)  # self
-        found |= {name: parameter for name, parameter in own.items() if name not in found}
-        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+    for function in functions:
+        hints: dict[str, Any] = {}
+        with suppress(Exception):  # a user's annotation may name what is imported for type checks only
+            hints = get_type_hints(function)
+        parameters = inspect.signature(function).parameters.values()
+        for each in parameters:
+            if each.name != "self" and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+                found.setdefault(each.name, each.replace(annotation=hints.get(each.name, Any)))
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     return found
-
-
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    hints: dict[str, Any] = {}
-    with suppress(Exception):  # a user's annotation may name what is imported for type checks only
-        hints = get_type_hints(function)
-    return {
-        name: parameter.replace(annotation=hints.get(name, Any))
-        for name, parameter in inspect.signature(function).parameters.items()
-        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    }
 
 
 def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
@@ -187,22 +166,17 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
     """
     from rectified_flow.system.files import misfit  # loads pydantic, which model code does without
 
-    unknown = arguments.keys() - arguments_of(kind)
-    if unknown:
-        raise DescriptionError(
-            f"{kind.__name__} cannot be built from its description: it has no argument {min(unknown)!r}; if a newer "
-            "version wrote that, upgrade"
-        )
-    seen: set[str] = set()
-    for each in kind.__mro__:
-        parameters = inspect.signature(vars(each)["__init__"]).parameters if "__init__" in vars(each) else {}
-        if each.__module__.startswith(f"{__package__}."):
-            types = get_type_hints(each.__init__)  # type: ignore[misc]
-            for name in (arguments.keys() & parameters.keys()) - seen:
-                problem = misfit(_with_tuples(arguments[name]), types[name])
-                if problem is not None:
-                    raise DescriptionError(f"{kind.__name__}.{name} is {problem}")
-        seen |= parameters.keys()
+    parameters = parameters_of(kind)
+    for name, value in arguments.items():
+        if name not in parameters:
+            raise DescriptionError(
+                f"{kind.__name__} cannot be built from its description: it has no argument {name!r}; if a newer "
+                "version wrote that, upgrade"
+            )
+        if kind.__module__.startswith(f"{__package__}."):
+            problem = misfit(_with_tuples(value), parameters[name].annotation)
+            if problem is not None:
+                raise DescriptionError(f"{kind.__name__}.{name} is {problem}")
 
 
 def _with_tuples(value: Any) -> Any:

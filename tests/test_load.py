@@ -76,13 +76,13 @@ def write(flow: Flow, folder: Path, ema: Flow | None = None) -> Path:
 def test_a_description_holds_all_settings(flow: Flow) -> None:
     description = json.loads(json.dumps(describe(flow)))
     built = build_flow(description, "a test")
-    assert registry.arguments_of(type(flow))[-3:] == ["space", "condition_dropout", "coupling"]
+    assert list(registry.parameters_of(type(flow)))[-3:] == ["space", "condition_dropout", "coupling"]
     for part in ("network", "space"):
         one, other = getattr(built, part), getattr(flow, part)
         assert type(one) is type(other)
-        for name in registry.arguments_of(type(other)):
+        for name in registry.parameters_of(type(other)):
             assert getattr(one, name) == getattr(other, name), name
-    for name in set(registry.arguments_of(type(flow))) - {"network", "space"}:
+    for name in set(registry.parameters_of(type(flow))) - {"network", "space"}:
         assert getattr(built, name) == getattr(flow, name), name
     assert built.conditions == {"labels": LABELS}
 

@@ -5,7 +5,6 @@ from typing import Any
 from accelerate import PartialState
 from torch import nn
 
-from rectified_flow.choices import Choice, arguments_from, choose, typed_options
 from rectified_flow.cli.train_flags import (
     DataConfig,
     FlowConfig,
@@ -20,7 +19,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import require
-from rectified_flow.flags import plain
+from rectified_flow.flags import Choice, arguments_from, choose, plain, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow

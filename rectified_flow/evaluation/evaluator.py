@@ -71,7 +71,7 @@ class Evaluator:
         self.dataset, self.held_out, self.state = dataset, held_out, state
         require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
-        self.metrics: list[Metric] = [find("metric", name) for name in dict.fromkeys(("frechet", *metrics))]
+        self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
         self._widths: list[int] = []
 

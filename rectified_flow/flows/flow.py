@@ -104,11 +104,12 @@ class Flow(nn.Module):
 
         Args:
             args: of :func:`torch.compile`.
-            kwargs: likewise. On a GPU, to which the flow is to be moved before, ``options`` come on top of
-                :data:`GPU_OPTIONS`, if this PyTorch has all of these; a ``backend`` or ``mode`` comes instead of them.
+            kwargs: likewise. Without any, a flow on a GPU is compiled with the :data:`GPU_OPTIONS` that this PyTorch
+                has.
         """
-        if self.device.type == "cuda" and not kwargs.get("backend") and not kwargs.get("mode"):
-            kwargs["options"] = _gpu_options() | (kwargs.get("options") or {})
+        if self.device.type == "cuda" and not kwargs:
+            known = torch._inductor.list_options()  # PyTorch 2.8 lacks two of them, and refuses unknown ones
+            kwargs["options"] = {name: value for name, value in GPU_OPTIONS.items() if name in known}
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
     def draw_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Values]:
@@ -190,7 +191,16 @@ class Flow(nn.Module):
         device = self.device
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:
-            noise = self._draw_sample_noise(count, device, generator)
+            if self.space.shape is None:
+                raise UsageError(
+                    "the flow does not know the shape of its data yet: give noise, or a space with a shape"
+                )
+            shape = (count, *self.space.shape)
+            noise = (
+                randomness.randn("sample noise", shape, device)
+                if generator is None
+                else torch.randn(shape, device=device, generator=generator)
+            )
         values = {
             name: conditions[name].to(device) if name in conditions else kind.draw(name, count, device, generator)
             for name, kind in self.conditions.items()
@@ -205,14 +215,6 @@ class Flow(nn.Module):
         """Where the network is."""
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
-    def _draw_sample_noise(self, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        if self.space.shape is None:
-            raise UsageError("the flow does not know the shape of its data yet: give noise, or a space with a shape")
-        shape = (count, *self.space.shape)
-        if generator is not None:
-            return torch.randn(shape, device=device, generator=generator)
-        return randomness.randn("sample noise", shape, device)
-
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the flow into evaluation mode inside the block."""
@@ -222,11 +224,6 @@ class Flow(nn.Module):
             yield
         finally:
             self.train(was_training)
-
-
-def _gpu_options() -> dict[str, Any]:
-    known: list[str] = torch._inductor.list_options()
-    return GPU_OPTIONS if GPU_OPTIONS.keys() <= set(known) else {}  # PyTorch 2.8 lacks two, and refuses them
 
 
 def network_of(flow: nn.Module) -> nn.Module:
@@ -273,16 +270,15 @@ def sample_batches(
         with_alpha: of pictures with transparency, yield RGBA ``[b, 4, h, w]`` and not their colours over white.
         options: further arguments of ``flow.sample``.
     """
-    device = next(flow.parameters()).device
     to_picture = flow.space.render_with_alpha if with_alpha else flow.space.render
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
-        given = {name: _rows(values, some).to(device) for name, values in (conditions or {}).items()}
+        given = {name: values[_rows(values, some)] for name, values in (conditions or {}).items()}
         if start is not None:
-            options["start"] = _rows(start, some)
-        with deterministic(Samples(seed, some), device):
+            options["start"] = start[_rows(start, some)]
+        with deterministic(Samples(seed, some), flow.device):
             yield some, to_picture(flow.sample(len(some), **given, **options))
 
 
-def _rows(values: Tensor, numbers: Sequence[int]) -> Tensor:
-    return values[[number % len(values) for number in numbers]]
+def _rows(values: Tensor, numbers: Sequence[int]) -> list[int]:
+    return [number % len(values) for number in numbers]

@@ -15,9 +15,6 @@ from rectified_flow.flows.solvers import Watch
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
 
-WEIGHT_POWER = 0.75
-"""The default exponent of the weights of rows."""
-
 
 class FlowMap(Flow):
     """A generator in one step or few, whose network predicts average velocities; how they are learned is a subclass's.
@@ -38,7 +35,7 @@ class FlowMap(Flow):
     default_steps = 1
 
     def __init__(
-        self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
+        self, network: nn.Module, *, weight_power: float = 0.75, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
@@ -107,18 +104,15 @@ class FlowMap(Flow):
         x, values = self.draw_start(
             count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
         )
-        watch = watch or _unwatched
-        watch(times[0], x)
+        if watch is not None:
+            watch(times[0], x)
         with self.evaluating():
             for t, r in pairwise(times):
                 u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
                 x = x - (t - r) * u
-                watch(r, x)
+                if watch is not None:
+                    watch(r, x)
         return self.space.decode(x)
-
-
-def _unwatched(_t: float, _x: Tensor) -> None:
-    pass
 
 
 @register

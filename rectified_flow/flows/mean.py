@@ -40,10 +40,6 @@ class Variant:
     blend: float = 0.0
     step: Callable[[float], float] | None = None
 
-    def step_at(self, progress: float) -> float:
-        """Return the finite step at a progress of training, 0 for the exact derivative."""
-        return 0.0 if self.step is None else self.step(progress)
-
 
 def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
     """Return a step that falls from 1 to ``smallest``, the schedule of "SoFlow: Solution Flow Models" (2025)."""
@@ -95,15 +91,15 @@ class MeanFlow(FlowMap):
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
-        if not isinstance(objective, Variant) and objective not in VARIANTS:
+        variant = objective if isinstance(objective, Variant) else VARIANTS.get(objective)
+        if variant is None:
             raise ValueError(f"objective is {objective!r}; it must be one of {', '.join(VARIANTS)}, or a Variant")
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
-        self.objective = objective
-        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
+        self.objective, self.variant = objective, variant
         self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
         self.mean_fraction = mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
@@ -122,8 +118,9 @@ class MeanFlow(FlowMap):
         earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")
         count = self.rows_of(self.mean_fraction, len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = self.variant.step_at(self.progress)
-        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, step > 0, t.new_full((), step))
+        step = 0.0 if self.variant.step is None else self.variant.step(self.progress)
+        # A tensor, as another number would have a compiled objective compiled again.
+        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, t.new_full((), step) if step > 0 else None)
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
@@ -135,7 +132,6 @@ class MeanFlow(FlowMap):
         r: Tensor,
         conditions: Values,
         count: int | None = None,
-        finite: bool = False,
         step: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.
@@ -152,26 +148,24 @@ class MeanFlow(FlowMap):
             r: earlier times ``[b]``, equal to ``t`` in all rows after the first ``count``.
             conditions: values by name ``[b, ...]``, dropped already.
             count: rows that need the derivative; all of them if not given.
-            finite: whether to take a finite step for it.
-            step: scalar, the finite step as a fraction of ``t - r``.
+            step: scalar, the finite step as a fraction of ``t - r``; without one the derivative is exact.
         """
         count = len(x_0) if count is None else count
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
-        derives = count > 0 and not finite
-        with tangents.keeping_values(wanted=derives) as kept:
+        with tangents.keeping_values(wanted=count > 0 and step is None) as kept:
             # With gradient, before all that is without: see autocast's cache.
             u = self.average_velocity(x_t, t, r, **conditions)
         with torch.no_grad():
             v = self._guide(noise - x_0, x_t, t, conditions)
-            change, target = torch.zeros_like(u), v
+            change = torch.zeros_like(u)
             if count > 0:
                 # Copies: a compiled derivative wants its tangents laid out like their values.
                 u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
-                change_, target_ = self._correction(u_, x_, v_, t_, r_, conditions_, step if finite else None, kept)
-                change, target = torch.cat((change_, change[count:])), torch.cat((target_, v[count:]))
-        return self.weighted(u + change - target)
+                change_ = self._correction(u_, x_, v_, t_, r_, conditions_, step, kept)
+                change = torch.cat((change_, change[count:]))
+        return self.weighted(u + change - v)
 
     def _correction(
         self,
@@ -183,33 +177,29 @@ class MeanFlow(FlowMap):
         conditions: Values,
         step: Tensor | None,
         kept: list[Tensor],
-    ) -> tuple[Tensor, Tensor]:
-        """Return the term ``(t - r) du`` and the target; without a ``step`` the derivative is exact.
+    ) -> Tensor:
+        """Return the term ``(t - r) du``; without a ``step`` the derivative is exact.
 
         The exact derivative is that of ``u(x, r, t)`` along ``(w, 0, 1)`` by one forward-mode product, at about twice
         the cost of a call; ``kept`` are values of the pass that computed ``u``. A finite step compares ``u`` with its
         value at an earlier point of the same line, ``x - h w`` at ``t - h`` with ``h = step (t - r)``.
         """
+        direction = v
+        if self.variant.blend:
+            own = self.average_velocity(x, t, t, **conditions)
+            direction = own if self.variant.blend == 1 else torch.lerp(v, own, self.variant.blend)
         if step is None:
-            direction = torch.empty_like(x).copy_(self._blend(v, x, t, conditions))  # laid out like x, see above
+            direction = torch.empty_like(x).copy_(direction)  # laid out like x, see above
             with tangents.reusing_values(kept, len(x)):
                 _, derivative, *_ = jvp(
                     lambda x, t, r: self.average_velocity(x, t, r, **conditions),
                     (x, t, r),
                     (direction, torch.ones_like(t), torch.zeros_like(r)),
                 )
-            return expand(t - r, x) * derivative, v
+            return expand(t - r, x) * derivative
         gap = step * (t - r)
-        between = t - gap
-        direction = self._blend(v, x, t, conditions)
-        there = self.average_velocity(x - expand(gap, x) * direction, between, r, **conditions)
-        return (1 - step) / step * (u - there), v
-
-    def _blend(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
-        if self.variant.blend == 0:
-            return v
-        own = self.average_velocity(x, t, t, **conditions)
-        return own if self.variant.blend == 1 else torch.lerp(v, own, self.variant.blend)
+        there = self.average_velocity(x - expand(gap, x) * direction, t - gap, r, **conditions)
+        return (1 - step) / step * (u - there)
 
     def _guide(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
         if not self.guided or not conditions:

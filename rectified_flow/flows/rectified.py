@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rectified_flow.condition import Values, chosen
 from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.solvers import Guidance, Velocity, Watch, default_noise, guided, integrate
+from rectified_flow.flows.solvers import Guidance, Velocity, Watch, guided, integrate
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
 from rectified_flow.registry import register
 
@@ -115,15 +115,9 @@ class RectifiedFlow(Flow):
         x, values = self.draw_start(
             count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
         )
-
-        def fresh_noise(x: Tensor, t: float) -> Tensor:
-            if generator is None:
-                return default_noise(x, t)
-            return torch.randn(x.shape, device=x.device, generator=generator)
-
         with self.evaluating():
             field, at_data = self._field(self.exact_velocity, values, guidance), self.prediction != "clean"
-            x = integrate(field, x, times, solver, fresh_noise=fresh_noise, watch=watch, evaluate_at_data=at_data)
+            x = integrate(field, x, times, solver, generator=generator, watch=watch, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 
     @torch.no_grad()

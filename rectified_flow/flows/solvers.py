@@ -24,7 +24,6 @@ from rectified_flow.flows import Solver
 FixedStep = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
-FreshNoise = Callable[[Tensor, float], Tensor]
 Step = Callable[[Velocity, Tensor, float, float], Tensor]
 
 SOLVERS: tuple[Solver, ...] = get_args(Solver)
@@ -36,18 +35,13 @@ TOLERANCE = 1e-4
 LAST_STEP = 1e-3
 
 
-def default_noise(x: Tensor, t: float) -> Tensor:
-    """Draw standard normal noise of the shape of ``x``, from a stream of its own for each time."""
-    return randomness.randn(f"solver noise at {t:.6f}", x.shape, x.device)
-
-
 def integrate(
     velocity: Velocity,
     x: Tensor,
     times: list[float],
     solver: Solver = "midpoint",
     *,
-    fresh_noise: FreshNoise = default_noise,
+    generator: torch.Generator | None = None,
     watch: Watch | None = None,
     evaluate_at_data: bool = True,
     step: Step | None = None,
@@ -63,7 +57,7 @@ def integrate(
             which keeps the distribution at each time and corrects errors made before (the generalised DDIM of Song et
             al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is Dormand-Prince 5(4) of torchdiffeq, which chooses its
             own steps for the batch as a whole; ``times`` only say where it is watched.
-        fresh_noise: called with ``x`` and a time, for ``stochastic``.
+        generator: source of the draws of ``stochastic``; by default :mod:`rectified_flow.randomness`.
         watch: called with time and ``x`` at the start and after each interval.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
             the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
@@ -78,7 +72,7 @@ def integrate(
         if step is not None:
             x = step(velocity, x, t, t_next - t)
         elif solver == "stochastic":
-            x = _stochastic(velocity, x, t, t_next, fresh_noise)
+            x = _stochastic(velocity, x, t, t_next, generator)
         elif solver == "heun" and t_next == 0 and not evaluate_at_data:
             x = _euler(velocity, x, t, t_next - t)
         else:
@@ -104,11 +98,15 @@ def _heun(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
 _STEPS: dict[FixedStep, Step] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
 
 
-def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, fresh_noise: FreshNoise) -> Tensor:
+def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, generator: torch.Generator | None) -> Tensor:
     v = velocity(x, t)
     clean, noise = x - t * v, x + (1 - t) * v
     renewed = 1 - exp(-CHURN * (t - t_next) / t)
-    noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh_noise(x, t_next)
+    if generator is None:
+        fresh = randomness.randn(f"solver noise at {t_next:.6f}", x.shape, x.device)
+    else:
+        fresh = torch.randn(x.shape, device=x.device, generator=generator)
+    noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh
     return (1 - t_next) * clean + t_next * noise
 
 

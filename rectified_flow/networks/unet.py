@@ -6,6 +6,7 @@ attention is written as matmul and softmax because the fused kernels have none.
 
 import math
 from collections.abc import Sequence
+from itertools import count
 from typing import Literal, TypeVar
 
 import torch
@@ -20,8 +21,6 @@ from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
 
-MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
-"""In a level, and along a side: what a damaged description might ask for would fill the memory."""
 Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
 
@@ -69,10 +68,10 @@ class Unet(nn.Module):
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False
         """Whether the backward pass computes a block's activations again instead of keeping them."""
-        if attention_head_dim < 1 or not 0 < blocks_per_level <= MOST_BLOCKS:
-            raise ValueError(f"attention heads need channels, and levels 1 to {MOST_BLOCKS} blocks")
+        if attention_head_dim < 1 or blocks_per_level < 1:
+            raise ValueError("each attention head needs a channel, and each level a block")
         self.downsampling = 2 ** (len(dim_mults) - 1)
-        self._check_side(image_size)
+        self.check_shape((channels, image_size, image_size))
 
         condition_dim = 4 * dim
         self.time_embedding = TimeEmbedding(dim, condition_dim)
@@ -81,21 +80,20 @@ class Unet(nn.Module):
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
             self.add_module(_embedding_name(name), kind.embedding(condition_dim))
 
-        layers = 0
+        layers = count(1)
 
         def block(dim_in: int, dim_out: int, side: int, resample: Resample | None = None) -> Block:
-            nonlocal layers
-            layers += 1
-            attends = side in attention_sides and resample is None
-            heads = _heads(dim_out, attention_head_dim) if attends else 0
-            return Block(dim_in, dim_out, condition_dim, heads, dropout, layers, resample)
+            heads = 0
+            if side in attention_sides and resample is None:  # as many heads of at least that many channels as divide
+                most = max(1, dim_out // attention_head_dim)
+                heads = next(heads for heads in range(most, 0, -1) if dim_out % heads == 0)
+            return Block(dim_in, dim_out, condition_dim, heads, dropout, next(layers), resample)
 
-        widths = [dim * mult for mult in dim_mults]
-        sides = [image_size // 2**level for level in range(len(widths))]
+        levels = [(level, dim * mult, image_size // 2**level) for level, mult in enumerate(dim_mults)]
         self.conv_in = Conv2d(channels, dim, 3, padding=1)
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         width, skips = dim, [dim]
-        for level, (level_width, side) in enumerate(zip(widths, sides, strict=True)):
+        for level, level_width, side in levels:
             if level > 0:
                 self.down.append(block(width, width, side, "down"))
                 skips.append(width)
@@ -104,9 +102,9 @@ class Unet(nn.Module):
                 width = level_width
                 skips.append(width)
 
-        self.middle = nn.ModuleList([block(width, width, sides[-1]), block(width, width, side=0)])
+        self.middle = nn.ModuleList([block(width, width, levels[-1][-1]), block(width, width, side=0)])
 
-        for level, (level_width, side) in reversed(list(enumerate(zip(widths, sides, strict=True)))):
+        for level, level_width, side in reversed(levels):
             for _ in range(blocks_per_level + 1):
                 self.up.append(block(width + skips.pop(), level_width, side))
                 width = level_width
@@ -129,10 +127,9 @@ class Unet(nn.Module):
             A tensor of the shape of ``x``.
 
         Raises:
-            ValueError: if a side of ``x`` does not divide, or the network does not take a condition.
+            ValueError: if the network does not take the shape of ``x``, or a condition.
         """
-        self._check_side(x.shape[-2])
-        self._check_side(x.shape[-1])
+        self.check_shape(x.shape[1:])
         embedding = self.time_embedding(t, t if r is None else r)
         for name, kind in self.conditions.items():
             values = conditions.pop(name) if name in conditions else kind.none(len(x), x.device)
@@ -167,14 +164,13 @@ class Unet(nn.Module):
         Raises:
             ValueError: if it does not.
         """
-        if len(shape) != 3 or shape[0] != self.channels or not all(0 < side <= MOST_PIXELS for side in shape):
+        if len(shape) != 3 or shape[0] != self.channels:
             raise ValueError(f"this Unet takes data of shape ({self.channels}, h, w), not {tuple(shape)}")
         for side in shape[1:]:
-            self._check_side(side)
-
-    def _check_side(self, side: int) -> None:
-        if side % self.downsampling:
-            raise ValueError(f"image side {side} is not divisible by {self.downsampling}, as this Unet's levels need")
+            if side % self.downsampling:
+                raise ValueError(
+                    f"image side {side} is not divisible by {self.downsampling}, as this Unet's levels need"
+                )
 
 
 class TimeEmbedding(nn.Module):
@@ -263,11 +259,6 @@ class Attention(nn.Module):
 def _embedding_name(condition: str) -> str:
     """``label_embedding`` for ``labels``: names are part of every checkpoint."""
     return f"{condition.removesuffix('s')}_embedding"
-
-
-def _heads(dim: int, head_dim: int) -> int:
-    """As many heads of at least ``head_dim`` channels as divide ``dim``."""
-    return next(heads for heads in range(max(1, dim // head_dim), 0, -1) if dim % heads == 0)
 
 
 def resampled(x: Tensor, how: Resample) -> Tensor:

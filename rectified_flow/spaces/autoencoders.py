@@ -247,10 +247,15 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
         raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
 
     subfolders = (f"{VAE_FOLDER}/", "")
-    root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
-    subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
-    require((root / subfolder / CONFIG_FILE).exists(), _not_found(source, f"it has no {CONFIG_FILE}"))
-    config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
+    try:
+        root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
+        subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
+        config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise UsageError(
+            f"--autoencoder {source} cannot be found ({first_line(error)}): pass haar, or the folder or hub id of an "
+            "autoencoder"
+        ) from error
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     require(
@@ -275,21 +280,8 @@ def _largest(value: object) -> float:
 
 
 def _fetch(source: str, *patterns: str) -> Path:
-    """Return the folder, or that of a hub id after a download of the files of these patterns.
-
-    Raises:
-        UsageError: if there is neither.
-    """
-    if Path(source).is_dir():
-        return Path(source)
-    try:
-        return Path(snapshot_download(source, allow_patterns=list(patterns)))
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise UsageError(_not_found(source, first_line(error))) from error
-
-
-def _not_found(source: str, reason: str) -> str:
-    return f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder"
+    """Return the folder, or that of a hub id after a download of the files of these patterns."""
+    return Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def open_autoencoder(name: str) -> Autoencoder:

@@ -6,8 +6,8 @@ from math import cos, pi
 import torch
 from torch import nn
 
-from rectified_flow.choices import choose
 from rectified_flow.errors import UsageError, require
+from rectified_flow.flags import choose
 from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
 

@@ -53,7 +53,7 @@ def evaluate(objective: ObjectiveName | Variant, step: float = 0.0) -> tuple[flo
     data = image_gaussian().float()
     flow = MeanFlow(Optimal(data), objective=objective, weight_power=0)
     x_0, noise, t, r = draws(data)
-    loss, mean_square = flow.loss(x_0, noise, t, r, {}, finite=step > 0, step=torch.tensor(step))
+    loss, mean_square = flow.loss(x_0, noise, t, r, {}, step=torch.tensor(step) if step > 0 else None)
     (loss / x_0[0].numel()).backward()
     gradient = flow.network.errors.grad
     assert isinstance(gradient, Tensor)
