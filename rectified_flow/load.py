@@ -130,7 +130,7 @@ def load_trained(path: Path, state: PartialState, *, autoencoder: str | None = N
     if autoencoder is not None:
         if not (isinstance(space, Latents) and isinstance(space.autoencoder, PretrainedAutoencoder)):
             raise UsageError(f"--autoencoder has no effect: {trained.source} holds no flow of an autoencoder's latents")
-        space.autoencoder = PretrainedAutoencoder.at(autoencoder, space.autoencoder.fingerprint)
+        space.autoencoder = PretrainedAutoencoder(autoencoder, space.autoencoder.fingerprint)
     space.prepare(state.device)
     to_device(trained.flow, state.device, precision)
     return trained
@@ -179,11 +179,13 @@ def solver_options(
     defaults = {"solver": None, "grid": "uniform", "guidance": Guidance()}
     options = {"solver": solver, "grid": time_grid, "guidance": guidance}
     options = {name: value for name, value in options.items() if value != defaults[name]}
-    flags = {"solver": "solver", "grid": "time_grid", "guidance": "guidance_scale"}
-    for name in options.keys() - inspect.signature(flow.sample).parameters.keys():
+    accepted = inspect.signature(flow.sample).parameters
+    unused = next((name for name in options if name not in accepted), None)
+    if unused is not None:
+        flag = {"solver": "solver", "grid": "time_grid", "guidance": "guidance_scale"}[unused]
         trained_in = ", which is guided in training, by train_mean_flow.py --guidance_scale"
-        hint = trained_in if name == "guidance" and isinstance(flow, FlowMap) else ""
-        raise UsageError(f"--{flags[name]} has no effect: {source} holds a {type(flow).__name__}{hint}")
+        hint = trained_in if unused == "guidance" and isinstance(flow, FlowMap) else ""
+        raise UsageError(f"--{flag} has no effect: {source} holds a {type(flow).__name__}{hint}")
     require(
         guidance.scale == 1 or len(chosen(flow.conditions)) > 0,
         f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",

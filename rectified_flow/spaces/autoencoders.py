@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -127,14 +127,9 @@ class PretrainedAutoencoder(Autoencoder):
     """
 
     def __init__(self, source: str, fingerprint: str | None = None) -> None:
-        self.source = self.name = str(source)
+        folder = Path(source).expanduser()
+        self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
         self._expected = fingerprint
-
-    @classmethod
-    def at(cls, name: str, fingerprint: str | None = None) -> Self:
-        """Return the autoencoder of a folder, whose path may be relative to the current folder, or of a hub id."""
-        folder = Path(name).expanduser()
-        return cls(str(folder.resolve()) if folder.is_dir() else name, fingerprint)
 
     @property
     def fingerprint(self) -> str:  # type: ignore[override]
@@ -286,4 +281,4 @@ def _fetch(source: str, *patterns: str) -> Path:
 
 def open_autoencoder(name: str) -> Autoencoder:
     """Return the autoencoder that ``--autoencoder`` names: ``haar``, or that of a folder or a hub id."""
-    return Haar() if name == "haar" else PretrainedAutoencoder.at(name)
+    return Haar() if name == "haar" else PretrainedAutoencoder(name)
