@@ -86,8 +86,8 @@ def find(flag: str, role: Role | type, name: str) -> Any:
 
 def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
     """Return the classes and functions that these modules register."""
-    everything = (target for registered in (_KINDS, *_BY_ROLE.values()) for target in registered.values())
-    return [target for target in everything if target.__module__ in modules]
+    registries: list[Mapping[str, Callable[..., Any]]] = [_KINDS, *_BY_ROLE.values()]
+    return [target for each in registries for target in each.values() if target.__module__ in modules]
 
 
 def is_registered(value: object) -> bool:

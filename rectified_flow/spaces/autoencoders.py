@@ -191,7 +191,7 @@ def _load(source: str, *, weights: bool = True) -> nn.Module:
     try:
         if not weights:
             with torch.device("meta"):
-                return kind.from_config(config).eval()  # type: ignore[no-any-return]
+                return kind.from_config(config).eval()
         names = (WEIGHTS_FILE, INDEX_FILE, f"{WEIGHTS}-*.safetensors")
         folder = _fetch(source, *(f"{subfolder}{name}" for name in names)) / subfolder
         _check_index(folder / INDEX_FILE)
@@ -200,7 +200,7 @@ def _load(source: str, *, weights: bool = True) -> nn.Module:
         )
         if found["missing_keys"]:
             raise ValueError(f"its weights lack {found['missing_keys'][:1]}")
-        return module.eval().requires_grad_(False)  # type: ignore[no-any-return]
+        return module.eval().requires_grad_(False)
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
 
