@@ -77,7 +77,7 @@ def _read_flow(source: Path, kind: type[F]) -> F:
         f"checkpoint {source} has no {FLOW_FILE}, as its flow or network was not registered in training: build the "
         "flow by hand and load its weights with rectified_flow.runs.checkpoint.load_averaged",
     )
-    flow = build_flow(checkpoint.load_description(source), source / FLOW_FILE, kind)
+    flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE, kind)
     checkpoint.load_averaged(network_of(flow), source)
     return flow.eval()
 

@@ -163,7 +163,9 @@ def open_drawn(
         "a smaller --batch_size",
     )
     known = on_main(state, lambda: recipe_of(taught))
-    space: Space = build(known.space if known else checkpoint.load_description(taught.source)["space"])
+    space: Space = build(
+        known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
+    )
     recipe = Recipe(
         source=str(taught.source),
         pairs=taught.count,

@@ -7,7 +7,7 @@ therefore gets a store of its own.
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
-from rectified_flow.data.store import IMAGES_FILE, INFO_FILE, LABELS_FILE, ImageDataset, finish_store
+from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line, require
 from rectified_flow.system.artifact import Artifact
@@ -29,6 +29,7 @@ from rectified_flow.system.machine import processors, require_disk
 from rectified_flow.system.pictures import fit, upright_size
 from rectified_flow.system.terminal import progress_bar
 
+KIND = "image store"
 STORE_VERSION = 3
 REMEDY = "pass a writable folder with --cache_dir"
 
@@ -97,124 +98,88 @@ def open_store(
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
-    store = Artifact(path, "image store", (IMAGES_FILE, LABELS_FILE, INFO_FILE))
+    store = Artifact(path, KIND, ())
     with store.writable(REMEDY):
         if not store.is_whole:  # else a cache that cannot be written is read without a lock
             with store.locked(REMEDY):
                 if not store.is_whole:  # another process may have built it meanwhile
-                    _Build(store, source, framing, skip_broken_images).run()
+                    _build(path, source, framing, skip_broken_images)
     return path
 
 
-@dataclass(frozen=True)
-class _Decoded:
-    """A decoded image.
-
-    Args:
-        pixels: row of the store.
-        label: class, or -1.
-        size: width and height before the image was resized [px].
-    """
-
-    pixels: bytes
-    label: int
-    size: tuple[int, int]
+Decoded = tuple[bytes, int, tuple[int, int]]
+"""The row of the store, the class or -1, and width and height before the image was resized [px]."""
 
 
-@dataclass
-class _Build:
-    """A build of an image store."""
-
-    store: Artifact
-    source: ImageSource
-    framing: Framing
-    skip_broken_images: bool
-    labels: list[int] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    sizes: set[tuple[int, int]] = field(default_factory=set)
-    contents: set[bytes] = field(default_factory=set)
-    enlarged: int = 0
-
-    def run(self) -> None:
-        count = len(self.source)
-        require(count > 0, f"{self.source.name} holds no images")
-        what = f"{count} images of --image_size {self.framing.size_text}"
-        remedy = "lower --image_size, or pass a --cache_dir with more room"
-        require_disk(count * prod(self.framing.stored_shape), self.store.path.parent, what, remedy)
-        self.store.begin()
-        try:
-            # Not through a memory map: on a full disk, a write to a memory map crashes the process.
-            with (self.store.stage / IMAGES_FILE).open("wb") as file:
-                for index, decoded in enumerate(self._decoded()):
-                    if decoded is None:
-                        self.broken.append(self.source.describe(index))
-                    else:
-                        file.write(decoded.pixels)
-                        self._count(decoded)
-            self._finish()
-        except BaseException:
-            self.store.abandon()
-            raise
-
-    def _count(self, image: _Decoded) -> None:
-        self.labels.append(image.label)
-        self.sizes.add(image.size)
-        self.contents.add(blake2b(image.pixels, digest_size=16).digest())
-        self.enlarged += self.framing.enlarges(*image.size)
-
-    def _finish(self) -> None:
-        name, labels, broken = self.source.name, self.labels, self.broken
-        require(bool(labels), f"none of the {len(broken)} images in {name} could be read")
-        for note in getattr(self.source, "notes", ()):
+def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images: bool) -> None:
+    """Decode all images into the store, and measure the originals on the way."""
+    store = StoreWriter(path, len(source), {IMAGES_FILE: framing.stored_shape}, KIND)
+    require(store.length > 0, f"{source.name} holds no images")
+    what = f"{store.length} images of --image_size {framing.size_text}"
+    remedy = "lower --image_size, or pass a --cache_dir with more room"
+    require_disk(store.length * prod(framing.stored_shape), path.parent, what, remedy)
+    labels, broken = list[int](), list[str]()
+    sizes, contents, enlarged = set[tuple[int, int]](), set[bytes](), 0
+    store.begin()
+    try:
+        # Not through a memory map: on a full disk, a write to a memory map crashes the process.
+        with (store.stage / IMAGES_FILE).open("wb") as file:
+            for index, decoded in enumerate(_decode_all(source, framing, skip_broken_images)):
+                if decoded is None:
+                    broken.append(source.describe(index))
+                    continue
+                pixels, label, size = decoded
+                file.write(pixels)
+                labels.append(label)
+                sizes.add(size)
+                contents.add(blake2b(pixels, digest_size=16).digest())
+                enlarged += framing.enlarges(*size)
+        require(bool(labels), f"none of the {len(broken)} images in {source.name} could be read")
+        for note in getattr(source, "notes", ()):
             tqdm.write(note)
         if broken:
-            tqdm.write(f"skipped {len(broken)} broken images of {len(self.source)}; the first is {broken[0]}")
-        widths, heights = zip(*self.sizes, strict=True)
-        finish_store(
-            self.store,
-            {IMAGES_FILE: self.framing.stored_shape},
+            tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
+        width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
+        store.complete(
             np.asarray(labels, dtype=np.int64),
-            source=name,
-            image_size=min(self.framing.shape[1:]),
-            class_names=self.source.class_names if min(labels) >= 0 else [],
+            source=source.name,
+            image_size=min(framing.shape[1:]),
+            class_names=source.class_names if min(labels) >= 0 else [],
             skipped=broken,
-            framing=asdict(self.framing),
-            originals={
-                "width": [min(widths), max(widths)],
-                "height": [min(heights), max(heights)],
-                "enlarged": self.enlarged,
-                "duplicates": len(labels) - len(self.contents),
-            },
+            framing=asdict(framing),
+            originals=asdict(OriginalInfo(width, height, enlarged, duplicates=len(labels) - len(contents))),
         )
+    except BaseException:
+        store.abandon()
+        raise
 
-    def _decoded(self) -> Iterator[_Decoded | None]:
-        """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
-        progress = progress_bar(total=len(self.source), desc=f"preparing {self.source.name}", unit="img")
-        with progress, ThreadPoolExecutor(processors()) as pool:
-            for start in range(0, len(self.source), 256):  # at most one chunk in flight
-                chunk = range(start, min(start + 256, len(self.source)))
-                for result in pool.map(self._decode, chunk):
-                    yield result
-                    progress.update()
 
-    def _decode(self, index: int) -> _Decoded | None:
-        framing = self.framing
+def _decode_all(source: ImageSource, framing: Framing, skip_broken_images: bool) -> Iterator[Decoded | None]:
+    """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
+
+    def decode(index: int) -> Decoded | None:
         try:
-            image, label = self.source.load(index)
-            classes = len(self.source.class_names)
-            if not -1 <= label < classes:
-                raise ValueError(f"its label is {label}, and the {classes} classes are numbered from 0")
+            image, label = source.load(index)
+            classes = len(source.class_names)
+            require(-1 <= label < classes, f"its label is {label}, and the {classes} classes are numbered from 0")
             size = upright_size(image)
             image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
-            return _Decoded(np.asarray(image).transpose(2, 0, 1).tobytes(), label, size)
+            return np.asarray(image).transpose(2, 0, 1).tobytes(), label, size
         except Exception as error:  # decoders raise exceptions of many types
-            if self.skip_broken_images:
+            if skip_broken_images:
                 return None
             reason = getattr(error, "strerror", None) or first_line(error)
             remedy = "change its rights" if isinstance(error, PermissionError) else "remove it"
             raise UsageError(
-                f"broken image {self.source.describe(index)} ({reason}): {remedy}, or pass --skip_broken_images"
+                f"broken image {source.describe(index)} ({reason}): {remedy}, or pass --skip_broken_images"
             ) from error
+
+    bar = progress_bar(total=len(source), desc=f"preparing {source.name}", unit="img")
+    with bar, ThreadPoolExecutor(processors()) as pool:
+        for start in range(0, len(source), 256):  # at most one chunk in flight
+            for result in pool.map(decode, range(start, min(start + 256, len(source)))):
+                yield result
+                bar.update()
 
 
 def open_dataset(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b, sha256
+from hashlib import blake2b, file_digest, sha256
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -143,7 +143,12 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
         """All rows of the store by entry of an item, read-only memory maps ``[n, ...]``."""
-        return {Path(name).stem: self._map(name, shape) for name, shape in self.info.shapes.items()}
+        maps = dict[str, np.ndarray[Any, Any]]()
+        for name, shape in self.info.shapes.items():
+            with reading(self.path / name):
+                rows = np.memmap(self.path / name, dtype_of(name), "r", shape=(self.info.length, *shape))
+            maps[Path(name).stem] = rows
+        return maps
 
     @cached_property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -193,10 +198,6 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     def _rows_of(self, indices: Sequence[int]) -> list[int]:
         """Return the numbers of the store's rows of some items."""
         return list(indices) if self.rows is None else self.rows[list(indices)].tolist()
-
-    def _map(self, name: str, shape: Sequence[int]) -> np.ndarray[Any, Any]:
-        with reading(self.path / name):
-            return np.memmap(self.path / name, dtype_of(name), "r", shape=(self.info.length, *shape))
 
     def __len__(self) -> int:
         return self._length
@@ -249,7 +250,8 @@ class StoreWriter(Artifact):
         length: number of rows.
         rows: shape of a row by file, ``NAME.DTYPE``.
         kind: name of the rows in the plural, such as ``latents``, and the kind of the artifact.
-        recipe: plain data to keep in ``recipe.json``; None keeps no such file.
+        recipe: plain data to keep in ``recipe.json``; None keeps no such file. A store with a recipe is in a folder
+            that the user chose, so a damaged one is refused instead of replaced.
     """
 
     def __init__(
@@ -260,8 +262,8 @@ class StoreWriter(Artifact):
         kind: str,
         recipe: Mapping[str, Any] | None = None,
     ) -> None:
-        documents = (LABELS_FILE, INFO_FILE) if recipe is None else (LABELS_FILE, INFO_FILE, RECIPE_FILE)
-        super().__init__(path, kind, (*rows, *documents))
+        documents = [LABELS_FILE, INFO_FILE] + [RECIPE_FILE] * (recipe is not None)
+        super().__init__(path, kind, (*rows, *documents), replaceable=recipe is None)
         self.length, self.rows, self.recipe = length, dict(rows), recipe
 
     def prepare(self) -> int:
@@ -302,59 +304,42 @@ class StoreWriter(Artifact):
                 os.fsync(file.fileno())
 
     def complete(self, labels: np.ndarray[Any, np.dtype[np.int64]], **info: Any) -> None:
-        """Finish the store, once all rows are written. Call in one process only.
+        """Write the labels and ``info.json``, once all rows are written, and finish. Call in one process only.
 
         Args:
             labels: int64 ``[n]``, -1 without labels.
             info: further fields of :class:`StoreInfo`.
+
+        Raises:
+            OSError: if the disk is full.
         """
-        finish_store(self, self.rows, labels, **info)
-
-
-def finish_store(
-    store: Artifact,
-    rows: Mapping[str, Sequence[int]],
-    labels: np.ndarray[Any, np.dtype[np.int64]],
-    **info: Any,
-) -> None:
-    """Write the labels and ``info.json`` of a store whose rows are in its stage, and finish it.
-
-    Args:
-        store: the store.
-        rows: shape of a row by file.
-        labels: int64 ``[n]``, -1 without labels.
-        info: further fields of :class:`StoreInfo`.
-
-    Raises:
-        OSError: if the disk is full.
-    """
-    np.save(store.stage / LABELS_FILE, labels)
-    document = {
-        "content": hash_contents(store.stage, *rows),
-        "length": len(labels),
-        "rows": {name: list(shape) for name, shape in rows.items()},
-    }
-    (store.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
-    store.finish()
+        np.save(self.stage / LABELS_FILE, labels)
+        document = {
+            "content": hash_contents(self.stage, *self.rows),
+            "length": len(labels),
+            "rows": {name: list(shape) for name, shape in self.rows.items()},
+        }
+        (self.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
+        self.finish()
 
 
 def adopt(path: Path, kind: str) -> None:
     """Give a store of commit 2b575ae a manifest, if its contents still have the hashes that its documents record."""
-    names = [name for name in (INFO_FILE, RECIPE_FILE) if (path / name).exists()]
-    if (path / MANIFEST).exists() or INFO_FILE not in names:
+    if (path / MANIFEST).exists():
         return
-    documents = [read_document(path / name, dict[str, Any]) for name in names]
-    info = documents[0]
-    with suppress(OSError, ValueError, LookupError, TypeError):  # else it is damaged, or cannot be written
-        rows = [name for name in info["files"] if name != LABELS_FILE]
-        if all(map(_is_sealed, documents)) and info["content"] == hash_contents(path, *rows):
-            write_manifest(path, kind, (*rows, LABELS_FILE, *names))
+    with suppress(OSError, ValueError, LookupError, TypeError):  # the store is damaged, or cannot be written
+        documents = [read_document(path / name, dict[str, Any]) for name in (INFO_FILE, RECIPE_FILE)]
+        rows = [name for name in documents[0]["files"] if name != LABELS_FILE]
+        contents = hash_contents(path, *rows)
+        sealed = all(_hash_document(each) == each["sha256"] for each in documents)
+        if sealed and contents == documents[0]["content"]:
+            write_manifest(path, kind, (*rows, LABELS_FILE, INFO_FILE, RECIPE_FILE))
 
 
-def _is_sealed(document: Mapping[str, Any]) -> bool:
-    """Return whether a document of commit 2b575ae has the hash that it records."""
+def _hash_document(document: Mapping[str, Any]) -> str:
+    """Return the hash that a document of commit 2b575ae records of its other values."""
     rest = {name: value for name, value in document.items() if name != "sha256"}
-    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest() == document.get("sha256")
+    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def hash_contents(path: Path, *names: str) -> str:
@@ -362,7 +347,6 @@ def hash_contents(path: Path, *names: str) -> str:
     content = blake2b(digest_size=16)
     for name in names:
         with (path / name).open("rb") as file:
-            while chunk := file.read(1 << 22):
-                content.update(chunk)
+            file_digest(file, lambda: content)  # adds the file to the same hash
     content.update(repr(np.load(path / LABELS_FILE).tolist()).encode())
     return content.hexdigest()

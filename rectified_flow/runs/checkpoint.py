@@ -19,7 +19,7 @@ from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 
 from rectified_flow.distributed.collectives import any_rank, on_main
-from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.errors import DamageError, UsageError, first_line, require
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
@@ -134,7 +134,11 @@ def save(
     artifact.begin()
     try:
         for name, values in tensors.items():
-            save_tensors(values, artifact.stage / name)
+            file = artifact.stage / name
+            file.touch()
+            mode = file.stat().st_mode  # the rights that any new file has in the folder
+            save_file(_unshared(values), file)  # leaves a file that nobody else may read
+            file.chmod(S_IMODE(mode))
         for name, document in documents.items():
             (artifact.stage / name).write_text(json.dumps(document, indent=1))
         artifact.seal(step)
@@ -162,11 +166,13 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     refused: UsageError | None = None
     for each in older[:-keep] if keep else []:
-        if not (keep_every and step_of(each) % keep_every == 0) and each != best_of(newest.parent):
-            try:
-                remove(each, CHECKPOINT)
-            except UsageError as error:
-                refused = error
+        is_milestone = keep_every > 0 and step_of(each) % keep_every == 0
+        if is_milestone or each == best_of(newest.parent):
+            continue
+        try:
+            remove(each, CHECKPOINT)
+        except UsageError as error:
+            refused = error
     if refused is not None:
         raise refused
 
@@ -215,8 +221,7 @@ def newest_checkpoint(
         if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
             return newest_checkpoint(folder, warn, names)
         warn(f"ignoring checkpoint {path}: {problem}")
-    if checkpoints:
-        raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
+    require(not checkpoints, f"every checkpoint in {folder} is damaged; move the folder away to start anew")
     return None
 
 
@@ -235,10 +240,9 @@ def resolve(path: Path, warn: Callable[[str], object] = print, names: Collection
         path = best_of(path.parent) or path
     if _is_checkpoint(path):
         problem = find_damage(path, names=names)
+        require(problem is None or not _is_checkpoint(path), f"checkpoint {path} is damaged: {problem}")
         if problem is None:
             return path
-        if _is_checkpoint(path):
-            raise UsageError(f"checkpoint {path} is damaged: {problem}")
     for folder in (path / CHECKPOINTS, path):
         newest = newest_checkpoint(folder, warn, names)
         if newest is not None:
@@ -267,22 +271,18 @@ def read(
     Raises:
         UsageError: if there is no checkpoint, or it is damaged.
     """
-
-    def find() -> Path:
-        return resolve(path, names=names)
-
     while True:
-        source = find() if state is None else on_main(state, find)
-        failure: Exception | None = None
+        source = resolve(path, names=names) if state is None else on_main(state, lambda: resolve(path, names=names))
         try:
-            result = action(source)
-        except Exception as error:  # of any library that misses a file
+            result, failure = action(source), None
+        except Exception as error:  # raised by any library that misses a file
             failure = error
         pruned = failure is not None and not _is_checkpoint(source)
-        if not (pruned if state is None else any_rank(state, pruned)):
-            if failure is not None:
-                raise failure
-            return result
+        if pruned if state is None else any_rank(state, pruned):
+            continue
+        if failure is not None:
+            raise failure
+        return result
 
 
 def fingerprint(path: Path) -> str:
@@ -293,18 +293,21 @@ def fingerprint(path: Path) -> str:
         return MISSING
 
 
-def load_tensors(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """Return the named tensors of one of a checkpoint's safetensors files.
+def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
+    """Return the named tensors of a checkpoint's safetensors files, later files over earlier ones.
 
     Raises:
-        UsageError: if it is not a safetensors file.
+        UsageError: if a file is not a safetensors file.
     """
-    with reading(path / name):
-        open_regular(path / name).close()
-    try:
-        return load_file(path / name, device=device)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise DamageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        with reading(path / name):
+            open_regular(path / name).close()
+        try:
+            tensors |= load_file(path / name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise DamageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
+    return tensors
 
 
 def load_weights(network: nn.Module, path: Path, *names: str) -> None:
@@ -313,9 +316,7 @@ def load_weights(network: nn.Module, path: Path, *names: str) -> None:
     Raises:
         UsageError: if a file is damaged, or of another architecture.
     """
-    saved: dict[str, Tensor] = {}
-    for name in names:
-        saved |= load_tensors(path, name)
+    saved = load_tensors(path, *names)
     wanted = network.state_dict()
     elsewhere = wanted.keys() - own_weights(network).keys() - saved.keys()
     for key in [*wanted, *saved]:
@@ -334,7 +335,7 @@ def load_averaged(network: nn.Module, path: Path) -> None:
     Raises:
         UsageError: if it is of another architecture.
     """
-    load_weights(network, path, MODEL_FILE, *([EMA_FILE] if has_averages(path) else []))
+    load_weights(network, path, *averaged_files(path))
 
 
 def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
@@ -346,20 +347,22 @@ def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
     Raises:
         UsageError: if the checkpoint is damaged.
     """
-    saved = load_tensors(path, MODEL_FILE) | (load_tensors(path, EMA_FILE) if has_averages(path) else {})
+    saved = load_tensors(path, *averaged_files(path))
     own = own_weights(network)
     taken = {key: value for key, value in saved.items() if key in own and own[key].shape == value.shape}
     network.load_state_dict(taken, strict=False)
     return set(taken), own.keys() - taken.keys()
 
 
-def has_averages(path: Path) -> bool:
-    """Return whether a checkpoint has averaged weights.
+def averaged_files(path: Path) -> list[str]:
+    """Return the names of a checkpoint's files that hold the averaged weights, later files over earlier ones.
+
+    Averages have no frozen weights, so the file of the model itself comes first.
 
     Raises:
         UsageError: if its manifest cannot be read, for example since the checkpoint was pruned.
     """
-    return EMA_FILE in read_manifest(path).files
+    return [name for name in (MODEL_FILE, EMA_FILE) if name == MODEL_FILE or name in read_manifest(path).files]
 
 
 def own_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -390,15 +393,6 @@ def load_document(path: Path, name: str) -> dict[str, Any]:
     return read_document(path / name, dict[str, Any])
 
 
-def load_description(path: Path) -> Mapping[str, Any]:
-    """Return the description of the flow of the checkpoint at ``path``.
-
-    Raises:
-        UsageError: if it cannot be read, or is damaged.
-    """
-    return load_document(path, FLOW_FILE)
-
-
 def load_state(path: Path) -> TrainerFile:
     """Return the counters of the checkpoint at ``path``.
 
@@ -406,14 +400,6 @@ def load_state(path: Path) -> TrainerFile:
         UsageError: if they cannot be read, or make no sense.
     """
     return read_document(path / STATE_FILE, TrainerFile)
-
-
-def save_tensors(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Write named tensors as safetensors, with the rights that any new file has in the folder."""
-    file.touch()
-    mode = file.stat().st_mode
-    save_file(_unshared(tensors), file)  # leaves a file that nobody else may read
-    file.chmod(S_IMODE(mode))
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:

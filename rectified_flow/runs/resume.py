@@ -136,7 +136,7 @@ def _compare_flows(
     """
     if flow is None or not (path / FLOW_FILE).exists():
         return
-    then, now = (flat(each) for each in (checkpoint.load_description(path), flow))
+    then, now = (flat(each) for each in (checkpoint.load_document(path, FLOW_FILE), flow))
     for name in dict.fromkeys([*then, *now]):
         absent = not then.get(name) and not now.get(name)  # off, in a version that did not have it
         if then.get(name) == now.get(name) or absent or name == "space.shape" or name.startswith("network."):

@@ -51,7 +51,6 @@ def keep_snapshots(checkpoints: Path) -> None:
         snapshot.begin()
         for name in names:
             source, target = each / name, snapshot.stage / name
-            target.unlink(missing_ok=True)  # left by a killed run
             try:
                 os.link(source, target)
             except OSError:  # a file system without hard links

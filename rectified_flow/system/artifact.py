@@ -8,7 +8,8 @@ artifact, whenever the power fails.
 
 Removal follows one rule: the project removes only files that the manifest or marker in the very folder lists, of the
 kind that is to be removed. A folder that holds anything else (a file of the user's, a hidden file, a link, a subfolder)
-is refused with an error that names it, and is left exactly as it is. Nothing here calls ``rmtree``.
+is refused with an error that names it, and is left exactly as it is. A damaged artifact in a folder that the user chose
+is refused too, since the user may have put the altered file there. Nothing here calls ``rmtree``.
 
 A typical build::
 
@@ -25,7 +26,7 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from os import utime
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,16 +35,8 @@ from filelock import Timeout
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import DamageError, NewerError, UsageError
-from rectified_flow.system.files import (
-    flush,
-    flush_folder,
-    hash_file,
-    lock_of,
-    read_document,
-    reading,
-    replace_file,
-)
+from rectified_flow.errors import DamageError, NewerError, UsageError, require
+from rectified_flow.system.files import flush, hash_file, lock_of, read_document, reading, replace_file
 
 MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
@@ -92,8 +85,8 @@ class Marker:
 
     kind: str
     files: list[FileName]
-    source: dict[str, Any] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any]
+    progress: dict[str, Any]
 
 
 class Artifact:
@@ -103,10 +96,12 @@ class Artifact:
         path: folder of the finished artifact.
         kind: kind of the artifact in words, such as ``image store``.
         files: names of the files that it consists of, besides the manifest.
+        replaceable: replace a damaged artifact in a new build; otherwise :meth:`begin` refuses it.
     """
 
-    def __init__(self, path: Path, kind: str, files: Sequence[str]) -> None:
-        self.path, self.kind, self.files = path, kind, tuple(files)
+    def __init__(self, path: Path, kind: str, files: Sequence[str], *, replaceable: bool = True) -> None:
+        self.path, self.kind, self.files, self.replaceable = path, kind, tuple(files), replaceable
+        self._source: dict[str, Any] = {}
 
     @property
     def stage(self) -> Path:
@@ -149,9 +144,9 @@ class Artifact:
         """
         try:
             yield
-        except Timeout:
-            raise
         except (OSError, NotImplementedError) as error:
+            if isinstance(error, Timeout):
+                raise
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
@@ -165,28 +160,29 @@ class Artifact:
             The progress that :meth:`reached` recorded last; empty for a new stage.
 
         Raises:
-            UsageError: if the place or the stage holds something that the project did not write.
+            UsageError: if the place or the stage holds something that the project did not write, or the place holds a
+                damaged artifact that is not replaceable.
         """
-        for place in (self.stage, _removing(self.path), self.path):  # what is foreign is refused before the work
-            there = owned_files(place, self.kind)
-        damage = find_damage(self.path, self.kind) if there else None
+        for place in (self.stage, _removing(self.path)):  # foreign files are refused before the work
+            owned_files(place, self.kind)
+        damage = find_damage(self.path, self.kind) if owned_files(self.path, self.kind) else None
         if damage is not None:
+            require(self.replaceable, f"{self.path} is damaged ({damage}): move the folder away, or choose another")
             tqdm.write(f"warning: the {self.kind} {self.path} is damaged ({damage}) and is made again")
-        try:
+        self._source = dict(source or {})
+        with suppress(DamageError):  # there is no stage yet
             marker = read_document(self.stage / MARKER, Marker)
-            if (marker.source, tuple(marker.files)) == (dict(source or {}), self.files):
+            if marker.progress and (marker.source, tuple(marker.files)) == (self._source, self.files):
                 return marker.progress
-        except DamageError:  # there is no stage yet
-            pass
         remove(self.stage, self.kind)
         self.stage.mkdir(parents=True)
-        self._mark(Marker(self.kind, [*self.files], dict(source or {})))
+        self.reached({})
         return {}
 
     def reached(self, progress: Mapping[str, Any]) -> None:
         """Record the progress of the build, whose files must be flushed before. Call in one process only."""
-        marker = read_document(self.stage / MARKER, Marker)
-        self._mark(Marker(marker.kind, marker.files, marker.source, dict(progress)))
+        marker = Marker(self.kind, [*self.files], self._source, dict(progress))
+        replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
 
     def finish(self) -> None:
         """Seal and publish the artifact. Call in one process only.
@@ -209,7 +205,8 @@ class Artifact:
             if path.name not in (*self.files, MARKER):  # a leftover of a killed build
                 path.unlink()
         write_manifest(self.stage, self.kind, self.files, step, known)
-        flush_folder(self.stage)
+        for path in (*self.stage.iterdir(), self.stage):
+            flush(path)
 
     def publish(self) -> None:
         """Give the sealed stage its name, in the place of an earlier artifact if there is one."""
@@ -223,9 +220,6 @@ class Artifact:
         with suppress(OSError, UsageError):
             remove(self.stage, self.kind)
 
-    def _mark(self, marker: Marker) -> None:
-        replace_file(self.stage / MARKER, json.dumps(asdict(marker)))
-
 
 def write_manifest(
     folder: Path,
@@ -236,14 +230,17 @@ def write_manifest(
 ) -> None:
     """Write the manifest of the named files of ``folder``; arguments as in :meth:`Artifact.seal`."""
     files = {name: (known or {}).get(name) or _record(folder / name, timed=kind != CHECKPOINT) for name in names}
-    document = asdict(Manifest(files, kind, step))
-    document["files"] = {name: _given(record) for name, record in document["files"].items()}
-    (folder / MANIFEST).write_text(json.dumps(_given(document), indent=1))
+    document = asdict(Manifest(files, kind, step), dict_factory=_without_defaults)
+    (folder / MANIFEST).write_text(json.dumps(document, indent=1))
 
 
-def _given(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not defaults."""
-    return {name: value for name, value in document.items() if value not in (None, CHECKPOINT)}
+def _record(path: Path, *, timed: bool) -> FileRecord:
+    stat = path.stat()
+    return FileRecord(stat.st_size, hash_file(path), int(stat.st_mtime) if timed else None)
+
+
+def _without_defaults(items: Collection[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value not in (None, CHECKPOINT)}
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
@@ -364,8 +361,3 @@ def _unlink(folder: Path, kind: str) -> None:
         path.unlink()  # the proof of ownership last, so that a killed removal can be repeated
     with suppress(FileNotFoundError):
         folder.rmdir()
-
-
-def _record(path: Path, *, timed: bool) -> FileRecord:
-    stat = path.stat()
-    return FileRecord(stat.st_size, hash_file(path), int(stat.st_mtime) if timed else None)

@@ -2,10 +2,9 @@
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from errno import EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
@@ -13,7 +12,6 @@ from io import BufferedReader
 from pathlib import Path
 from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
-from time import time
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
@@ -24,14 +22,10 @@ if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as
     from pydantic import TypeAdapter
 
 
-LARGEST = 2**30
-"""Largest size of a document or log, which is read whole [bytes]."""
 PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Errors that do not mean a damaged file: a busy network disk, or a system with too many open files."""
-LONGEST_SHOWN = 100
-"""Largest number of characters of a refused path in an error message."""
-LEFTOVER, LEFTOVER_AGE = re.compile(r"\..+\.[0-9a-f]{8}\.tmp"), 3600
-"""Names of the temporary files of :func:`replace_file`, and the age at which they are removed [s]."""
+LONGEST_SHOWN, LONGEST = 100, 60
+"""Largest numbers of characters of a refused path, and of a refused value, in an error message."""
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
@@ -65,11 +59,11 @@ def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterato
     lock = lock_of(path)
     try:
         lock.acquire(timeout=timeout)
-    except Timeout:
-        raise
-    except PermissionError as error:
-        raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
     except (OSError, NotImplementedError) as error:
+        if isinstance(error, Timeout):
+            raise
+        if isinstance(error, PermissionError):
+            raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
         warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
     try:
         yield
@@ -89,17 +83,11 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush every file in ``folder``, then the folder."""
-    for path in [*folder.iterdir(), folder]:
-        flush(path)
-
-
 def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> None:
     """Write ``content`` beside ``path`` and rename it there, so that the file is whole or absent.
 
     Processes may replace the same file at once; the last rename stays. A process that is killed while it writes leaves
-    a hidden file, which the first later write into the folder removes once it is an hour old.
+    a hidden file.
 
     Args:
         path: file to write.
@@ -109,7 +97,6 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
     Raises:
         OSError: if it cannot be written; the file is then as it was.
     """
-    _clear_leftovers(path.parent)
     beside = path.with_name(f".{path.name}.{token_hex(4)}.tmp")
     try:
         # Not by tempfile, whose files no other user may read.
@@ -122,16 +109,6 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-
-
-@cache
-def _clear_leftovers(folder: Path) -> None:
-    """Remove what killed processes left of :func:`replace_file` in ``folder``."""
-    for path in folder.glob(".*.tmp"):
-        with suppress(OSError):
-            old = time() - path.lstat().st_mtime > LEFTOVER_AGE
-            if old and LEFTOVER.fullmatch(path.name) and path.is_file() and not path.is_symlink():
-                path.unlink()
 
 
 @contextmanager
@@ -168,17 +145,14 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file of at most ``LARGEST`` bytes.
+    """Read a regular file.
 
     Raises:
         UsageError: if its rights forbid reading it.
-        DamageError: if it is missing, too large or something else.
+        DamageError: if it is missing or something else.
     """
     with reading(path), open_regular(path) as file:
-        content = file.read(LARGEST + 1)
-    if len(content) > LARGEST:
-        raise DamageError(f"{path} cannot be read (it has more than {LARGEST} bytes)")
-    return content
+        return file.read()
 
 
 def hash_file(path: Path) -> str:
@@ -211,22 +185,16 @@ def usable_path(name: str, path: Path) -> Path:
     reason = None
     try:
         path = path.expanduser()
-        if printable(path) != str(path):
-            reason = "its name is not UTF-8"
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except OSError as error:
-        reason = str(error.strerror)
-    except (RuntimeError, ValueError) as error:  # of ~ without a home, and of a null byte
-        reason = str(error).rstrip(".")
-    require(reason is None, f"{name} {_shortened(path)} cannot be used ({reason}): choose another path")
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home for ~; ValueError: a null byte
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+    shown = printable(path)
+    if shown != str(path):
+        reason = "its name is not UTF-8"
+    require(reason is None, f"{name} {shown:.{LONGEST_SHOWN}} cannot be used ({reason}): choose another path")
     return path
-
-
-def _shortened(path: Path) -> str:
-    text = printable(path)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
 
 
 def prepare_folder(flag: str, folder: Path) -> Path:
@@ -249,7 +217,6 @@ def prepare_folder(flag: str, folder: Path) -> Path:
 
 
 T = TypeVar("T")
-LONGEST = 60
 
 
 def read_document(path: Path, schema: type[T]) -> T:
@@ -282,19 +249,24 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
     except ValidationError as error:
         problems = error.errors(include_url=False)
     unknown = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), None)
-    problem = unknown or problems[0]
-    key = ".".join(map(str, problem["loc"]))
     if unknown is not None:
+        key = ".".join(map(str, unknown["loc"]))
         raise NewerError(f"{source} was written by a newer version of this project (it has the key {key!r}): upgrade")
-    if problem["type"] == "json_invalid":
-        raise DamageError(f"{source} cannot be read ({problem['msg']})")
-    if problem["type"] == "missing":
-        raise DamageError(f"{source} is damaged: the key {key!r} is missing")
-    if problem["type"] == "value_error":  # of the dataclass
-        raise DamageError(f"{source} is damaged: {problem['ctx']['error']}")
-    if problem["type"] == "literal_error":  # a choice that was removed, or is of a newer version
-        raise DamageError(f"{source} does not fit this version of the project: {key} is {_in_words(problem)}")
-    raise DamageError(f"{source} is damaged: {key or 'it'} is {_in_words(problem)}")
+    raise DamageError(f"{source} {_damage_in_words(problems[0])}")
+
+
+def _damage_in_words(problem: Mapping[str, Any]) -> str:
+    key = ".".join(map(str, problem["loc"]))
+    match problem["type"]:
+        case "json_invalid":
+            return f"cannot be read ({problem['msg']})"
+        case "missing":
+            return f"is damaged: the key {key!r} is missing"
+        case "value_error":  # raised by the dataclass
+            return f"is damaged: {problem['ctx']['error']}"
+        case "literal_error":  # a choice that was removed, or is of a newer version
+            return f"does not fit this version of the project: {key} is {_in_words(problem)}"
+    return f"is damaged: {key or 'it'} is {_in_words(problem)}"
 
 
 def check_document(document: object, schema: type[T], source: object) -> T:

@@ -17,6 +17,7 @@ from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import load_flow
@@ -91,7 +92,7 @@ def test_one_process_that_was_killed_draws_the_same(
 
     def die(writer: StoreWriter, progress: Mapping[str, Any]) -> None:
         reached(writer, progress)
-        if progress["done"]:
+        if progress.get("done"):
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -115,15 +116,16 @@ def test_one_process_that_was_killed_draws_the_same(
     assert written == [64, 128], "they were there already"
 
 
-def test_altered_pairs_are_drawn_again(teacher: Path, tmp_path: Path) -> None:
+def test_altered_pairs_are_refused(teacher: Path, tmp_path: Path) -> None:
     PartialState()
     path = draw_pairs(teacher, tmp_path)
     noise = path / "noise.float16"
-    before = noise.read_bytes()
-    noise.write_bytes(bytes(100) + before[100:])
+    altered = bytes(100) + noise.read_bytes()[100:]
+    noise.write_bytes(altered)
     os.utime(noise, (0, 0))
-    draw_pairs(teacher, tmp_path)
-    assert noise.read_bytes() == before
+    with pytest.raises(UsageError, match=r"pairs is damaged \(noise.float16 was altered\): move the folder away"):
+        draw_pairs(teacher, tmp_path)
+    assert noise.read_bytes() == altered
 
 
 def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) -> None:

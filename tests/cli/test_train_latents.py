@@ -123,7 +123,7 @@ def test_encoding_resumes_after_a_kill(pictures: ImageDataset, monkeypatch: pyte
 
     def die(writer: StoreWriter, progress: Mapping[str, Any]) -> None:
         reached(writer, progress)
-        if progress["done"]:
+        if progress.get("done"):
             raise KeyboardInterrupt
 
     def count(writer: StoreWriter, first: int, values: Any) -> None:

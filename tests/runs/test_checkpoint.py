@@ -113,7 +113,8 @@ def test_averages_are_loaded_over_the_model(tmp_path: Path) -> None:
     model = {checkpoint.MODEL_FILE: checkpoint.own_weights(Halves(1.0))}
     bare = checkpoint.save(tmp_path, 1, model, {})
     path = checkpoint.save(tmp_path, 2, {**model, checkpoint.EMA_FILE: averages}, {})
-    assert [checkpoint.has_averages(each) for each in (bare, path)] == [False, True]
+    files = [[checkpoint.MODEL_FILE], [checkpoint.MODEL_FILE, checkpoint.EMA_FILE]]
+    assert [checkpoint.averaged_files(each) for each in (bare, path)] == files
     network = Halves(0.0)
     for source, expected in ((path, [1.0, 5.0, 5.0]), (bare, [1.0, 1.0, 1.0])):
         checkpoint.load_averaged(network, source)

@@ -47,26 +47,6 @@ def test_a_file_is_replaced_with_the_rights_of_the_umask(tmp_path: Path) -> None
     assert [each.name for each in tmp_path.iterdir()] == ["status.json"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "young", "old", "other name"])
-def test_of_what_killed_processes_leave_only_old_files_are_removed(tmp_path: Path, kind: str) -> None:
-    path, victim, beside = tmp_path / "status.json", tmp_path / "victim", tmp_path / ".status.json.0123abcd.tmp"
-    victim.write_text("precious")
-    if kind == "link":
-        beside.symlink_to(victim)
-    elif kind == "pipe":
-        os.mkfifo(beside)
-    elif kind == "folder":
-        beside.mkdir()
-    else:
-        beside = beside.with_name(".status.json.tmp") if kind == "other name" else beside
-        beside.write_text("half of what a killed process wr")
-    if kind != "young":
-        os.utime(beside, (1, 1), follow_symlinks=False)
-    replace_file(path, "new")
-    assert (path.read_text(), victim.read_text()) == ("new", "precious")
-    assert (beside.exists() or beside.is_symlink()) == (kind != "old")
-
-
 def replace_forever(path: Path, letter: str) -> None:
     while True:
         replace_file(path, SIZE * letter, durable=False)
@@ -126,6 +106,3 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with refusing(monkeypatch, "file"), pytest.raises(UsageError, match=words) as refused:
         read_bytes(tmp_path / "file")
     assert not isinstance(refused.value, DamageError)
-    monkeypatch.setattr("rectified_flow.system.files.LARGEST", 3)
-    with pytest.raises(DamageError, match="more than 3 bytes"):
-        read_bytes(tmp_path / "file")
