@@ -19,7 +19,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import RESULTS_FILE, Trained, build_flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config_file import DataArguments, data_arguments, program_flags
+from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags
 from rectified_flow.system.files import read_document, replace_file
 
 LIBRARY = "rectified-flow-trainer"

@@ -25,7 +25,7 @@ from rectified_flow.registry import DescriptionError, build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
-from rectified_flow.runs.config_file import read_config
+from rectified_flow.runs.folder import read_config
 from rectified_flow.runs.snapshots import synthesize
 from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents

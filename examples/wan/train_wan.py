@@ -24,7 +24,7 @@ from rectified_flow.errors import require
 from rectified_flow.flags import plain, recorded
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config_file import program_flags, read_config
+from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.system.terminal import line
 from wan_callbacks import LoraFile, Previews

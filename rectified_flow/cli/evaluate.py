@@ -27,7 +27,7 @@ from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, l
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import DataArguments, data_arguments, program_flags, read_config
+from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file

@@ -28,7 +28,6 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import line, lines, size_text
-from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.costs import (
     cost_of,
     forward_flops,
@@ -37,6 +36,7 @@ from rectified_flow.training.costs import (
     summarize,
     training_memory,
 )
+from rectified_flow.training.trainer import build_accelerator
 
 SHEET_FILE = "look.png"
 SHOWN = 64

@@ -14,7 +14,7 @@ from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import checked, command_line, replaced
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS
-from rectified_flow.runs.config_file import program_flags, read_config
+from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.system.terminal import line
 
 Config = TypeVar("Config", bound=TrainConfig)

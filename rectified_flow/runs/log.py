@@ -14,7 +14,7 @@ from torch import Tensor
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import program_flags
+from rectified_flow.runs.folder import program_flags
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid
 

@@ -18,7 +18,7 @@ from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import program_flags, read_config
+from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.system.files import prepare_folder
 
 MAY_CHANGE = (

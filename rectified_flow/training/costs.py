@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import GlobalBatch, TrainingConfig
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import precision_name
 from rectified_flow.system.terminal import lines
 
@@ -208,7 +208,12 @@ def summarize(
     batch = config.split_batch(accelerator.num_processes)
     count = sum(parameter.numel() for parameter in flow.parameters())
     trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
-    items = items_of(flow)
+    items, steps = items_of(flow), config.total_steps(batch, length or 0)
+    if length is None and config.num_epochs is not None:
+        duration = f"{config.num_epochs:g} epochs"
+    else:
+        epochs = f" = {steps * batch.total / length:.1f} epochs" if length else ""
+        duration = f"{steps} steps = {steps * batch.total} {items}{epochs}"
     frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
     return lines(
         {
@@ -216,7 +221,7 @@ def summarize(
             "data": data,
             "network": f"{count / 1e6:.1f} M parameters{frozen}, {flops / 1e9:.2f} GFLOP per {items[:-1]} forward",
             "batch": batch,
-            "run": _length(config, batch, length, items),
+            "run": duration,
             "output": config.output_dir,
         }
     )
@@ -228,11 +233,3 @@ def items_of(flow: nn.Module) -> str:
     if getattr(space, "picture_shape", None) is not None:
         return "images"
     return getattr(space, "key", "items")
-
-
-def _length(config: TrainingConfig, batch: GlobalBatch, length: int | None, items: str) -> str:
-    if length is None and config.num_epochs is not None:
-        return f"{config.num_epochs:g} epochs"
-    steps = config.total_steps(batch, length or 0)
-    epochs = f" = {steps * batch.total / length:.1f} epochs" if length else ""
-    return f"{steps} steps = {steps * batch.total} {items}{epochs}"

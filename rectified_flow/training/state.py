@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -22,7 +22,6 @@ from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.snapshots import LENGTHS, file_of
 
-M = TypeVar("M", bound=nn.Module)
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
 """Bound of the trained weights. A larger one is left by an explosion, and nothing is learned from it."""
@@ -45,51 +44,13 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
     return ema
 
 
-class PowerAverages:
-    """The two averages of a network in training from whose snapshots others are made (:mod:`..runs.snapshots`).
-
-    Args:
-        network: the network in training, on its device.
-    """
-
-    def __init__(self, network: nn.Module) -> None:
-        self._frozen = checkpoint.frozen_names(network)
-        self._averages = {
-            file_of(length): KarrasEMA(
-                network, length, ema_model=_copy(network), update_every=1, ignore_names=self._frozen
-            )
-            for length in LENGTHS
-        }
-
-    def update(self) -> None:
-        """Add the weights after a step."""
-        for average in self._averages.values():
-            average.update()
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of a checkpoint by file."""
-        return {
-            file: checkpoint.without(average.ema_model.state_dict(), self._frozen)
-            for file, average in self._averages.items()
-        }
-
-    def load(self, path: Path, updates: int) -> None:
-        """Restore the averages of a checkpoint after ``updates`` updates.
-
-        Raises:
-            UsageError: if the checkpoint has none.
-        """
-        for file, average in self._averages.items():
-            require(
-                (path / file).exists(),
-                f"--power_ema must be on from a run's first step, and {path} was saved without it",
-            )
-            checkpoint.load_weights(average.ema_model, path, checkpoint.MODEL_FILE, file)
-            average.initted.fill_(updates > 0)
-            average.step.fill_(updates)
+def power_averages(network: nn.Module) -> dict[str, KarrasEMA]:
+    """Build the averages by file from whose snapshots others are made (:mod:`rectified_flow.runs.snapshots`)."""
+    options: dict[str, Any] = {"update_every": 1, "ignore_names": checkpoint.frozen_names(network)}
+    return {file_of(length): KarrasEMA(network, length, ema_model=_copy(network), **options) for length in LENGTHS}
 
 
-def _copy(module: M) -> M:
+def _copy(module: nn.Module) -> nn.Module:
     """Copy ``module``, with its frozen parameters shared."""
     return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
@@ -102,7 +63,7 @@ class TrainingState:
     Args:
         flow: the module in training, not wrapped.
         ema: its average of constant decay, or None.
-        power: its power-function averages, or None.
+        power: the power-function averages of its network by file, if they are kept.
         optimizer: the optimizer of ``parameters``, as prepared by Accelerate.
         parameters: the trained parameters by name.
     """
@@ -111,7 +72,7 @@ class TrainingState:
         self,
         flow: nn.Module,
         ema: EMA | None,
-        power: PowerAverages | None,
+        power: dict[str, KarrasEMA],
         optimizer: AcceleratedOptimizer,
         parameters: dict[str, nn.Parameter],
     ) -> None:
@@ -147,9 +108,10 @@ class TrainingState:
 
     def update_averages(self) -> None:
         """Add the weights after a good step to the averages."""
-        for average in (self.ema, self.power):
-            if average is not None:
-                average.update()
+        if self.ema is not None:
+            self.ema.update()
+        for average in self.power.values():
+            average.update()
 
     def require_sound(self) -> None:
         """Check the trained weights and their averages, which waits for the device.
@@ -201,8 +163,14 @@ class TrainingState:
             checkpoint.load_averaged(network_of(self.ema.ema_model), path)
             self.ema.initted.fill_(True)
             self.ema.step.fill_(saved.ema_step or 0)
-        if self.power is not None:
-            self.power.load(path, saved.updates)
+        for file, average in self.power.items():
+            require(
+                (path / file).exists(),
+                f"--power_ema must be on from a run's first step, and {path} was saved without it",
+            )
+            checkpoint.load_weights(average.ema_model, path, checkpoint.MODEL_FILE, file)
+            average.initted.fill_(saved.updates > 0)
+            average.step.fill_(saved.updates)
         optimizer = type(self.optimizer.optimizer).__name__
         require(
             saved.optimizer == optimizer,
@@ -226,11 +194,11 @@ class TrainingState:
 
     def _averages(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the averages by file."""
-        files = {} if self.power is None else self.power.tensors()
+        averages = {file: average.ema_model for file, average in self.power.items()}
         if self.ema is not None:
-            frozen = checkpoint.frozen_names(network_of(self.flow))  # the average itself requires no gradient
-            files[checkpoint.EMA_FILE] = checkpoint.without(network_of(self.ema.ema_model).state_dict(), frozen)
-        return files
+            averages[checkpoint.EMA_FILE] = network_of(self.ema.ema_model)
+        frozen = checkpoint.frozen_names(network_of(self.flow))  # the averages themselves require no gradient
+        return {file: checkpoint.without(average.state_dict(), frozen) for file, average in averages.items()}
 
     def _moments(self) -> dict[str, Any]:
         """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None."""

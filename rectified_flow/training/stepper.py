@@ -18,21 +18,20 @@ Three decisions make that cheap:
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from rectified_flow.data.stream import image_indices
 from rectified_flow.distributed.collectives import any_rank, join_lists
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import GlobalBatch, TrainingConfig
-from rectified_flow.runs.run import Run
 from rectified_flow.training.costs import items_of
 from rectified_flow.training.optimizers import LrSchedule
-from rectified_flow.training.state import TrainingState
+
+if TYPE_CHECKING:
+    from rectified_flow.training.trainer import Trainer
 
 Batch = dict[str, Any]
 
@@ -54,35 +53,18 @@ class Stepper:
     An optimizer that is not fused cannot skip a step by itself, so the processor waits for the verdict before its step.
 
     Args:
-        accelerator: the run's Accelerator.
+        trainer: the trainer, whose state the steps change.
         wrapped: the flow as Accelerate prepared it.
-        state: the state that steps change.
-        config: the run's flags.
-        batch: the cut of the global batch into micro-batches.
-        length: number of items in the dataset.
         schedule: the factor of the learning rates.
-        total_steps: steps of the whole run, for the schedule.
-        run: reports bad steps.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        wrapped: nn.Module,
-        state: TrainingState,
-        config: TrainingConfig,
-        batch: GlobalBatch,
-        length: int,
-        schedule: LrSchedule,
-        total_steps: int,
-        run: Run,
-    ) -> None:
-        self.accelerator, self.wrapped, self.state, self.config = accelerator, wrapped, state, config
-        self.batch, self.length, self.schedule, self.total_steps = batch, length, schedule, total_steps
-        self.run = run
-        self.peak_rates = [group["lr"] for group in state.optimizer.param_groups]
+    def __init__(self, trainer: "Trainer", wrapped: nn.Module, schedule: LrSchedule) -> None:
+        self.trainer, self.wrapped, self.schedule = trainer, wrapped, schedule
+        self.accelerator, self.state, self.config = trainer.accelerator, trainer.state, trainer.config
+        self.batch, optimizer = trainer.batch, trainer.state.optimizer
+        self.peak_rates = [group["lr"] for group in optimizer.param_groups]
         # A fused update reads whether the gradient is finite before it changes anything; a scaler has its own flag.
-        self._fused = state.optimizer.scaler is None and all(g.get("fused") for g in state.optimizer.param_groups)
+        self._fused = optimizer.scaler is None and all(group.get("fused") for group in optimizer.param_groups)
         self._pending: _PendingStep | None = None
 
     def take(self, batches: Iterator[Batch]) -> None:
@@ -98,7 +80,7 @@ class Stepper:
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
                 values[name] = values.get(name, 0) + torch.as_tensor(value).detach() / self.batch.accumulation
         self.finish_pending()
-        factor = self.schedule(state.updates, self.total_steps)
+        factor = self.schedule(state.updates, self.trainer.total_steps)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         norm = self.accelerator.clip_grad_norm_(state.parameters.values(), self.config.max_grad_norm or torch.inf)
@@ -159,13 +141,13 @@ class Stepper:
         guilty = [m for m, loss in enumerate(pending.losses) if not torch.isfinite(loss)]
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
         guilty_positions = join_lists(self.accelerator, mine) or list(positions)
-        images = sorted(image_indices(guilty_positions, self.length, self.config.seed).tolist())
+        images = sorted(image_indices(guilty_positions, self.trainer.length, self.config.seed).tolist())
         step, shown = pending.number + 1, ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
-        self.run.print(
+        self.trainer.run.print(
             f"warning: step {step} was skipped, number {state.bad_in_a_row} in a row: loss or gradient is not finite "
             f"on {items_of(state.flow)} {shown} (all in bad_steps.jsonl)"
         )
-        self.run.log.bad_step(step, images)
+        self.trainer.run.log.bad_step(step, images)
         if state.bad_in_a_row >= self.config.max_bad_steps:
             raise RunError(
                 f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "

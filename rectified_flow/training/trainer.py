@@ -1,5 +1,6 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -8,6 +9,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -19,17 +23,16 @@ from rectified_flow.distributed.collectives import (
     on_main,
     set_collective_timeout,
 )
-from rectified_flow.distributed.join import STARTUP_TIMEOUT
+from rectified_flow.distributed.join import STARTUP_TIMEOUT, join_processes
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import data_description, describe_run
+from rectified_flow.runs.folder import data_description, describe_run
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
-from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
 from rectified_flow.training.evaluations import sample_preview
@@ -43,7 +46,7 @@ from rectified_flow.training.optimizers import (
     find_optimizer,
     trained_parameters,
 )
-from rectified_flow.training.state import PowerAverages, TrainingState, constant_average
+from rectified_flow.training.state import TrainingState, constant_average, power_averages
 from rectified_flow.training.stepper import Batch, Stepper, moved
 
 
@@ -96,7 +99,7 @@ class Trainer:
         with self.accelerator.autocast():
             self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
-        power = PowerAverages(network_of(flow)) if config.power_ema else None
+        power = power_averages(network_of(flow)) if config.power_ema else {}
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
@@ -109,9 +112,7 @@ class Trainer:
         build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.items())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        schedule = lr_schedule or build_schedule(config)
-        arguments = (self.batch, self.length, schedule, self.total_steps, self.run)
-        self.stepper = Stepper(self.accelerator, wrapped, self.state, config, *arguments)
+        self.stepper = Stepper(self, wrapped, lr_schedule or build_schedule(config))
         self.throughput = Throughput()
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
@@ -203,7 +204,6 @@ class Trainer:
     def _load(self, path: Path) -> None:
         self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
         self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
-        self.stepper.total_steps = self.total_steps
         self._saved = path
 
     def _start(self, path: Path | None) -> Iterator[Batch]:
@@ -319,3 +319,44 @@ class Trainer:
         on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)
+
+
+def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
+    """Choose the precision of a run: the flag's, else Accelerate's or its launcher's, else the fastest that is safe.
+
+    The fastest is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
+    """
+    inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
+    precision = config.mixed_precision or (inherited or fastest).lower()
+    require(
+        device.type != "cpu" or precision != "fp16",
+        "--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no",
+    )
+    return precision
+
+
+def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
+    """Build the Accelerator of a run that trains ``flow``, whose attribute ``supports_bf16`` may rule out bf16.
+
+    Raises:
+        UsageError: if the precision is unavailable, or the processes cannot join.
+    """
+    state, supports_bf16 = join_processes(), getattr(flow, "supports_bf16", True)
+    accelerator = Accelerator(
+        mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if not supports_bf16:
+        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
+    return accelerator

@@ -26,9 +26,9 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, TrainerFile
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.config_file import DataArguments, data_arguments, describe_run
+from rectified_flow.runs.folder import DataArguments, data_arguments, describe_run
 from rectified_flow.runs.snapshots import keep_snapshots
-from rectified_flow.training.state import PowerAverages
+from rectified_flow.training.state import power_averages
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS
@@ -143,13 +143,15 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
     source = checkpoint.resolve(run)
     config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
     network = FLOWS["rectified"]().network
-    kept, run_of_others = PowerAverages(network), RunIdentity("the fingerprint of others", 0, 8, "new", "float32")
+    kept, run_of_others = power_averages(network), RunIdentity("the fingerprint of others", 0, 8, "new", "float32")
     for updates in (10, 20):
         for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
-        for _ in range(10):
-            kept.update()
-        files = {checkpoint.MODEL_FILE: network.state_dict(), **kept.tensors()}
+        for average in (*kept.values(),) * 10:
+            average.update()
+        frozen = checkpoint.frozen_names(network)
+        files = {file: checkpoint.without(each.ema_model.state_dict(), frozen) for file, each in kept.items()}
+        files[checkpoint.MODEL_FILE] = network.state_dict()
         documents = {
             checkpoint.CONFIG_FILE: config,
             FLOW_FILE: flow,

@@ -21,7 +21,7 @@ from rectified_flow.runs.snapshots import (
     keep_snapshots,
     synthesize,
 )
-from rectified_flow.training.state import PowerAverages, constant_average
+from rectified_flow.training.state import constant_average, power_averages
 
 UPDATES, EVERY = 400, 40
 
@@ -49,15 +49,15 @@ class Weights(nn.Module):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[float, Tensor]]:
     """A folder of checkpoints of which only the last is left, and what averages of some lengths really are."""
     folder, weights = tmp_path_factory.mktemp("checkpoints"), Weights()
-    kept = PowerAverages(weights)
+    kept = power_averages(weights)
     true = {length: KarrasEMA(weights, length, update_every=1) for length in (*LENGTHS, 0.02, 0.07, 0.15, 0.25)}
     for update in range(1, UPDATES + 1):
         weights.go(update)
-        kept.update()
-        for average in true.values():
+        for average in (*kept.values(), *true.values()):
             average.update()
         if update % EVERY == 0:
-            path = checkpoint.save(folder, update, kept.tensors(), {checkpoint.STATE_FILE: counters(update, update)})
+            files = {file: checkpoint.without(each.ema_model.state_dict(), {"frozen"}) for file, each in kept.items()}
+            path = checkpoint.save(folder, update, files, {checkpoint.STATE_FILE: counters(update, update)})
             keep_snapshots(folder)
             checkpoint.prune(path, keep=1)
     return path, {length: average.ema_model.moving.detach() for length, average in true.items()}

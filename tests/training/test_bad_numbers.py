@@ -160,7 +160,7 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
     """The arithmetic of fp16 on a CPU: a gradient scaler that starts too high."""
     from rectified_flow.training import trainer as module
 
-    real = module.build_accelerator  # type: ignore[attr-defined]
+    real = module.build_accelerator
 
     def with_scaler(config: TrainingConfig, flow: nn.Module) -> Any:
         accelerator = real(config, flow)
@@ -169,7 +169,7 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
         accelerator.state._mixed_precision = "fp16"
         return accelerator
 
-    module.build_accelerator = with_scaler  # type: ignore[attr-defined]
+    module.build_accelerator = with_scaler
     config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, log_every=2, use_ema=True)
     trainer = build(config, dataset, "loss", bad)
     trainer.train()

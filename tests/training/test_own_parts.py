@@ -146,10 +146,9 @@ def train_partly_frozen(config: TrainingConfig, dataset: ImageDataset, kind: str
     trainer = Trainer(RectifiedFlow(NETWORKS[kind]), dataset, config)
     trainer.train()
     assert trainer.state.ema is not None
-    assert trainer.state.power is not None
     flow: Any = trainer.flow
     averages: list[Any] = [trainer.state.ema.ema_model.network]
-    averages += [average.ema_model for average in trainer.state.power._averages.values()]
+    averages += [average.ema_model for average in trainer.state.power.values()]
     return all(
         average.frozen.weight.data_ptr() == flow.network.frozen.weight.data_ptr()
         and average.trained.weight.data_ptr() != flow.network.trained.weight.data_ptr()

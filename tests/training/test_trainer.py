@@ -22,9 +22,8 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.checkpoint import list_checkpoints
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.pictures import to_grid
-from rectified_flow.training import accelerator
-from rectified_flow.training.accelerator import choose_precision
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training import trainer as module
+from rectified_flow.training.trainer import Trainer, choose_precision
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, build_trainer, losses, metrics, tiny_config, train
 
@@ -131,7 +130,7 @@ def test_precision_left_unset_is_the_launchers_then_the_devices(
 ) -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     unset, given = TrainingConfig(), TrainingConfig(mixed_precision="fp16")
-    monkeypatch.setattr(accelerator, "is_initialized", lambda: False)
+    monkeypatch.setattr(module, "is_initialized", lambda: False)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     for made_for_it, expected in ((True, "bf16"), (False, "no")):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, made=made_for_it: made)
@@ -307,5 +306,5 @@ def test_a_small_finite_step_is_not_rounded_to_tf32(monkeypatch: pytest.MonkeyPa
     """PyTorch's default on a GPU: it makes the gradient of ``so_flow`` wrong by 41%."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     for flow, allowed in ((Tiny("mean"), True), (Tiny("mean", objective="so_flow"), False)):
-        accelerator.build_accelerator(TrainingConfig(), flow.build(flowers))
+        module.build_accelerator(TrainingConfig(), flow.build(flowers))
         assert torch.backends.cudnn.allow_tf32 is allowed
