@@ -25,7 +25,7 @@ from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_tu
 
 from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches, StreamSampler
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.runs.config import GlobalBatch
 
@@ -55,7 +55,7 @@ def load_ours(flags: Flags, folder: Path, turns: Turns) -> None:
     """Load batches like this project's Trainer."""
     pictures = open_dataset("", folder / "photographs", image_size=flags.image_size, cache_dir=folder)
     sampler = StreamSampler(len(pictures), 0, GlobalBatch(flags.batch_size), 0, 0)
-    batches = iter(DataLoader(Batches(pictures), batch_sampler=sampler, collate_fn=as_they_are))
+    batches = iter(DataLoader(Batches(pictures), batch_sampler=sampler, collate_fn=dict))
     while True:
         images = sum(len(batch["images"]) for batch in itertools.islice(batches, 500))
         turns.done(images)

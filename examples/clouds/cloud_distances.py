@@ -15,7 +15,7 @@ from rectified_flow import Measurement, Trainer, randomness
 from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.system.files import replace_file
-from rectified_flow.system.pictures import draw_lines
+from rectified_flow.system.pictures import Panel, draw_panels
 from riemannian import RiemannianFlow, shares
 from transport import cloud_costs
 
@@ -102,7 +102,7 @@ class Distances(Measurement):
         rows = {name: self.file.numbers(key) for name, key in names.items()}
         lines = {name: (list(row), list(row.values())) for name, row in rows.items()}
         title = f"{self.total} clouds, {self.digits.geometry}"
-        draw_lines(trainer.config.output_dir / "distances.png", lines, title, "step", "distance")
+        draw_panels(trainer.config.output_dir / "distances.png", [Panel(lines, title, "step", "distance")])
 
 
 def matched(costs: Tensor) -> float:

@@ -30,7 +30,7 @@ from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import require
 from rectified_flow.flags import Flags, Positive, recorded
-from rectified_flow.system.pictures import draw_lines
+from rectified_flow.system.pictures import Panel, draw_panels
 from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
 
 
@@ -132,7 +132,8 @@ class Accuracy(Measurement):
         rows = {name: self.file.numbers(key) for name, key in names.items()}
         curves = {name: (list(row), list(row.values())) for name, row in rows.items()}
         title = f"masked tokens of {self.total} held-out lines"
-        draw_lines(trainer.config.output_dir / "accuracy.png", curves, title, "step", "share that is predicted")
+        panel = Panel(curves, title, "step", "share that is predicted")
+        draw_panels(trainer.config.output_dir / "accuracy.png", [panel])
 
 
 def train(flags: TextFlags) -> bool:

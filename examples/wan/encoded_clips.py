@@ -37,7 +37,7 @@ class ClipDataset(LatentDataset):
     @property
     def description(self) -> str:
         """The clips in one line."""
-        shape = " x ".join(map(str, self.info.shapes[LATENTS_FILE][2:]))
+        shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
         return f"{self.info.source}: {len(self)} clips, as latents of {shape} by {self.encoded.autoencoder}"
 
     @property

@@ -31,7 +31,7 @@ from rectified_flow.runs.folder import DataArguments, data_arguments, program_fl
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file
-from rectified_flow.system.pictures import draw_lines, to_grid, write_picture
+from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_picture
 from rectified_flow.system.terminal import line, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
@@ -251,15 +251,14 @@ def _plot(folder: Path, results: list[dict[str, Any]], config: MeasureConfig, di
     try:
         if len(config.steps) > 1 and not config.ema_lengths:
             line = {distance: (config.steps, values())}
-            plots.append(
-                draw_lines(folder / STEPS_FILE, line, "distance by number of steps", "steps", distance, log_x=True)
-            )
+            panel = Panel(line, "distance by number of steps", "steps", distance, log_x=True)
+            plots.append(draw_panels(folder / STEPS_FILE, [panel]))
         if len(config.ema_lengths) > 1:
             at = dict.fromkeys(each["steps"] for each in results)
             lines = {f"{steps} step{'s' * (steps > 1)}": (config.ema_lengths, values(steps=steps)) for steps in at}
             x_label = "length of the average, as a share of the run"
             title = "distance by length of the average"
-            plots.append(draw_lines(folder / LENGTHS_FILE, lines, title, x_label, distance))
+            plots.append(draw_panels(folder / LENGTHS_FILE, [Panel(lines, title, x_label, distance)]))
     except OSError as error:
         raise RunError(f"could not write the plots in {folder} ({error}): make room") from error
     return plots

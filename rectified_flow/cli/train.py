@@ -27,8 +27,7 @@ from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher
 from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.latents import encode_pictures
-from rectified_flow.data.report import NAMED, summarize_pictures
-from rectified_flow.data.store import ImageDataset, StoreDataset
+from rectified_flow.data.store import NAMED, ImageDataset, StoreDataset, summarize_pictures
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import require

@@ -64,7 +64,7 @@ class HuggingFaceSource:
     def load(self, index: int) -> tuple[Image.Image, int]:
         """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
-        image = row[self._image_column] or {"bytes": b"", "path": None}
+        image = row[_image_columns(self._rows)[0]] or {"bytes": b"", "path": None}
         content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
         label = None if self._label_column is None else row[self._label_column]
         return open_picture(content), -1 if label is None else int(label)
@@ -90,10 +90,6 @@ class HuggingFaceSource:
         return file
 
     @cached_property
-    def _image_column(self) -> str:
-        return _image_columns(self._rows)[0]
-
-    @cached_property
     def _label_column(self) -> str | None:
         import datasets
 
@@ -110,17 +106,6 @@ class HuggingFaceSource:
         """The split, with its images left undecoded."""
         import datasets
 
-        rows = self._load()
-        columns = _image_columns(rows)
-        if not columns:
-            raise UsageError(self._no_images(rows))
-        for column in columns:
-            rows = rows.cast_column(column, datasets.Image(decode=False))
-        return rows
-
-    def _load(self) -> Any:
-        import datasets
-
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         offline = isinstance(self.source, str) and not _hub_answers(self.source)
         try:
@@ -133,9 +118,14 @@ class HuggingFaceSource:
                 splits = datasets.load_dataset(str(self.source))
         except Exception as error:  # from datasets, the hub client, the network or the file system
             raise UsageError(self._why_not(error, offline)) from error
-        if self.split not in splits:
-            raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
-        return splits[self.split]
+        require(self.split in splits, f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
+        rows = splits[self.split]
+        columns = _image_columns(rows)
+        if not columns:
+            raise UsageError(self._no_images(rows))
+        for column in columns:
+            rows = rows.cast_column(column, datasets.Image(decode=False))
+        return rows
 
     def _no_images(self, rows: Any) -> str:
         found, advice = f"no image column, only {', '.join(rows.features)}", "pass another dataset"

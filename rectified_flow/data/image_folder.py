@@ -36,7 +36,7 @@ class ImageFolder:
         self.path = path
         self.name = printable(path.name)
         unreadable: list[OSError] = []
-        everything = find_files(_existing(path), unreadable if skip_unreadable else None)
+        everything = find_files(path, unreadable if skip_unreadable else None)
         self.files = [file for file in everything if is_image(file)]
         others = Counter(file.suffix.lower() for file in everything if file.suffix.lower() in OTHER_SUFFIXES)
         unread = ", ".join(f"{count} {suffix[1:]}" for suffix, count in others.most_common())
@@ -74,20 +74,14 @@ def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[P
     """Return all image files below ``folder``, as :func:`find_files` finds them.
 
     Raises:
-        UsageError: if ``folder`` is not a folder, or as there.
+        UsageError: if a folder cannot be read and ``unreadable`` is not given.
     """
-    return [file for file in find_files(_existing(folder), unreadable) if is_image(file)]
+    return [file for file in find_files(folder, unreadable) if is_image(file)]
 
 
 def is_image(file: Path) -> bool:
     """Return whether a file has the name of an image that can be read."""
     return file.suffix.lower() in IMAGE_SUFFIXES
-
-
-def _existing(folder: Path) -> Path:
-    if not folder.is_dir():
-        raise UsageError(f"--dataset_path {folder} is not a folder")
-    return folder
 
 
 def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:

@@ -50,12 +50,12 @@ class LatentDataset(StoreDataset):
     @property
     def description(self) -> str:
         """The images and the shape of their latents in a line for a person."""
-        shape = " x ".join(map(str, self.info.shapes[LATENTS_FILE][2:]))
+        shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
         return f"{super().description}, as latents of {shape} by {self.encoded.autoencoder}"
 
     def space(self, autoencoder: Autoencoder) -> Latents:
         """Return the space of these latents."""
-        shape = self.info.shapes[LATENTS_FILE][2:]
+        shape = self.info.rows[LATENTS_FILE][2:]
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -67,13 +67,6 @@ class LatentDataset(StoreDataset):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "mirrored": self.mirrored}
-
-
-def latents_path(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> Path:
-    """Return the folder of the latents of ``pictures``, which may not exist yet."""
-    shaped_by = (LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
-    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
-    return pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -143,6 +136,8 @@ def encode_pictures(
 
 
 def _writer(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> StoreWriter:
-    path = latents_path(pictures, autoencoder, mirrored=mirrored)
+    shaped_by = (LATENTS_VERSION, pictures.fingerprint, autoencoder.fingerprint)
+    key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
+    path = pictures.path.with_name(f"{pictures.path.name}-latents-{key}{'-mirrored' * mirrored}")
     row = (1 + mirrored, *autoencoder.shape_of(pictures.info.image_size))
     return StoreWriter(path, len(pictures), {LATENTS_FILE: row}, "latents")

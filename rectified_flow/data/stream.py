@@ -75,7 +75,7 @@ class Batches(Dataset[dict[str, Any]]):
     """Any map-style dataset, for a loader that fetches batches whole.
 
     Where the dataset has a method ``read_batch(indices)``, as :class:`ImageDataset` has, that returns a dict of tensors
-    in one read. Else its items are stacked.
+    in one read. Else its items are stacked. The loader's collate function is ``dict``, as batches arrive complete.
 
     Args:
         dataset: items are dicts of tensors, ``image``, or ``(image, label)``.
@@ -90,11 +90,6 @@ class Batches(Dataset[dict[str, Any]]):
             return dict(batch(indices))
         fetch = getattr(self.dataset, "__getitems__", None)
         return collate(fetch(indices) if fetch is not None else [self.dataset[index] for index in indices])
-
-
-def as_they_are(batch: Any) -> dict[str, Any]:
-    """Return the batch of :class:`Batches` unchanged: the collate function of its loader."""
-    return dict(batch)
 
 
 def collate(items: Sequence[Any]) -> dict[str, Any]:

@@ -184,8 +184,8 @@ def mark_best(path: Path) -> None:
 
 def best_of(folder: Path) -> Path | None:
     """Return the checkpoint in ``folder`` that evaluations found the best, if there were any."""
-    with suppress(DamageError, UnicodeDecodeError):
-        name = read_bytes(folder / BEST).decode().strip()
+    with suppress(DamageError):
+        name = read_bytes(folder / BEST).decode(errors="replace").strip()
         if NAME.fullmatch(name) and _is_checkpoint(folder / name):
             return folder / name
     return None

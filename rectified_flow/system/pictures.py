@@ -148,24 +148,6 @@ class Panel:
     log_y: bool = False
 
 
-def draw_lines(
-    path: Path,
-    lines: Mapping[str, Line],
-    title: str,
-    x_label: str,
-    y_label: str,
-    *,
-    log_x: bool = False,
-    log_y: bool = False,
-) -> Path:
-    """Plot the named ``lines`` into the PNG file ``path``, and return ``path``.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    return draw_panels(path, [Panel(lines, title, x_label, y_label, log_x, log_y)])
-
-
 def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
     """Plot panels one below the other into the PNG file ``path``, and return ``path``.
 
@@ -175,8 +157,8 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
     from matplotlib.figure import Figure  # takes a second to import
 
     figure = Figure(figsize=(8, 0.5 + 4 * len(panels)), layout="constrained")
-    for number, panel in enumerate(panels, start=1):
-        _draw(figure.add_subplot(len(panels), 1, number), panel)
+    for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
+        _draw(axes, panel)
     content = BytesIO()
     figure.savefig(content, format="png", dpi=120)
     replace_file(path, content.getvalue())

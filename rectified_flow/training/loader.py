@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.stream import Batches, StreamSampler, as_they_are
+from rectified_flow.data.stream import Batches, StreamSampler
 from rectified_flow.distributed.collectives import gather_rows
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
@@ -39,7 +39,7 @@ def load(
     loader = DataLoader(
         Batches(dataset),
         batch_sampler=StreamSampler(length, config.seed, batch, rank, position),
-        collate_fn=Parcel if config.num_workers else as_they_are,
+        collate_fn=Parcel if config.num_workers else dict,
         num_workers=config.num_workers,
         multiprocessing_context=config.multiprocessing_context,
         persistent_workers=config.persistent_workers,
