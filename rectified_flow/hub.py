@@ -171,7 +171,8 @@ def card_of_run(
                 metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
             )
             for result in results
-            for metric, value in _distances(result).items()
+            for metric, value in result["distances"].items()
+            if not metric.endswith("_std")
         ]
     changed = {
         name: Path(value).name if name in NAMES_OR_PATHS and value and _is_path(value) else value
@@ -182,14 +183,7 @@ def card_of_run(
         "metadata": {name: value for name, value in metadata.items() if value is not None},
         "dataset": _dataset_name(data),
         "command": shlex.join(["python", program, *command_line(changed)]) if "flags" in trained.config else None,
-        "results": [
-            {
-                "settings": f"{result.get('steps')} steps, guidance {result.get('guidance_scale', 1):g}, "
-                f"{result.get('num_samples')} pictures",
-                "numbers": {name: f"{value:.4g}" for name, value in _distances(result).items()},
-            }
-            for result in results
-        ],
+        "results": results,
     }
 
 
@@ -213,8 +207,3 @@ def _dataset_name(data: DataArguments | None) -> str | None:
 
 def _is_on_hub(data: DataArguments) -> bool:
     return data.dataset_path is None and data.dataset != SYNTHETIC_FLOWERS and not _is_path(data.dataset)
-
-
-def _distances(result: Mapping[str, Any]) -> dict[str, float]:
-    """Return the distances of a result by name, without their standard deviations."""
-    return {name: value for name, value in result["distances"].items() if not name.endswith("_std")}
