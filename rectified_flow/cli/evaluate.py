@@ -162,7 +162,7 @@ def _training_data(config: MeasureConfig, trained: Trained) -> ImageDataset | Re
         registered = open_registered(data)
         if is_items(registered):
             return RenderedItems(registered, trained.flow.space, data.dataset)
-        return open_pictures(data)
+        return open_pictures(data, registered)
     recipe = data_arguments(trained.config, path)
     require(
         recipe is not None or config.dataset_path is not None,

@@ -7,14 +7,12 @@ from torch import nn
 
 from rectified_flow.cli.train_flags import (
     DataConfig,
-    FlowConfig,
     NetworkConfig,
     TrainConfig,
     TrainMeanFlow,
-    TrainRectifiedFlow,
 )
 from rectified_flow.condition import Kinds
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
@@ -33,11 +31,12 @@ from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
 CONDITION_DROPOUT = 0.1
-DEFAULT_WHOLE_FRACTION = 0.5
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
 TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
+FLOW_FLAGS = {"coupling": "coupling", "time_distribution": "time_distribution"}
+RECTIFIED_FLOW_FLAGS = {"prediction": "prediction", "distance": "loss"}
 WEIGHT_FLAGS = {"weight_power": "weight_power", "weight_epsilon": "weight_epsilon"}
 MEAN_FLOW_FLAGS = WEIGHT_FLAGS | {
     name: name for name in ("objective", "mean_fraction", "guidance_scale", "guidance_mixing")
@@ -69,14 +68,21 @@ def open_registered(config: DataConfig) -> Any:
     return None
 
 
-def open_pictures(config: DataConfig) -> ImageDataset:
+def is_items(registered: object) -> bool:
+    """Return whether a registered dataset has items to train on, and is not an image source for a store."""
+    return registered is not None and not hasattr(registered, "load")
+
+
+def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
     """Open the training pictures, decoding them first if they are not in a store yet.
 
+    Args:
+        config: the flags of the data.
+        source: the image source of a registered ``--dataset``, in place of the one that the flags name.
+
     Raises:
-        UsageError: if they cannot be found, read or stored, or the registered dataset returns no image source.
+        UsageError: if they cannot be found, read or stored.
     """
-    source = open_registered(config)
-    require(not is_items(source), f"--dataset {config.dataset} is no dataset of pictures")
     return open_dataset(
         config.dataset,
         config.dataset_path,
@@ -90,29 +96,21 @@ def open_pictures(config: DataConfig) -> ImageDataset:
     )
 
 
-def is_items(registered: object) -> bool:
-    """Return whether a registered dataset has items to train on, and is not an image source for a store."""
-    return registered is not None and not hasattr(registered, "load")
-
-
-def build_space(config: TrainConfig, items: Any = None) -> Space:
-    """Build the space of the flags; that of latents does not know their scales yet.
+def build_space(data: DataConfig, items: Any = None) -> Space:
+    """Build the space of the flags; a space of latents does not know their scales yet.
 
     Args:
-        config: all flags.
+        data: the flags of the data.
         items: a registered dataset of items, the first of which has the shape of the data.
 
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
     """
-    data = config.data
     if data.space is not None:
         choice = choose("space", Space, data.space, data.space_options)
-        shape = (
-            data.framing.shape
-            if items is None
-            else tuple(Batches(items).__getitems__([0])[choice.target.key].shape[1:])
-        )
+        shape = data.framing.shape
+        if items is not None:
+            shape = tuple(Batches(items).__getitems__([0])[choice.target.key].shape[1:])
         space: Space = choice.build(
             shape=shape, horizontal_flip=data.horizontal_flip, augmentation=data.augment, image_size=data.image_size
         )
@@ -121,11 +119,8 @@ def build_space(config: TrainConfig, items: Any = None) -> Space:
         return picture_space(data)
     if data.autoencoder in names(Autoencoder):
         choice = choose("autoencoder", Autoencoder, data.autoencoder, data.autoencoder_options)
-        latents = Latents(choice.build(), data.image_size)
-    else:
-        latents = Latents(open_autoencoder(data.autoencoder), data.image_size)
-    config.network.check_side(data.image_size, (latents.shape or (0,))[-1])
-    return latents
+        return Latents(choice.build(), data.image_size)
+    return Latents(open_autoencoder(data.autoencoder), data.image_size)
 
 
 def picture_space(config: DataConfig) -> Pixels:
@@ -142,36 +137,27 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
         space: the space of the flow; :func:`build_space` if not given.
 
     Raises:
-        UsageError: if a name is not registered, or an argument does not fit.
+        UsageError: if a name is not registered, an argument does not fit, or ``--use_cfg`` is given and there are no
+            conditions.
     """
     network, flow = choose_network(config.network), choose_flow(config)
-    space = space or build_space(config)
-    settings = {"space": space, "condition_dropout": CONDITION_DROPOUT, "coupling": config.flow.coupling}
-    built: Flow = flow.build(network=build_network(config.network, network, conditions, space), **settings)
-    return built
-
-
-def build_network(config: NetworkConfig, choice: Choice, conditions: Kinds, space: Space) -> nn.Module:
-    """Build the chosen network for the ``x`` of ``space``.
-
-    Raises:
-        UsageError: if ``--use_cfg`` is given and there are no conditions, or an argument does not fit.
-    """
+    space, given = space or build_space(config.data), config.network
     require(
-        bool(conditions) or not config.use_cfg,
+        bool(conditions) or not given.use_cfg,
         "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own",
     )
     shape = space.shape or ()
-    network: nn.Module = choice.build(
+    module: nn.Module = network.build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
-        conditions={**(conditions if config.use_cfg else {}), **space.conditions},
-        gradient_checkpointing=config.gradient_checkpointing,
+        conditions={**(conditions if given.use_cfg else {}), **space.conditions},
+        gradient_checkpointing=given.gradient_checkpointing,
     )
-    if isinstance(network, Unet):
-        network.gradient_checkpointing = config.gradient_checkpointing
-    return network
+    if isinstance(module, Unet):
+        module.gradient_checkpointing = given.gradient_checkpointing
+    built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT)
+    return built
 
 
 def choose_network(config: NetworkConfig) -> Choice:
@@ -193,40 +179,23 @@ def choose_flow(config: TrainConfig) -> Choice:
     """
     flags, taught = config.flow, config.teacher.source is not None
     ours: type[Flow] = RectifiedFlow
+    known = RECTIFIED_FLOW_FLAGS
     if isinstance(config, TrainMeanFlow):
-        ours = DistilledFlow if taught else MeanFlow
+        ours, known = (DistilledFlow, WEIGHT_FLAGS) if taught else (MeanFlow, MEAN_FLOW_FLAGS)
     choice = choose("flow", Flow, flags.flow or ours.__name__, flags.flow_options)
-    if isinstance(config, TrainRectifiedFlow):
-        arguments = arguments_from(flags, choice.target, ours, {"prediction": "prediction", "distance": "loss"})
-        if "distance" in arguments:
-            arguments["distance"] = flags.loss or ("pseudo_huber" if taught else "mse")
-    else:
-        known = WEIGHT_FLAGS if taught else MEAN_FLOW_FLAGS
-        arguments = arguments_from(flags, choice.target, ours, known)
-        if taught and "whole_fraction" in parameters_of(choice.target):
-            fraction = config.teacher.whole_fraction
-            arguments["whole_fraction"] = DEFAULT_WHOLE_FRACTION if fraction is None else fraction
-    parameters = parameters_of(choice.target)
-    require(
-        "coupling" in parameters or flags.coupling == "independent",
-        f"--coupling has no effect: {choice.target.__name__} has no argument coupling; leave it out",
-    )
-    if "time_distribution" in parameters:
-        arguments["time_distribution"] = _build_times(flags, "u_shaped" if taught else "logit_normal")
-    require(
-        "time_distribution" in parameters or not flags.time_distribution,
-        f"--time_distribution has no effect: {choice.target.__name__} has no argument time_distribution; leave it out",
-    )
-    if "earlier_distribution" in parameters and isinstance(config, TrainMeanFlow):
-        arguments["earlier_distribution"] = LogitNormal(flags.earlier_mean, flags.earlier_std)
-    return Choice(choice.flag, choice.target, arguments | dict(choice.arguments))
-
-
-def _build_times(flags: FlowConfig, default: str) -> TimeDistribution:
-    """Build the distribution of the training times, which :data:`TIME_FLAGS` may set."""
-    name = getattr(flags, "time_distribution", None) or default
-    target = choose("time_distribution", TimeDistribution, TIMES.get(name, name)).target
-    known = {argument: flag for argument, flag in TIME_FLAGS.items() if hasattr(flags, flag)}
-    arguments = arguments_from(flags, target, LogitNormal, known) | typed_options("time", target, flags.time_options)
-    times: TimeDistribution = Choice("time_distribution", target, arguments).build()
-    return times
+    target = choice.target
+    arguments = arguments_from(flags, target, Flow, FLOW_FLAGS) | arguments_from(flags, target, ours, known)
+    if "distance" in arguments:
+        arguments["distance"] = flags.loss or ("pseudo_huber" if taught else "mse")
+    if isinstance(config, TrainMeanFlow):
+        if config.teacher.whole_fraction is not None:
+            arguments["whole_fraction"] = config.teacher.whole_fraction
+        if "earlier_distribution" in parameters_of(target):
+            arguments["earlier_distribution"] = LogitNormal(flags.earlier_mean, flags.earlier_std)
+    if "time_distribution" in arguments:
+        name = flags.time_distribution or ("u_shaped" if taught else "logit_normal")
+        times = choose("time_distribution", TimeDistribution, TIMES.get(name, name)).target
+        known = {argument: flag for argument, flag in TIME_FLAGS.items() if hasattr(flags, flag)}
+        settings = arguments_from(flags, times, LogitNormal, known) | typed_options("time", times, flags.time_options)
+        arguments["time_distribution"] = Choice("time_distribution", times, settings).build()
+    return Choice(choice.flag, target, arguments | dict(choice.arguments))

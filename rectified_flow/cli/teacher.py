@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import DamageError, UsageError, require
 from rectified_flow.flags import as_plain, checked, command_line, plain, replaced
+from rectified_flow.flows import Solver
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import load_flow
@@ -48,6 +48,9 @@ INHERITED = (
     *NEW_FLAGS,
 )
 """Flags that are the teacher's."""
+COMPARED = {"pairs": "", "steps": "steps", "points": "points", "guidance_scale": "guidance"}
+COMPARED |= {name: name for name in ("seed", "pictures", "solver")}
+"""Values of a recipe that must be those of the data in the folder, with their names in errors; pairs may be paths."""
 
 
 def with_teacher_flags(config: Config) -> Config:
@@ -63,10 +66,10 @@ def with_teacher_flags(config: Config) -> Config:
     given = config.program.given if config.program.config is None else frozenset[str]()  # a file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
-        words = " ".join(command_line({name: flags[name]}))
         require(
-            name not in mine or mine[name] == as_plain(flags[name]),
-            f"--{name} has no effect with --{taught.flag}: the run inherits {words} of {source}; leave it out",
+            mine[name] == as_plain(flags[name]),
+            f"--{name} has no effect with --{taught.flag}: the run inherits "
+            f"{' '.join(command_line({name: flags[name]}))} of {source}; leave it out",
         )
     if taught.rows == "paths":
         require(
@@ -130,7 +133,7 @@ class Recipe:
     flags: dict[str, Any]
     points: int = 1
     guidance_scale: float = 1.0
-    solver: str = "midpoint"
+    solver: Solver = "midpoint"
     space: dict[str, Any] = field(default_factory=dict)
     teacher: str = ""
     sha256: str = ""
@@ -184,7 +187,7 @@ def open_drawn(
     with ExitStack() as held:
         done = on_main(state, lambda: _begin(writer, recipe, taught, held))
         if done is not None:
-            generator = _Generator(taught, recipe, state, writer, pictures)
+            generator = _Generator(recipe, writer, pictures, state.device)
             with interruptible(generator.teacher):
                 fill(writer, state, done, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.arguments), space
@@ -206,97 +209,85 @@ def recipe_of(taught: TeacherData) -> Recipe | None:
 
 
 def _begin(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> int | None:
-    """Lock other runs out; return the number of rows that exist, or None if the store is whole."""
-    rows, flag = taught.rows, f"{taught.rows}_dir"
-    prepare_folder(flag, writer.path.parent)
+    """Lock other runs out; return the number of rows that exist, or None if the store is whole.
+
+    Raises:
+        UsageError: if another run writes the store, or its data differ from those that the flags ask for.
+    """
+    rows, flag, path = taught.rows, f"{taught.rows}_dir", writer.path
+    prepare_folder(flag, path.parent)
     try:
         held.enter_context(writer.locked(f"choose a --{flag}", LOCK_TIMEOUT))
     except Timeout as error:
         raise UsageError(
-            f"another run draws the {rows} {writer.path}: wait for its end, or choose another --output_dir"
+            f"another run draws the {rows} {path}: wait for its end, or choose another --output_dir"
         ) from error
     with writer.writable(f"choose a --{flag}"):
-        adopt(writer.path, rows)
+        adopt(path, rows)
         known, whole = recipe_of(taught), writer.is_whole
         if known is not None:
             # A whole store is used in whichever precision this machine would generate it.
-            _refuse_other_recipe(known, recipe, writer.path, taught, whole=whole)
-        if whole:
-            return None
-        require(
-            known is None or known.teacher == recipe.teacher,
-            f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose another "
-            f"--{flag}",
-        )
-        return writer.prepare()
-
-
-def _refuse_other_recipe(known: Recipe, recipe: Recipe, path: Path, taught: TeacherData, *, whole: bool) -> None:
-    """Raise a UsageError if the data in the folder differ from those that the flags ask for."""
-    called = {"pairs": taught.rows, "guidance_scale": "guidance"}
-    for name in ("pairs", "steps", "points", "guidance_scale", "seed", "pictures", "solver", "precision"):
-        then, now = getattr(known, name), getattr(recipe, name)
-        require(
-            then == now or (whole and name == "precision"),
-            f"the {taught.rows} in {path} were drawn with other {called.get(name, name)} ({then} there, {now} now): "
-            f"choose another --output_dir, or --{taught.rows}_dir",
-        )
+            for name, called in (COMPARED if whole else COMPARED | {"precision": "precision"}).items():
+                then, now = getattr(known, name), getattr(recipe, name)
+                require(
+                    then == now,
+                    f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): choose "
+                    f"another --output_dir, or --{flag}",
+                )
+            require(
+                whole or known.teacher == recipe.teacher,
+                f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose another "
+                f"--{flag}",
+            )
+        return None if whole else writer.prepare()
 
 
 class _Generator:
     """Generates rows of the store with the teacher."""
 
-    def __init__(
-        self, taught: TeacherData, recipe: Recipe, state: PartialState, writer: StoreWriter, pictures: ImageDataset
-    ) -> None:
-        self.taught, self.recipe, self.state, self.writer, self.pictures = taught, recipe, state, writer, pictures
+    def __init__(self, recipe: Recipe, writer: StoreWriter, pictures: ImageDataset, device: torch.device) -> None:
+        self.recipe, self.writer, self.pictures, self.device = recipe, writer, pictures, device
         self.bf16 = recipe.precision == "bf16"
-        teacher = load_flow(taught.source, RectifiedFlow)
-        self.teacher = to_device(teacher, state.device, "bf16" if self.bf16 else "no")
-        labels = self.teacher.conditions.get("labels")
+        teacher = load_flow(Path(recipe.source), RectifiedFlow)
+        self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
+        classes, self.labels = self.teacher.conditions.get("labels"), None
         require(
-            not isinstance(labels, Labels) or list(labels.names) == pictures.class_names,
-            f"{taught.source} was trained on different classes than {pictures.info.source}; pass its training images "
+            not isinstance(classes, Labels) or list(classes.names) == pictures.class_names,
+            f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training images "
             "with --dataset_path",
         )
+        if classes is not None:  # a label for each row, distributed as in the training pictures
+            source = randomness.generator("cpu", recipe.seed, "labels of pairs")
+            rows = torch.randint(len(pictures), (writer.length,), generator=source)
+            self.labels = pictures.condition_values(rows.tolist())["labels"]
 
     def rows(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
-        device, space = self.state.device, self.teacher.space
-        bf16 = torch.autocast(device.type, torch.bfloat16, enabled=self.bf16)
-        path: list[Tensor] = []
-        with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), device), bf16:
+        space, path = self.teacher.space, list[Tensor]()
+        bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+        with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), self.device), bf16:
             shape = (len(numbers), *(space.shape or ()))
-            noise = randomness.randn("sample noise", shape, device).half().float()  # as it is stored
-            given: dict[str, Any] = {} if self._labels is None else {"labels": self._labels[list(numbers)]}
+            noise = randomness.randn("sample noise", shape, self.device).half().float()  # as it is stored
+            given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
-                solver=self.taught.solver,
+                solver=self.recipe.solver,
                 guidance=Guidance(self.recipe.guidance_scale),
                 watch=lambda _t, x: path.append(x.half().cpu()),
                 decode=False,
                 **given,
             )
-        points = torch.stack(path[:-1], dim=1) if self.taught.rows == "paths" else path[0]
+        points = torch.stack(path[:-1], dim=1) if PATH_FILE in self.writer.rows else path[0]
         return dict(zip(self.writer.rows, (space.to_stored(x), points), strict=True))
 
     def finish(self) -> None:
         """Complete the store: write its labels and its description, and give it its name."""
         labels, names = np.full(self.writer.length, -1), list[str]()
-        if self._labels is not None:
-            labels, names = self._labels.numpy(), self.pictures.class_names
-        source, side = f"{self.taught.rows} of {self.taught.source}", self.pictures.info.image_size
+        if self.labels is not None:
+            labels, names = self.labels.numpy(), self.pictures.class_names
+        source, side = f"{self.writer.kind} of {self.recipe.source}", self.pictures.info.image_size
         self.writer.complete(labels, source=source, image_size=side, class_names=names)
-
-    @cached_property
-    def _labels(self) -> Tensor | None:
-        """A label for each row, distributed as in the training pictures."""
-        if "labels" not in self.teacher.conditions:
-            return None
-        source = randomness.generator("cpu", self.recipe.seed, "labels of pairs")
-        rows = torch.randint(len(self.pictures), (self.writer.length,), generator=source)
-        return self.pictures.condition_values(rows.tolist())["labels"]
 
 
 def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any]]:

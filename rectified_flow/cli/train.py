@@ -1,6 +1,5 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
-from collections.abc import Mapping
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from rectified_flow.cli.plan import look, print_plan
 from rectified_flow.cli.recipe import proposed_share, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.condition import Condition, Labels
+from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import NAMED, ImageDataset, StoreDataset, summarize_pictures
 from rectified_flow.distributed.collectives import on_main
@@ -37,8 +36,8 @@ from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, 
 from rectified_flow.flags import recorded
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import check_start
-from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import require_memory
@@ -49,7 +48,7 @@ from rectified_flow.training.trainer import Trainer
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run, where no flag gives an interval."""
-PLANNED_LABELS: Mapping[str, Condition] = {"labels": Labels(1)}
+PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
 
@@ -64,133 +63,125 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
 
 
 def _train(config: TrainConfig) -> bool:
+    """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished.
+
+    Checks that need no data come first, since the decoding of the pictures can take hours.
+    """
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    choose_network(config.network), choose_flow(config)  # a wrong name ends here, before hours of decoding
+    choose_network(config.network), choose_flow(config)  # a wrong name ends here
     registered = open_registered(config.data)
-    if is_items(registered):
-        return _train_on_items(config, registered)
-    if config.program.look:
-        pictures = open_pictures(config.data)
+    items = registered if is_items(registered) else None
+    if items is not None:
+        _check_flags_of_items(config)
+    elif config.program.look:
+        pictures = open_pictures(config.data, registered)
         config = with_recipe(config, len(pictures))
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
-    space = build_space(config)
+    space = build_space(config.data, items)
+    if isinstance(space, Latents):
+        config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
+    conditions: Kinds = PLANNED_LABELS if items is None else getattr(items, "conditions", {})
     if config.program.dry_run:
-        print_plan(config, build_flow(config, PLANNED_LABELS, space))
+        print_plan(config, build_flow(config, conditions, space))
         return True
     on_main(state, lambda: check_start(config.run, config.network.init_from))
-    require_room_for_batch(config, space)
-    space.prepare(state.device)
-    pictures = open_pictures(config.data)
-    # Before anything depends on their number, on which processes would part.
-    check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
-    config = with_recipe(config, len(pictures))
-    config.check_held_out(proposed_share(len(pictures)))
-    space = space if isinstance(space, Latents) else build_space(config)  # which a recipe may augment
-    return train(config, build_flow(config, pictures.conditions, space), pictures)
+    if items is None:
+        require_room_for_batch(config, space)
+        space.prepare(state.device)
+        pictures = open_pictures(config.data, registered)
+        # Before anything depends on their number, on which processes would part.
+        check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
+        config = with_recipe(config, len(pictures))
+        config.check_held_out(proposed_share(len(pictures)))
+        space = space if isinstance(space, Latents) else build_space(config.data)  # a recipe may augment
+        conditions = pictures.conditions
+    flow = build_flow(config, conditions, space)
+    origin = config.network.init_from if config.teacher_data is None else config.teacher_data.source
+    if origin is not None and not list_checkpoints(config.run.checkpoints):
+        start_from(origin, flow)
+    dataset: Any = items
+    callbacks: list[Callback] = []
+    if items is None:
+        dataset, callbacks = _open_training_data(config, flow, pictures)
+    elif config.evaluation.evaluate_every:
+        rendered = RenderedItems(items, flow.space, config.data.dataset)
+        callbacks = build_evaluations(config.evaluation, rendered, config.run.seed)
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def _train_on_items(config: TrainConfig, items: Any) -> bool:
-    """Train on the items of a registered dataset; return whether it finished.
-
-    Raises:
-        UsageError: if a flag is given that only pictures have a use for.
-    """
+def _check_flags_of_items(config: TrainConfig) -> None:
+    """Raise a UsageError if a flag is given that only pictures have a use for."""
     given: dict[str, object] = {"autoencoder": config.data.autoencoder, "holdout": config.data.holdout}
     given |= {"look": config.program.look, "stop_when_memorising": config.evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     for flag, value in given.items():
         require(not value, f"--{flag} is for pictures, and --dataset {config.data.dataset} has items of another kind")
-    flow = build_flow(config, getattr(items, "conditions", {}), build_space(config, items))
-    if config.program.dry_run:
-        print_plan(config, flow)
-        return True
-    _start_from(config, flow)
-    callbacks = []
-    if config.evaluation.evaluate_every:
-        pictures = RenderedItems(items, flow.space, config.data.dataset)
-        callbacks = build_evaluations(config.evaluation, pictures, config.run.seed)
-    return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def train(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> bool:
-    """Train ``flow`` on pictures, their latents, or the data of a teacher; return whether it finished."""
-    state = PartialState()
+def _open_training_data(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> tuple[StoreDataset, list[Callback]]:
+    """Return the pictures to train on, their latents, or the data of a teacher, and the callbacks of the run.
+
+    ``flow`` gets the space of the latents, whose scales are known now.
+    """
+    state, taught = PartialState(), config.teacher_data
     if state.is_main_process:
         tqdm.write(line("pictures", summarize_pictures(pictures)))
-    _start_from(config, flow)
-    dataset = _training_data(config, flow, pictures)
+    dataset: StoreDataset = pictures
+    autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
+    if taught is not None:
+        dataset, space = open_drawn(taught, pictures, config.run, inherited_flags(config))
+        if autoencoder is not None and isinstance(space, Latents):
+            require(
+                space.autoencoder.fingerprint == autoencoder.fingerprint,
+                f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the "
+                "same",
+            )
+            space.autoencoder = autoencoder  # which may have moved
+            flow.space = space
+    elif autoencoder is not None:
+        dataset = latents = encode_pictures(pictures, autoencoder, state, mirrored=config.data.horizontal_flip)
+        flow.space = latents.space(autoencoder)
     callbacks: list[Callback] = []
-    held_out = None
-    split = _hold_out(config, flow, pictures)
+    held_out, seed = None, config.run.seed
+    asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
+    split = _hold_out(pictures, config.data.holdout, seed, asked=asked, labelled="labels" in flow.conditions)
     if split is not None:
-        callbacks.append(build_heldout_hook(config, dataset, split))
+        callbacks.append(build_heldout_hook(config.run, config.evaluation, dataset, split))
         dataset = dataset.subset(split.training)
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
-    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    return dataset, callbacks + build_evaluations(config.evaluation, pictures, seed, held_out)
 
 
-def _start_from(config: TrainConfig, flow: Flow) -> None:
-    """Give ``flow`` the weights of ``--init_from`` or of its teacher, unless the run resumes."""
-    source = config.network.init_from if config.teacher_data is None else config.teacher_data.source
-    if source is not None and not list_checkpoints(config.run.checkpoints):
-        start_from(source, flow)
-
-
-def _hold_out(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> Split | None:
+def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:
     """Return the split by ``--holdout``, or None if nothing is held out. Collective.
 
+    Args:
+        pictures: all pictures.
+        share: the share to hold out.
+        seed: seed of the run.
+        asked: a flag asks for held-out pictures, not a recipe.
+        labelled: the flow is trained on labels.
+
     Raises:
-        UsageError: if it leaves too few on a side, unless a recipe chose it.
+        UsageError: if a split that was asked for leaves too few pictures on a side.
     """
-    share, state = config.data.holdout, PartialState()
     if share == 0:
         return None
-    split = hold_out(pictures, share, config.run.seed, state)
+    state = PartialState()
+    split = hold_out(pictures, share, seed, state)
     if split.problem is not None:
-        asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
         require(not asked, f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))
     lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
-    if "labels" in flow.conditions and len(lost) > 0:
+    if labelled and len(lost) > 0:
         named = ", ".join(pictures.class_names[label] for label in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
         state.print(f"warning: no picture is left to train on of {len(lost)} of the classes: {named}")
     return split
-
-
-def _training_data(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> StoreDataset:
-    """Return the pictures, their latents, or the data of a teacher; ``flow`` gets the space of latents."""
-    taught = config.teacher_data
-    if taught is not None:
-        drawn, space = open_drawn(taught, pictures, config.run, inherited_flags(config))
-        if isinstance(flow.space, Latents) and isinstance(space, Latents):
-            flow.space = _taught_space(space, flow.space.autoencoder)
-        return drawn
-    if not isinstance(flow.space, Latents):
-        return pictures
-    autoencoder = flow.space.autoencoder
-    latents = encode_pictures(pictures, autoencoder, PartialState(), mirrored=config.data.horizontal_flip)
-    flow.space = latents.space(autoencoder)
-    return latents
-
-
-def _taught_space(space: Latents, autoencoder: Autoencoder) -> Latents:
-    """Return the teacher's space with its autoencoder, which may have moved.
-
-    Raises:
-        UsageError: if the autoencoder has other weights.
-    """
-    require(
-        space.autoencoder.fingerprint == autoencoder.fingerprint,
-        f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the same",
-    )
-    space.autoencoder = autoencoder
-    return space
 
 
 def start_from(path: Path, flow: Flow) -> None:
@@ -206,15 +197,15 @@ def start_from(path: Path, flow: Flow) -> None:
     state = PartialState()
     source, taken, fresh = read(path, load, state)
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
-    fits, misses = (sum(sizes[name] for name in names) for names in (taken, fresh))
+    fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     require(
-        fits > misses,
-        f"{source} is of another architecture: {fits / (fits + misses):.0%} of this network's weights would fit; pass "
+        2 * fits > total,
+        f"{source} is of another architecture: {fits / total:.0%} of this network's weights would fit; pass "
         "the --dim and --dim_mults in its config.json",
     )
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; new are {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
-    state.print(line("start from", f"{source}: {fits:,} of {fits + misses:,} weights{rest}"))
+    state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
 
 
 def require_room_for_batch(config: TrainConfig, space: Space) -> None:
@@ -228,23 +219,24 @@ def require_room_for_batch(config: TrainConfig, space: Space) -> None:
     require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
-def build_heldout_hook(config: TrainConfig, dataset: StoreDataset, split: Split) -> HeldOutHook:
+def build_heldout_hook(
+    run: TrainingConfig, config: EvaluationConfig, dataset: StoreDataset, split: Split
+) -> HeldOutHook:
     """Return the callback that measures the loss on held-out pictures.
 
     Raises:
         UsageError: if ``--stop_when_memorising`` would have too few measurements.
     """
-    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), config.run.seed)
-    total = config.run.total_steps(config.run.split_batch(PartialState().num_processes), len(split.training))
+    total = run.total_steps(run.split_batch(PartialState().num_processes), len(split.training))
     often = max(1, total // MEASUREMENTS)
-    every = config.evaluation.evaluate_every or min(config.run.save_every or often, often)
-    stops = config.evaluation.stop_when_memorising
+    every = config.evaluate_every or min(run.save_every or often, often)
     require(
-        not stops or config.evaluation.evaluate_every == 0 or ceil(total / every) > PATIENCE,
+        not config.stop_when_memorising or config.evaluate_every == 0 or ceil(total / every) > PATIENCE,
         f"--stop_when_memorising needs {PATIENCE + 1} measurements, and --evaluate_every {every} makes "
         f"{ceil(total / every)} in {total} steps: lower it",
     )
-    return HeldOutHook(pictures, every, stops=stops)
+    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
+    return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 
 
 def build_evaluations(
@@ -257,12 +249,6 @@ def build_evaluations(
     """
     if config.evaluate_every == 0:
         return []
-    evaluator = Evaluator(
-        pictures,
-        config.feature_network,
-        PartialState(),
-        num_samples=config.evaluation_samples,
-        seed=seed,
-        held_out=held_out,
-    )
+    network, count = config.feature_network, config.evaluation_samples
+    evaluator = Evaluator(pictures, network, PartialState(), num_samples=count, seed=seed, held_out=held_out)
     return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]

@@ -10,7 +10,7 @@ from annotated_types import Interval, Len
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing, parse_ratio
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError, require
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
     AtLeastTwo,
@@ -24,7 +24,7 @@ from rectified_flow.flags import (
     Probability,
     default_is,
 )
-from rectified_flow.flows import Coupling, Distance, ObjectiveName, Prediction, Solver
+from rectified_flow.flows import WEIGHT_POWER, Coupling, Distance, ObjectiveName, Prediction, Solver
 from rectified_flow.runs.config import LrDecay, TrainingConfig
 from rectified_flow.system.machine import require_memory
 
@@ -129,22 +129,18 @@ class NetworkConfig(Flags):
         Raises:
             UsageError: if they cannot.
         """
-        if self.network != UNET:
-            return
         divisor = 2 ** (len(self.dim_mults) - 1)
-        needed = f"by {divisor}, as the {len(self.dim_mults)} levels of --dim_mults need"
-        if latent_side is None:
-            multiple = divisor * min(ratio)  # as one of the two is odd
-            nearest = max(1, round(image_size / multiple)) * multiple
-            given, sides = f"--image_size {image_size}", "is"
-            if ratio != (1, 1):
-                given, sides = f"{given} with --aspect_ratio {ratio[0]}:{ratio[1]}", "gives sides that are"
-            require(image_size % multiple == 0, f"{given} {sides} not divisible {needed}; take {nearest}")
+        multiple = divisor * min(ratio)  # as one of the two is odd
+        if self.network != UNET or (latent_side or image_size) % multiple == 0:
             return
-        require(
-            latent_side % divisor == 0,
-            f"--image_size {image_size} has latents of side {latent_side}, which is not divisible {needed}: pass fewer "
-            "levels, or a larger power of two as --image_size",
+        sides = "is" if ratio == (1, 1) else f"with --aspect_ratio {ratio[0]}:{ratio[1]} gives sides that are"
+        remedy = f"; take {max(1, round(image_size / multiple)) * multiple}"
+        if latent_side is not None:
+            sides = f"has latents of side {latent_side}, which is"
+            remedy = ": pass fewer levels, or a larger power of two as --image_size"
+        raise UsageError(
+            f"--image_size {image_size} {sides} not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
+            f"--dim_mults need{remedy}"
         )
 
 
@@ -202,7 +198,7 @@ class MeanFlowConfig(FlowConfig):
     """Objective of the paper of this name; so_flow needs float32."""
     mean_fraction: Probability = 0.5
     """Fraction of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
-    weight_power: NonNegative = 0.75
+    weight_power: NonNegative = WEIGHT_POWER
     """Rows are weighted by their squared error to minus this power; 0 weights all alike."""
     weight_epsilon: PositiveNumber = 1e-3
     """Added to the squared error before the power."""
@@ -220,15 +216,6 @@ class MeanFlowConfig(FlowConfig):
     """Guidance inside the training target, so that sampling needs none; of the teacher, with --teacher."""
     guidance_mixing: Fraction = 0.0
     """Share of the network's own velocity in the target; the scale is then guidance_scale / (1 - guidance_mixing)."""
-
-    def check_teacher(self) -> None:
-        """Raise a UsageError if a flag is given that learning from a teacher does not use."""
-        for each in fields(self):
-            require(
-                each.name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
-                or getattr(self, each.name) == each.default,
-                f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out",
-            )
 
 
 @dataclass(frozen=True)
@@ -267,7 +254,27 @@ class TeacherData:
 
 
 @dataclass(frozen=True)
-class ReflowConfig(Flags):
+class TeacherFlags(Flags):
+    """Teacher-generated training data. The first flag names the teacher, which all others need."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        flag, *others = [each.name for each in fields(self)]
+        for name in others:
+            require(
+                self.source is not None or getattr(self, name) is None,
+                f"--{name} needs --{flag}: pass the run of a rectified flow",
+            )
+
+    @property
+    def source(self) -> Path | None:
+        """The teacher's run or checkpoint."""
+        source: Path | None = getattr(self, fields(self)[0].name)
+        return source
+
+
+@dataclass(frozen=True)
+class ReflowConfig(TeacherFlags):
     """Teacher-generated training data: pairs of noise and data."""
 
     reflow_from: Path | None = None
@@ -279,18 +286,9 @@ class ReflowConfig(Flags):
     pairs_dir: Annotated[Path | None, default_is("OUTPUT_DIR/pairs")] = None
     """Folder of the pairs, which several runs may share."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_teacher(self, "reflow_from", "pass the run to start from")
-
-    @property
-    def source(self) -> Path | None:
-        """The teacher's run or checkpoint."""
-        return self.reflow_from
-
 
 @dataclass(frozen=True)
-class TeacherConfig(Flags):
+class TeacherConfig(TeacherFlags):
     """Teacher-generated training data: paths from noise to data."""
 
     teacher: Path | None = None
@@ -303,21 +301,6 @@ class TeacherConfig(Flags):
     """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
     """Folder of the paths, which several runs may share."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require_teacher(self, "teacher", "pass the run of a rectified flow")
-
-    @property
-    def source(self) -> Path | None:
-        """The teacher's run or checkpoint."""
-        return self.teacher
-
-
-def _require_teacher(config: Flags, flag: str, remedy: str) -> None:
-    """Raise a UsageError if another flag of the group is given without ``flag``."""
-    given = [each.name for each in fields(config) if getattr(config, each.name) is not None]
-    require(not given or flag in given, f"--{(given or [''])[0]} needs --{flag}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -381,9 +364,13 @@ class TrainConfig:
         if self.data.autoencoder is None:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
-        self._check_room()
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()
+        picture = prod(self.data.framing.stored_shape)
+        for name in ("batch_size", "num_samples"):
+            count = getattr(self.run, name) or 1
+            pictures = f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}"
+            require_memory(count * picture, pictures, f"lower --image_size or --{name}")
 
     @property
     def teacher_data(self) -> TeacherData | None:
@@ -407,17 +394,6 @@ class TrainConfig:
             self.flow.coupling == "independent",
             f"--coupling and --{flag} exclude each other: generated data come with their noise",
         )
-
-    def _check_room(self) -> None:
-        """Raise a UsageError if a batch of pictures, or those of a preview, cannot fit into memory."""
-        picture = prod(self.data.framing.stored_shape)
-        for name in ("batch_size", "num_samples"):
-            count = getattr(self.run, name) or 1
-            require_memory(
-                count * picture,
-                f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}",
-                f"lower --image_size or --{name}",
-            )
 
 
 @dataclass(frozen=True)
@@ -455,14 +431,18 @@ class TrainMeanFlow(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.teacher.source is not None:
-            self.flow.check_teacher()
-        require(
-            self.network.use_cfg
-            or self.teacher.source is not None
-            or (self.flow.guidance_scale, self.flow.guidance_mixing) == (1, 0),
-            "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
-        )
+        if self.teacher.source is None:
+            require(
+                self.network.use_cfg or (self.flow.guidance_scale, self.flow.guidance_mixing) == (1, 0),
+                "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
+            )
+            return
+        for each in fields(self.flow):
+            require(
+                each.name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
+                or getattr(self.flow, each.name) == each.default,
+                f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out",
+            )
 
     @property
     def teacher_data(self) -> TeacherData | None:

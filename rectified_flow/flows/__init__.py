@@ -1,4 +1,7 @@
-"""Flows: modules that hold a network, return a loss, and sample. Here are the names of their choices, without torch."""
+"""Flows: modules that hold a network, return a loss, and sample.
+
+Here are the names of their choices, and a default that flags share with them. Nothing here imports torch.
+"""
 
 from typing import Literal
 
@@ -8,3 +11,5 @@ Distance = Literal["mse", "pseudo_huber"]
 ObjectiveName = Literal["mean_flow", "improved_mean_flow", "so_flow"]
 Solver = Literal["euler", "midpoint", "heun", "stochastic", "adaptive"]
 TimeGrid = Literal["uniform", "shifted", "edm"]
+WEIGHT_POWER = 0.75
+"""The default exponent of the weights of rows."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import TimeGrid
+from rectified_flow.flows import WEIGHT_POWER, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.flows.solvers import Watch
 from rectified_flow.flows.times import time_grid
