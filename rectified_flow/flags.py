@@ -65,7 +65,7 @@ class Flags:
     """
 
     def __post_init__(self) -> None:
-        changed = [each for each in fields(self) if not _is_default(self, each)]
+        changed = [each for each in fields(self) if not _is_default(getattr(self, each.name), each.default)]
         hints = get_type_hints(type(self), include_extras=True) if changed else {}
         for each in changed:
             value = _validated(f"--{flag_name(each.name)}", [getattr(self, each.name)], hints[each.name])
@@ -86,8 +86,11 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    _refuse_empty(arguments)
-    typed = _given(arguments)
+    for word, value in pairwise([*arguments, "end"]):
+        empty = word.startswith("--") and (value == "" or word.endswith("="))  # as a path, the current folder
+        require(not empty, f"{word.rstrip('=')} is empty: is a variable not set?")
+    words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
+    typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)
     if {"num_epochs", "train_num_steps"} <= set(names(config_class)) and "num_epochs" in typed | flags.keys():
         arguments = ["--train_num_steps", "None", *arguments]  # in place of a program's own default
@@ -105,9 +108,11 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
                 console_outputs=not quiet,
             )
     except SystemExit as end:
-        refusal = _usage_error(end)
-        if refusal is not None:
-            raise refusal from None
+        cause: BaseException | None = end
+        while cause is not None and not isinstance(cause, UsageError):  # tyro prints one of a config in a box
+            cause = cause.__context__
+        if cause is not None:
+            raise cause from None
         if not quiet:
             sys.stderr.write(explanation.getvalue())
             if end.code == 0:
@@ -218,23 +223,8 @@ def _validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
     raise UsageError(f"{name} is {problem['input']}; it must {requirement}")
 
 
-def _is_default(config: Any, each: Any) -> bool:
-    value = getattr(config, each.name)
-    default = each.default_factory() if each.default_factory is not MISSING else each.default
-    return is_dataclass(value) or (type(value) is type(default) and value == default)
-
-
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse an empty value: a shell variable was not set, and as a path it would mean the current folder."""
-    for word, value in pairwise([*arguments, "end"]):
-        if word.startswith("--") and (value == "" or word.endswith("=")):
-            raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
-
-
-def _given(arguments: Sequence[str]) -> set[str]:
-    """Return the names of the flags on the command line."""
-    words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
-    return {word.removeprefix("no_") for word in words}
+def _is_default(value: Any, default: Any) -> bool:
+    return type(value) is type(default) and value == default  # as True == 1
 
 
 def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) -> dict[str, Any]:
@@ -295,13 +285,6 @@ def import_modules(modules: Sequence[str]) -> None:
                 f"--import {name} failed ({type(error).__name__}: {first_line(error)}): name a module, as in Python's "
                 "import, that the current folder or the environment has"
             ) from error
-
-
-def _usage_error(error: BaseException | None) -> UsageError | None:
-    """Return the UsageError that led to ``error``: tyro prints those of a config in a box."""
-    while error is not None and not isinstance(error, UsageError):
-        error = error.__context__
-    return error
 
 
 def _types(config_class: Any) -> dict[str, Any]:

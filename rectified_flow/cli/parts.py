@@ -5,12 +5,7 @@ from typing import Any
 from accelerate import PartialState
 from torch import nn
 
-from rectified_flow.cli.train_flags import (
-    DataConfig,
-    NetworkConfig,
-    TrainConfig,
-    TrainMeanFlow,
-)
+from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
 from rectified_flow.condition import Kinds
 from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.store import ImageDataset

@@ -11,15 +11,7 @@ from annotated_types import Interval
 from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.errors import require
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import (
-    AtLeastTwo,
-    Flags,
-    NoiseLevel,
-    NonNegative,
-    Positive,
-    Seed,
-    default_is,
-)
+from rectified_flow.flags import AtLeastTwo, Flags, NoiseLevel, NonNegative, Positive, Seed, default_is
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.runs.config import EmaLength
 

@@ -159,10 +159,10 @@ def open_drawn(
         RunError: if the disk is full.
     """
     state = PartialState()
-    batch = run.split_batch(state.num_processes)
+    batch, prefix = run.split_batch(state.num_processes), taught.flag.removesuffix("_from")
     require(
         taught.count >= batch.total,
-        f"--{taught.flag_prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
+        f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
         "a smaller --batch_size",
     )
     known = on_main(state, lambda: recipe_of(taught))

@@ -247,11 +247,6 @@ class TeacherData:
         """Points that are kept of each path beside its end; the noise alone for pairs."""
         return self.steps if self.rows == "paths" else 1
 
-    @property
-    def flag_prefix(self) -> str:
-        """The first part of the names of the flags for the number of rows and of steps."""
-        return self.flag.removesuffix("_from")
-
 
 @dataclass(frozen=True)
 class TeacherFlags(Flags):
@@ -360,7 +355,21 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.teacher.source is not None:
-            self._check_teacher(fields(self.teacher)[0].name)
+            flag = f"--{fields(self.teacher)[0].name}"
+            unused = {
+                "augment": self.data.augment,
+                "holdout": self.data.holdout,
+                "init_from": self.network.init_from,
+                "stop_when_memorising": self.evaluation.stop_when_memorising,
+            }
+            for name, value in unused.items():
+                require(
+                    not value, f"--{name} has no effect with {flag}, which generates the training data: leave it out"
+                )
+            require(
+                self.flow.coupling == "independent",
+                f"--coupling and {flag} exclude each other: generated data come with their noise",
+            )
         if self.data.autoencoder is None:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
@@ -382,17 +391,6 @@ class TrainConfig:
         require(
             self.data.holdout > 0 or not self.evaluation.stop_when_memorising,
             f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}",
-        )
-
-    def _check_teacher(self, flag: str) -> None:
-        """Raise a UsageError if a flag is given that has no use for data that a teacher generates."""
-        given: dict[str, object] = {"augment": self.data.augment, "holdout": self.data.holdout}
-        given |= {"init_from": self.network.init_from, "stop_when_memorising": self.evaluation.stop_when_memorising}
-        for name, value in given.items():
-            require(not value, f"--{name} has no effect with --{flag}, which generates the training data: leave it out")
-        require(
-            self.flow.coupling == "independent",
-            f"--coupling and --{flag} exclude each other: generated data come with their noise",
         )
 
 

@@ -35,7 +35,7 @@ class FlowMap(Flow):
     default_steps = 1
 
     def __init__(
-        self, network: nn.Module, *, weight_power: float = 0.75, weight_epsilon: float = 1e-3, **settings: Any
+        self, network: nn.Module, *, weight_power: float = WEIGHT_POWER, weight_epsilon: float = 1e-3, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
         self.weight_power, self.weight_epsilon = weight_power, weight_epsilon
