@@ -291,8 +291,14 @@ class _Generator:
 
 
 def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the teacher's checkpoint and its flags; for generated data, those of their recipe."""
-    for newest in checkpoint.list_checkpoints(checkpoints)[-1:]:
+    """Return the teacher's checkpoint and the flags that a run inherits; for generated data, those of their recipe.
+
+    Raises:
+        UsageError: if there is no such checkpoint, a flag is missing or has another type, or the run's folders hold
+            checkpoints or data of another run.
+    """
+    saved = checkpoint.list_checkpoints(checkpoints)
+    for newest in saved[-1:]:
         with suppress(DamageError):  # the run itself reports it
             require(
                 _flags_of(newest).get(taught.flag) is not None,
@@ -300,38 +306,28 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
             )
     known = recipe_of(taught)
     if known is None:
-        return checkpoint.read(
-            taught.source,
-            lambda source: (source, _inherited(_flags_of(source), taught, source)),
-            names=(checkpoint.CONFIG_FILE,),
+        source, flags = checkpoint.read(
+            taught.source, lambda source: (source, _flags_of(source)), names=(checkpoint.CONFIG_FILE,)
         )
-    source = Path(known.source)
-    require(
-        source.resolve().is_relative_to(taught.source.resolve()),
-        f"{taught.folder} holds {taught.rows} of {source}: choose another --output_dir for {taught.source}",
-    )
-    require(
-        checkpoint.fingerprint(source) != checkpoint.MISSING or bool(checkpoint.list_checkpoints(checkpoints)),
-        f"{source} is gone, which draws the {taught.rows} in {taught.folder} and whose weights the run starts from: "
-        f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another",
-    )
-    return source, _inherited(known.flags, taught, taught.folder)
+        origin = source
+    else:
+        source, flags, origin = Path(known.source), known.flags, taught.folder
+        require(
+            source.resolve().is_relative_to(taught.source.resolve()),
+            f"{origin} holds {taught.rows} of {source}: choose another --output_dir for {taught.source}",
+        )
+        require(
+            checkpoint.fingerprint(source) != checkpoint.MISSING or bool(saved),
+            f"{source} is gone, which draws the {taught.rows} in {origin} and whose weights the run starts from: "
+            f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another",
+        )
+    defaults, names = plain(TrainRectifiedFlow()), (*INHERITED, *FOLDERS)
+    flags = {name: defaults[name] for name in NEW_FLAGS} | flags
+    lacks = ", ".join(name for name in names if name not in flags)
+    require(not lacks, f"--{taught.flag} {origin} was not trained by train_oxford.py: it lacks the flags {lacks}")
+    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in names}, origin)
 
 
 def _flags_of(source: Path) -> dict[str, Any]:
     path = source / checkpoint.CONFIG_FILE
     return program_flags(read_config(path)) if path.exists() else {}
-
-
-def _inherited(flags: Mapping[str, Any], taught: TeacherData, source: Path) -> dict[str, Any]:
-    """Return the flags of ``source`` that a run inherits.
-
-    Raises:
-        UsageError: if it lacks some, or one has another type.
-    """
-    defaults = plain(TrainRectifiedFlow())
-    flags = {name: defaults[name] for name in NEW_FLAGS} | dict(flags)
-    names = (*INHERITED, *FOLDERS)
-    lacks = ", ".join(name for name in names if name not in flags)
-    require(not lacks, f"--{taught.flag} {source} was not trained by train_oxford.py: it lacks the flags {lacks}")
-    return checked(TrainRectifiedFlow, {name: flags[name] for name in names}, source)

@@ -190,12 +190,8 @@ def start_from(path: Path, flow: Flow) -> None:
     Raises:
         UsageError: if there is none, or it is of another architecture.
     """
-
-    def load(source: Path) -> tuple[Path, set[str], set[str]]:
-        return source, *load_matching(flow.network, source)
-
     state = PartialState()
-    source, taken, fresh = read(path, load, state)
+    source, (taken, fresh) = read(path, lambda source: (source, load_matching(flow.network, source)), state)
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     require(

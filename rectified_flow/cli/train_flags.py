@@ -355,7 +355,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.teacher.source is not None:
-            flag = f"--{fields(self.teacher)[0].name}"
+            flag = fields(self.teacher)[0].name
             unused = {
                 "augment": self.data.augment,
                 "holdout": self.data.holdout,
@@ -363,12 +363,11 @@ class TrainConfig:
                 "stop_when_memorising": self.evaluation.stop_when_memorising,
             }
             for name, value in unused.items():
-                require(
-                    not value, f"--{name} has no effect with {flag}, which generates the training data: leave it out"
-                )
+                sentence = f"--{name} has no effect with --{flag}, which generates the training data: leave it out"
+                require(not value, sentence)
             require(
                 self.flow.coupling == "independent",
-                f"--coupling and {flag} exclude each other: generated data come with their noise",
+                f"--coupling and --{flag} exclude each other: generated data come with their noise",
             )
         if self.data.autoencoder is None:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
