@@ -3,8 +3,10 @@
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import set_seed
 from torch import nn
 
+from rectified_flow.cli.run_flags import EvaluateConfig, SampleConfig
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
 from rectified_flow.condition import Kinds
 from rectified_flow.data.build import ImageSource, open_dataset
@@ -18,6 +20,7 @@ from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
+from rectified_flow.load import Trained, load_trained, solver_options
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
@@ -49,6 +52,18 @@ def join(config: Any) -> PartialState:
     state = join_processes()
     check_equal(state, lambda: {f"--{name}": value for name, value in plain(config, paths=False).items()})
     return state
+
+
+def open_trained(config: SampleConfig | EvaluateConfig, seed: int) -> tuple[PartialState, Trained, dict[str, Any]]:
+    """Join the processes, and load a trained flow with the solver options of the flags.
+
+    Raises:
+        UsageError: if the checkpoint cannot be used, or a flag has no effect on its flow.
+    """
+    state, model = join(config), config.model
+    set_seed(seed)
+    trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
+    return state, trained, solver_options(trained.flow, trained.source, **vars(config.solver))
 
 
 def open_registered(config: DataConfig) -> Any:

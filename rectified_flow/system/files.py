@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
-from rectified_flow.errors import DamageError, NewerError, UsageError, require
+from rectified_flow.errors import DamageError, NewerError, RunError, UsageError, require
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as long as all of it
     from pydantic import TypeAdapter
@@ -129,6 +129,19 @@ def reading(path: Path) -> Iterator[None]:
         if error.errno in PASSING:
             raise UsageError(f"{path} cannot be read now ({error.strerror}): try again") from error
         raise DamageError(f"{path} cannot be read ({error.strerror or error})") from error
+
+
+@contextmanager
+def writing(what: object) -> Iterator[None]:
+    """Turn an error in writing ``what`` into a sentence.
+
+    Raises:
+        RunError: on any error of the operating system.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"could not write {what} ({error}): make room, or choose another folder") from error
 
 
 def open_regular(path: Path) -> BufferedReader:

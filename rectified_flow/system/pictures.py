@@ -12,8 +12,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
-from rectified_flow.errors import RunError
-from rectified_flow.system.files import open_regular, replace_file
+from rectified_flow.system.files import open_regular, replace_file, writing
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
@@ -125,10 +124,8 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     Raises:
         RunError: if that fails.
     """
-    try:
+    with writing(path):
         replace_file(path, encode_picture(pixels, path.suffix, **options), durable=False)
-    except OSError as error:
-        raise RunError(f"could not write {path} ({error}): make room, or choose another folder") from error
     return path
 
 

@@ -143,9 +143,9 @@ def test_a_page_has_the_pinned_runtime_unpacked_and_its_licence(tmp_path: Path) 
 
 def test_what_cannot_be_exported_is_refused() -> None:
     latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
-    with pytest.raises(UsageError, match="the flow is of latents: only flows of pixels can be exported"):
+    with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels can be exported"):
         NetworkCall(latents)
-    with pytest.raises(UsageError, match="the network takes caption: only labels can be exported"):
+    with pytest.raises(UsageError, match="--checkpoint has a network with caption: only labels can be exported"):
         NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
     NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
 

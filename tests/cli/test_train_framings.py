@@ -121,7 +121,7 @@ def test_pairs_and_paths_have_the_teachers_form(run: Path, tmp_path: Path) -> No
 def test_a_dry_run_knows_the_form_and_that_a_recipe_may_follow(pictures: Path, tmp_path: Path) -> None:
     [text] = run_on_ranks(1, printed, f"{FRAMED} --dataset_path {pictures} --dry_run --output_dir {tmp_path}/run")
     assert f"{pictures} at 12x8 px, not opened yet" in text
-    assert "images of side 12x8" in text
+    assert "images of 12x8 px" in text
     assert "a shorter run may be chosen when the folder is opened" in text
 
 
