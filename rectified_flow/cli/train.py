@@ -70,7 +70,8 @@ def _train(config: TrainConfig) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    choose_network(config.network), choose_flow(config)  # a wrong name ends here
+    choose_network(config.network)  # a wrong name ends here
+    choose_flow(config)
     registered = open_registered(config.data)
     items = registered if is_items(registered) else None
     if items is not None:

@@ -39,7 +39,7 @@ def test_every_solver_comes_to_the_picture(solver: Solver, steps: int) -> None:
 
 
 def test_a_divisor_that_is_clipped_in_sampling_leaves_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So it was in version 0.1; the test above would see it."""
+    """A sampler without the exact divisor fails the test above."""
     monkeypatch.setattr(RectifiedFlow, "exact_velocity", RectifiedFlow.velocity)
     assert error("euler", 128) > 0.5
     assert error("midpoint", 16) > 0.5

@@ -82,7 +82,7 @@ def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pyt
         StatusFile(shared).write("running", 1, 2)
         assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(claim, shared) == "claimed"
-    (shared / ".lock").chmod(0o600)  # as version 0.1 made it
+    (shared / ".lock").chmod(0o600)  # as a strict umask makes it
     assert said_by_nobody(claim, shared) == f"{shared}/.lock cannot be opened (Permission denied): change its rights"
 
 
