@@ -1,9 +1,11 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -48,6 +50,9 @@ from rectified_flow.training.optimizers import (
 )
 from rectified_flow.training.state import TrainingState, constant_average, power_averages
 from rectified_flow.training.stepper import Batch, Stepper, moved
+
+LONG_STEP = 1.0
+"""Time above which a step on a CPU can be abandoned between two layers [s]."""
 
 
 class Trainer:
@@ -117,6 +122,8 @@ class Trainer:
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
         self._is_best = False
+        self._step_seconds = inf
+        """Time of the last step [s]; before the first step it is unknown."""
         self._saved: Path | None = None
         """The checkpoint of the current state, if there is one."""
 
@@ -250,17 +257,21 @@ class Trainer:
 
         A step may take minutes on a CPU. One process alone can abandon it between two layers, since the weights,
         averages and counters change only after the last backward pass. Several processes would have to agree first:
-        they finish the step.
+        they finish the step. Steps that are short are finished, too: the hooks of :func:`interruptible` take some
+        milliseconds of each step.
         """
-        if self.device.type != "cpu" or self.accelerator.num_processes > 1 or self.config.compile:
+        alone = self.device.type == "cpu" and self.accelerator.num_processes == 1 and not self.config.compile
+        began = time.perf_counter()
+        if alone and self._step_seconds > LONG_STEP:
+            undo = self._undo()
+            try:
+                with interruptible(self.flow):
+                    yield
+            except Interrupted:
+                undo()
+        else:
             yield
-            return
-        undo = self._undo()
-        try:
-            with interruptible(self.flow):
-                yield
-        except Interrupted:
-            undo()
+        self._step_seconds = time.perf_counter() - began
 
     def _undo(self) -> Callable[[], None]:
         """Return a function that drops gradients, and restores buffers, such as running means, to their values now."""

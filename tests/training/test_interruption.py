@@ -19,6 +19,7 @@ from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import folder
 from rectified_flow.system.signals import Interrupted, stop_on_signals
 from rectified_flow.system.terminal import tolerant_streams
+from rectified_flow.training import trainer as trainer_module
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train
@@ -82,6 +83,7 @@ def test_a_signal_on_any_rank_ends_all_at_the_same_step(tmp_path: Path, flowers:
 
 def train_with_signal_in_pass(output_dir: Path, dataset: ImageDataset, step: int, backward: bool) -> tuple[int, int]:
     """Train in one process, which gets a signal in the forward or backward pass of a step."""
+    setattr(trainer_module, "LONG_STEP", 0.0)  # noqa: B010 -- in this process only
     trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
     steps_seen = torch.zeros(1)
     trainer.flow.register_buffer("steps_seen", steps_seen, persistent=False)
