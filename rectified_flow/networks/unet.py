@@ -21,6 +21,8 @@ from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
 
+MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
+"""Limits of a level and of a side: a damaged description could ask for more than the memory holds."""
 Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,8 +70,8 @@ class Unet(nn.Module):
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False
         """Whether the backward pass computes a block's activations again instead of keeping them."""
-        if attention_head_dim < 1 or blocks_per_level < 1:
-            raise ValueError("each attention head needs a channel, and each level a block")
+        if attention_head_dim < 1 or not 1 <= blocks_per_level <= MOST_BLOCKS:
+            raise ValueError(f"each attention head needs a channel, and each level 1 to {MOST_BLOCKS} blocks")
         self.downsampling = 2 ** (len(dim_mults) - 1)
         self.check_shape((channels, image_size, image_size))
 
@@ -164,7 +166,7 @@ class Unet(nn.Module):
         Raises:
             ValueError: if it does not.
         """
-        if len(shape) != 3 or shape[0] != self.channels:
+        if len(shape) != 3 or shape[0] != self.channels or not all(0 < side <= MOST_PIXELS for side in shape):
             raise ValueError(f"this Unet takes data of shape ({self.channels}, h, w), not {tuple(shape)}")
         for side in shape[1:]:
             if side % self.downsampling:

@@ -55,7 +55,8 @@ class _SafeStream:
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
         if isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of another class
-            stream.reconfigure(errors="backslashreplace")
+            with self.discarding_after():
+                stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

@@ -28,8 +28,8 @@ ROWS = {
         "space",
         "--dataset rings --space Clouds --space_options scale=300 --network PointNetwork --network_options width=16",
     ),
-    "own_dataset": ("dataset", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
-    "own_pictures": ("dataset", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
+    "own_dataset": ("dataset, condition", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
+    "own_pictures": ("source of images", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
     "own_autoencoder": (
         "autoencoder",
         f"{NO_UNET} --dim 8 --dim_mults 1 --autoencoder Folded --autoencoder_options unit=0.5",
@@ -138,11 +138,9 @@ def test_the_table_of_the_documentation_has_these_rows() -> None:
     table = re.search(r"## A new part: one file.*?(\n\|.*?)\n\n", page, re.DOTALL)
     assert table is not None
     rows = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].strip().splitlines()[2:]]
-    assert {(row[0], row[-1].strip("`")) for row in rows} == {
-        (part, f"tests/extension/{guest}.py") for guest, (part, _) in ROWS.items()
-    }
-    for part, _, flag, file in rows:
-        guest = Path(file.strip("`")).stem
+    guests = {(part, guest): flag for part, _, flag, files in rows for guest in re.findall(r"\[(\w+)\.py\]", files)}
+    assert guests.keys() == {(part, guest) for guest, (part, _) in ROWS.items()}
+    for (part, guest), flag in guests.items():
         words = ROWS[guest][1] if part != "metric" else f"--metric {METRICS[guest]}"
         name = flag.split("`")[1]
         assert f"{name} " in words, (part, flag)
