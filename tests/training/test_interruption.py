@@ -163,7 +163,7 @@ def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
 def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDataset) -> None:
     assert run_on_ranks(1, train_into_a_pipe, tmp_path, flowers.path) == [False]
     assert status(tmp_path)["state"] == "interrupted"
-    assert (tmp_path / "checkpoints/step_00000006/manifest.json").exists()
+    assert (tmp_path / "checkpoints/step_00000007/manifest.json").exists()
 
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
