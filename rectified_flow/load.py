@@ -93,7 +93,7 @@ class Trained:
     config: Mapping[str, Any]
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
-    """None in a checkpoint of weights alone."""
+    """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
 
     @property
     def run_folder(self) -> Path:
@@ -142,7 +142,7 @@ def read_trained(source: Path) -> Trained:
     Raises:
         UsageError: if it is damaged, or holds no :class:`Flow`.
     """
-    files = read_manifest(source).files  # not those that are there: the run may be removing them
+    files = read_manifest(source).files  # not the files in the folder: the run may be removing some
     return Trained(
         flow=_read_flow(source, Flow),
         source=source,
@@ -158,7 +158,7 @@ def load_average(flow: Flow, snapshots: Mapping[Path, int], length: float) -> No
     Raises:
         UsageError: if there are too few snapshots for that length.
     """
-    network_of(flow).load_state_dict(synthesize(snapshots, length), strict=False)  # frozen weights are in none
+    network_of(flow).load_state_dict(synthesize(snapshots, length), strict=False)  # snapshots contain no frozen weights
 
 
 def solver_options(

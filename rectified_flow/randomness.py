@@ -67,7 +67,7 @@ _draws = _Draws()
 
 @contextmanager
 def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Make every draw inside the block a function of ``rows``; ``device`` is that of the forward pass.
+    """Make every draw inside the block a function of ``rows``; ``device`` is the device of the forward pass.
 
     torch's default generators are seeded inside the block, and restored after it. With gradient checkpointing, the
     backward pass must be inside the block, too, since it recomputes activations.

@@ -30,11 +30,11 @@ from rectified_flow.system.terminal import lines
 class NetworkCall(nn.Module):
     """The velocity of a :class:`RectifiedFlow`, or the average velocity of a :class:`FlowMap`, with averaged weights.
 
-    What the network predicts is turned into the velocity inside. Conditions that are told (:class:`AugmentationLabels
-    <rectified_flow.condition.AugmentationLabels>`) are no inputs: they are those of sampling.
+    The prediction of the network is converted to the velocity. Augmentation labels (:class:`AugmentationLabels
+    <rectified_flow.condition.AugmentationLabels>`) are no inputs: they have the constant values of sampling.
 
     Args:
-        flow: of pixels whose shape is known.
+        flow: a flow of pixels whose shape is known.
 
     Raises:
         UsageError: if the flow is of another kind, of other data, or takes conditions other than labels.
@@ -56,12 +56,12 @@ class NetworkCall(nn.Module):
         self.told = {name: each for name, each in flow.conditions.items() if name != "labels"}
 
     def keep_in_half(self) -> None:
-        """Keep matrices and convolutions in float16; vectors stay, and all is computed in float32."""
+        """Store matrices and convolutions in float16. Vectors stay in float32, and so does the computation."""
         for module in list(self.flow.network.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.ndim > 1:
                     parameter.data = parameter.data.half()
-                    # unsafe: what is kept has another type than what is read
+                    # unsafe: the stored parameter and the parameter that is read differ in type
                     parametrize.register_parametrization(module, name, _Widened(), unsafe=True)
 
     def example(self, count: int) -> dict[str, Tensor]:

@@ -21,32 +21,32 @@ Config = TypeVar("Config", bound=TrainConfig)
 
 
 FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
-"""Pictures of a folder, and of those how many should be held out at least: fewer measure nothing."""
+"""Least number of pictures in a folder to hold some out, and least number of held-out pictures to measure on."""
 PASSES, AUGMENTED_PASSES = 400, 1000
-"""Passes over the pictures without many copies among the samples, without and with augmentation: of 64 at 16 px."""
+"""Numbers of passes over 64 pictures at 16 px after which samples contain few copies: without, with augmentation."""
 LEAST_STEPS = 3000
-"""Of a run, on however many processes: with fewer, it would hardly be beyond the warm-up of the learning rate."""
+"""Least number of optimizer steps in a run, chosen to be well above the learning rate warm-up."""
 LEAST_IMAGES, MOST_IMAGES = LEAST_STEPS * DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS * DEFAULT_BATCH_SIZE
-"""Images that a run is trained on at least, however few there are, and at most: those of the default length.
+"""Least and largest number of images that a run is trained on; the largest is that of a run of default length.
 
-They are counted in images, as a run shall be the same on one GPU and on eight.
+The length is counted in images, so that it is the same on one GPU and on eight.
 """
 CHOSEN = ("augment", "holdout", "num_epochs", "train_num_steps", "global_batch_size")
-"""The flags that a recipe may choose, and the one that it may replace."""
+"""Flags that a recipe may set, and ``train_num_steps``, which ``num_epochs`` replaces."""
 ALTERNATIVES = (
     {"num_epochs", "train_num_steps"},
     {"global_batch_size", "batch_size", "gradient_accumulation_steps"},
 )
-"""Flags of which none is chosen where one is given."""
+"""Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
 
 def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]:
     """Return flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
 
     Args:
-        count: pictures in the folder.
-        processes: that train.
-        fixed: ``augment`` and ``holdout`` where they are not to be chosen.
+        count: number of pictures in the folder.
+        processes: number of training processes.
+        fixed: values of ``augment`` and ``holdout`` that the user has set.
     """
     few = count * PASSES < MOST_IMAGES
     flags: dict[str, Any] = {"augment": 0.15} if few else {}
@@ -64,16 +64,16 @@ def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict
     """Return flags of a run on a teacher's data: it is as long as the teacher's run, in images.
 
     Args:
-        images_of_teacher: that the teacher was trained on.
-        rows: that it drew.
-        processes: that train.
+        images_of_teacher: number of images that the teacher was trained on.
+        rows: number of rows that the teacher generated.
+        processes: number of training processes.
     """
     images = min(max(images_of_teacher, LEAST_IMAGES), MOST_IMAGES)
     return {"num_epochs": max(0.01, round(images / rows, 2))} | batch_for(images, processes)
 
 
 def batch_for(images: float, processes: int) -> dict[str, int]:
-    """Return a smaller global batch, if a run on so many images had too few steps with the default one."""
+    """Return a smaller global batch size if a run on ``images`` images would have too few steps with the default."""
     fitting = int(images) // LEAST_STEPS // processes * processes
     return {} if fitting >= DEFAULT_BATCH_SIZE * processes else {"global_batch_size": max(fitting, processes)}
 
@@ -99,25 +99,25 @@ def may_choose(config: TrainConfig) -> bool:
 def with_recipe(config: Config, count: int) -> Config:
     """Return the flags of a run on ``count`` pictures or a teacher's data, and print the chosen ones. Collective.
 
-    Flags of the command line stay. A run that resumes, its own or that of ``--resume PATH``, goes on with the settings
-    that it began with.
+    Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its
+    original settings.
     """
     if not may_choose(config):
         return config
     fixed = set(config.program.given)
     for names in ALTERNATIVES:
         fixed |= names if fixed & names else set()
-    fixed |= {"augment"} if config.data.autoencoder is not None else set()  # which needs pixels
+    fixed |= {"augment"} if config.data.autoencoder is not None else set()  # augmentation needs pixels
     state = PartialState()
     before = on_main(state, lambda: _settings_of_run(config))
     if before is not None:
         kept = {name: value for name, value in before.items() if name not in fixed}
-        if kept.get("global_batch_size"):  # of perhaps another number of processes
+        if kept.get("global_batch_size"):  # the number of processes may have changed
             whole = kept["global_batch_size"] // state.num_processes * state.num_processes
             kept["global_batch_size"] = max(whole, state.num_processes)
         _print(state, {name: value for name, value in kept.items() if value}, "from the start of the run")
         return replaced(config, kept)
-    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # which fits the length
+    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # the recipe fits the batch size to the length
     taught = config.teacher_data
     if taught is None:
         given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed}
@@ -142,11 +142,11 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
     """Return the flags of :data:`CHOSEN` that the run began with; None for a fresh run."""
     found = checkpoint.list_checkpoints(config.run.checkpoints)
     if not found and config.run.resume not in ("auto", "never"):
-        with suppress(UsageError):  # of which the run itself will say more
+        with suppress(UsageError):  # the trainer reports an unusable checkpoint
             found = [checkpoint.resolve(Path(config.run.resume), lambda _text: None, (checkpoint.CONFIG_FILE,))]
     for newest in reversed(found):
         path = newest / checkpoint.CONFIG_FILE
-        with suppress(DamageError):  # likewise
+        with suppress(DamageError):  # the trainer reports a damaged checkpoint
             flags = program_flags(read_config(path))
             return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
     return None

@@ -41,16 +41,16 @@ BATCH_SIZE = 64
 NEW_FLAGS = ("network", "network_options", "dataset_options", "space", "space_options", "autoencoder_options")
 """Inherited flags that a teacher's run may lack: they were added after the first release."""
 FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
-"""Flags that are inherited where they are not given: a folder may have moved."""
+"""Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
 INHERITED = (
     *("dataset", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
     *("dim", "dim_mults", "dropout", "use_cfg", "prediction"),
     *NEW_FLAGS,
 )
-"""Flags that are the teacher's."""
+"""Flags that a run inherits from its teacher."""
 COMPARED = {"pairs": "", "steps": "steps", "points": "points", "guidance_scale": "guidance"}
 COMPARED |= {name: name for name in ("seed", "pictures", "solver")}
-"""Values of a recipe that must be those of the data in the folder, with their names in errors; pairs may be paths."""
+"""Values of a recipe that must match the stored data, with their names in errors; ``pairs`` also counts paths."""
 
 
 def with_teacher_flags(config: Config) -> Config:
@@ -63,7 +63,7 @@ def with_teacher_flags(config: Config) -> Config:
     if taught is None:
         return config
     source, flags = on_main(PartialState(), lambda: _find_source(taught, config.run.checkpoints))
-    given = config.program.given if config.program.config is None else frozenset[str]()  # a file is of another run
+    given = config.program.given if config.program.config is None else frozenset[str]()  # the file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
         require(
@@ -267,7 +267,7 @@ class _Generator:
         bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
         with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), self.device), bf16:
             shape = (len(numbers), *(space.shape or ()))
-            noise = randomness.randn("sample noise", shape, self.device).half().float()  # as it is stored
+            noise = randomness.randn("sample noise", shape, self.device).half().float()  # round to the stored precision
             given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
             x = self.teacher.sample(
                 noise=noise,

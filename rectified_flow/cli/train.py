@@ -70,7 +70,7 @@ def _train(config: TrainConfig) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    choose_network(config.network)  # a wrong name ends here
+    choose_network(config.network)  # raises an error for an unknown name
     choose_flow(config)
     registered = open_registered(config.data)
     items = registered if is_items(registered) else None
@@ -93,7 +93,7 @@ def _train(config: TrainConfig) -> bool:
         require_room_for_batch(config, space)
         space.prepare(state.device)
         pictures = open_pictures(config.data, registered)
-        # Before anything depends on their number, on which processes would part.
+        # Before anything depends on the number of pictures: a different number would desynchronise the processes.
         check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
         config = with_recipe(config, len(pictures))
         config.check_held_out(proposed_share(len(pictures)))
@@ -114,7 +114,7 @@ def _train(config: TrainConfig) -> bool:
 
 
 def _check_flags_of_items(config: TrainConfig) -> None:
-    """Raise a UsageError if a flag is given that only pictures have a use for."""
+    """Raise a UsageError if a flag is given that has an effect on pictures only."""
     given: dict[str, object] = {"autoencoder": config.data.autoencoder, "holdout": config.data.holdout}
     given |= {"look": config.program.look, "stop_when_memorising": config.evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
@@ -140,7 +140,7 @@ def _open_training_data(config: TrainConfig, flow: Flow, pictures: ImageDataset)
                 f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the "
                 "same",
             )
-            space.autoencoder = autoencoder  # which may have moved
+            space.autoencoder = autoencoder  # the folder may have moved
             flow.space = space
     elif autoencoder is not None:
         dataset = latents = encode_pictures(pictures, autoencoder, state, mirrored=config.data.horizontal_flip)
@@ -163,7 +163,7 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
         pictures: all pictures.
         share: the share to hold out.
         seed: seed of the run.
-        asked: a flag asks for held-out pictures, not a recipe.
+        asked: whether a flag, and not a recipe, requests held-out pictures.
         labelled: the flow is trained on labels.
 
     Raises:

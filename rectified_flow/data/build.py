@@ -64,7 +64,7 @@ def default_cache_dir() -> Path:
     """Return the default folder of stores: ``$RECTIFIED_FLOW_CACHE``, else the user's cache folder.
 
     Raises:
-        UsageError: if there can be no such folder: the user may have no home.
+        UsageError: if the default folder cannot exist, for example because the user has no home folder.
     """
     base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     path = Path(os.environ.get("RECTIFIED_FLOW_CACHE", f"{base}/rectified-flow"))
@@ -205,7 +205,7 @@ def open_dataset(
         cache_dir: folder for decoded images; by default the user's cache folder.
         skip_broken_images: skip images that cannot be decoded instead of raising.
         aspect_ratio: width:height.
-        crop: the part that is kept: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
+        crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
@@ -213,7 +213,7 @@ def open_dataset(
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
     """
-    if "" in (dataset_path, cache_dir):  # which would mean the current folder
+    if "" in (dataset_path, cache_dir):  # an empty path would mean the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
     dataset_path, cache_dir = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)

@@ -15,11 +15,11 @@ MARGIN = 1.25
 
 @dataclass(frozen=True)
 class Framing:
-    """The form in which pictures are trained on.
+    """Size, channels and crop of the training pictures.
 
     Args:
-        width: of the network's input [px].
-        height: likewise.
+        width: width of the network's input [px].
+        height: height of the network's input [px].
         alpha: keep transparency, as a fourth channel.
         crop: the centre, a random part at each step, or nothing: the whole picture is padded.
 
@@ -38,7 +38,7 @@ class Framing:
 
     @classmethod
     def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
-        """Build the framing of flags; ``image_size`` is the short side.
+        """Build the framing from the values of flags; ``image_size`` is the short side.
 
         Raises:
             UsageError: if the ratio is none, or the long side would be no whole number.
@@ -79,7 +79,7 @@ class Framing:
         return size_text(self.width, self.height)
 
     def enlarges(self, width: int, height: int) -> bool:
-        """Return whether an image of that size has fewer pixels than it is stored with."""
+        """Return whether an image of this size would be enlarged when it is stored."""
         wide, high = self.stored_size
         too_narrow, too_low = width < wide, height < high
         return too_narrow and too_low if self.crop == "none" else too_narrow or too_low
@@ -89,7 +89,7 @@ def parse_ratio(text: str) -> tuple[int, int]:
     """Return width and height, without common divisors, of ``3:2``.
 
     Raises:
-        UsageError: if it is no such ratio.
+        UsageError: if the text is not a ratio.
     """
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
     width, height = (int(number) for number in match.groups()) if match else (0, 0)

@@ -22,7 +22,7 @@ class ImageFolder:
     """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
 
     Attributes:
-        notes: lines on pictures that are not read, and on those that are in no class.
+        notes: lines on pictures that are not read, and on pictures without a class.
 
     Args:
         path: the folder.
@@ -133,4 +133,4 @@ def _size_and_time(file: Path) -> tuple[int, int]:
         with suppress(OSError):
             status = stat(file)
             return status.st_size, status.st_mtime_ns
-    return -1, -1  # in a folder whose rights forbid even that
+    return -1, -1  # the rights of the folder forbid reading the size and time

@@ -62,7 +62,7 @@ class LatentDataset(StoreDataset):
         """Return the items of ``indices`` with a leading batch dimension, in one read."""
         if self.mirrored:
             return super().read_batch(indices)
-        latents = self.entries["latents"][self._rows_of(indices), :1]  # read no more than that
+        latents = self.entries["latents"][self._rows_of(indices), :1]  # read the first variant only
         return {"latents": torch.from_numpy(latents), **self.condition_values(indices)}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
     sums = np.zeros((2, shape[2]))
     for start in range(0, length, ROWS_AT_ONCE):
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
-        variance = some[:, 1:] ** 2  # of the latents' own distribution; none of a single point
+        variance = some[:, 1:] ** 2  # variance of the latents' distribution; a deterministic encoding has none
         sums[0] += some[:, 0].sum(axis=(0, 2, 3))
         sums[1] += (some[:, 0] ** 2).sum(axis=(0, 2, 3)) + variance.sum(axis=(0, 1, 3, 4))
     mean, square = sums / (length * shape[3] * shape[4])
@@ -109,7 +109,7 @@ def encode_pictures(
     """
     info = pictures.info
     space = Latents(autoencoder, info.image_size)
-    # The store with mirror images serves both, whichever run made it.
+    # A store with mirror images can be used with and without mirroring.
     both = on_main(state, lambda: mirrored or _writer(pictures, autoencoder, mirrored=True).is_whole)
     writer = _writer(pictures, autoencoder, mirrored=both)
 

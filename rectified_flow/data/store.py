@@ -78,7 +78,7 @@ class StoreInfo:
     length: Positive
     image_size: Positive
     rows: dict[str, tuple[Positive, ...]]
-    """Shape of a row of each file but the labels'."""
+    """Shape of a row by file, without the file of labels."""
     class_names: list[str] = field(default_factory=list)
     """Names of the classes by label; empty without labels."""
     skipped: list[str] = field(default_factory=list)
@@ -181,7 +181,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def content(self) -> str:
-        """Hash of what the store holds, or was made from."""
+        """Hash of the contents of the store, or of their source."""
         return self.info.content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Couplings: which noise each sample of a batch is trained with.
+"""Couplings: the pairing of data and noise in a training batch.
 
 The paths of independent pairs cross. At a crossing, the mean velocity is that of none of the pairs, so learned paths
 curve and need more steps. The paths of pairs with a small distance cross less.
@@ -24,7 +24,7 @@ def optimal_pairs(costs: Tensor, groups: Tensor | None = None) -> Tensor:
     arXiv:2302.00482, section 3.4). The call waits for the device, since the assignment is solved on the CPU.
 
     Args:
-        costs: ``[b, b]``, of each datum (row) with each noise sample (column).
+        costs: cost ``[b, b]`` of pairing each datum (row) with each noise sample (column).
         groups: int64 ``[b]``, equal for rows with equal conditions. If given, noise is permuted only within each group,
             so that it stays independent of the conditions. (Otherwise a class would be trained on one region of the
             noise but sampled from all of it.)

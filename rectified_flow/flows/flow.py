@@ -43,9 +43,9 @@ class Flow(nn.Module):
         network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
             it takes to their kinds (:mod:`rectified_flow.condition`). Without one it takes none. Its method
             ``check_shape``, if it has one, raises a ValueError for a shape of ``x`` that it does not take.
-        space: between stored data and ``x``; :class:`Pixels` if not given.
+        space: map between stored data and ``x``; :class:`Pixels` if not given.
         condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
-        coupling: which noise each datum is trained with: its own, or by ``ot`` or ``immiscible`` a near one, see
+        coupling: pairing of data and noise: ``independent``, or ``ot`` or ``immiscible`` for nearby pairs, see
             :mod:`rectified_flow.flows.couplings`.
 
     Raises:
@@ -54,7 +54,7 @@ class Flow(nn.Module):
     """
 
     sample: Callable[..., Tensor]
-    """Generates data, ``[b, ...]`` as the space decodes it; each flow in its own way."""
+    """Function that generates data ``[b, ...]``, decoded by the space. Subclasses implement it."""
     velocity: Callable[..., Tensor]
     """The predicted velocity ``[b, ...]`` at ``(x, t, **conditions)``, for measuring."""
     loss: Callable[..., Any]
@@ -103,12 +103,12 @@ class Flow(nn.Module):
         """Compile the objective; drawing stays outside, and no saved name changes.
 
         Args:
-            args: of :func:`torch.compile`.
-            kwargs: likewise. Without any, a flow on a GPU is compiled with the :data:`GPU_OPTIONS` that this PyTorch
-                has.
+            args: positional arguments of :func:`torch.compile`.
+            kwargs: keyword arguments of :func:`torch.compile`. By default, a flow on a GPU is compiled with the
+                :data:`GPU_OPTIONS` that the installed PyTorch supports.
         """
         if self.device.type == "cuda" and not kwargs:
-            known = torch._inductor.list_options()  # PyTorch 2.8 lacks two of them, and refuses unknown ones
+            known = torch._inductor.list_options()  # PyTorch 2.8 lacks two options, and refuses unknown ones
             kwargs["options"] = {name: value for name, value in GPU_OPTIONS.items() if name in known}
         self.loss = torch.compile(self.loss, *args, **kwargs)
 
@@ -158,7 +158,7 @@ class Flow(nn.Module):
             return nearest_candidate(x_0, drawn)
         rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
-        if self.coupling == "ot" and rows is None:  # nobody paired the global batch: pair these rows
+        if self.coupling == "ot" and rows is None:  # no pairs of the global batch: pair this batch
             noise = noise[optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))]
         return noise
 
@@ -175,7 +175,7 @@ class Flow(nn.Module):
         """Return the start of sampling and a value of every condition; those that are not given are drawn.
 
         Args:
-            count: rows, where no tensor has a number of rows.
+            count: number of rows if no tensor is given.
             conditions: values by name.
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
@@ -212,7 +212,7 @@ class Flow(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the network is."""
+        """Device of the network."""
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     @contextmanager
@@ -262,12 +262,12 @@ def sample_batches(
 
     Args:
         flow: the flow to sample from.
-        numbers: which samples.
-        seed: of all of them.
-        batch_size: at most so many at once.
+        numbers: numbers of the samples to generate.
+        seed: seed of all samples.
+        batch_size: largest number of samples in a batch.
         conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
         start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
-        with_alpha: of pictures with transparency, yield RGBA ``[b, 4, h, w]`` and not their colours over white.
+        with_alpha: yield RGBA ``[b, 4, h, w]`` for pictures with transparency, instead of RGB over white.
         options: further arguments of ``flow.sample``.
     """
     to_picture = flow.space.render_with_alpha if with_alpha else flow.space.render

@@ -17,7 +17,7 @@ from rectified_flow.registry import register
 
 
 class FlowMap(Flow):
-    """A generator in one step or few, whose network predicts average velocities; how they are learned is a subclass's.
+    """A generator in one step or few, whose network predicts average velocities. Subclasses define the loss.
 
     From ``x_t``, the flow comes to ``x_r = x_t - (t - r) u(x_t, r, t)``.
 
@@ -26,7 +26,7 @@ class FlowMap(Flow):
         weight_power: rows are weighted by ``(squared error + weight_epsilon) ** -weight_power``, the squared error
             summed over elements (arXiv:2505.13447, section 4.3); 0 weights all alike, 1 makes the loss blind to size.
         weight_epsilon: see ``weight_power``.
-        settings: those of :class:`Flow`.
+        settings: further arguments of :class:`Flow`.
 
     Attributes:
         logged: values of the last forward pass to log beside the loss: ``unweighted_loss``, the mean squared error.
@@ -86,9 +86,9 @@ class FlowMap(Flow):
         """Generate data as the space decodes them, with one network call per step.
 
         Args:
-            count: how many, where no tensor has a number of rows.
+            count: number of samples if no tensor is given.
             steps: intervals between noise and data, each crossed with its average velocity.
-            grid: how the intervals are cut.
+            grid: spacing of the times, see :func:`time_grid`.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
@@ -126,7 +126,7 @@ class DistilledFlow(FlowMap):
         network: called ``network(x, t, r=r, **conditions)``.
         whole_fraction: share of the rows whose interval is the whole path, which one-step generation needs. Other rows
             end in any point, and start in any point before it.
-        settings: those of :class:`FlowMap`.
+        settings: further arguments of :class:`FlowMap`.
 
     Raises:
         ValueError: if the fraction is not in [0, 1].
@@ -162,7 +162,7 @@ class DistilledFlow(FlowMap):
             x_t: points of paths ``[b, ...]``.
             x_r: later points of the same paths, nearer to the data.
             t: times of ``x_t`` ``[b]``.
-            r: earlier times, of ``x_r``.
+            r: times of ``x_r`` ``[b]``, below ``t``.
             conditions: values by name ``[b, ...]``, dropped already.
         """
         u = self.average_velocity(x_t, t, r, **conditions)

@@ -49,7 +49,7 @@ def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
 VARIANTS: dict[str, Variant] = {
     "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
     "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
-    "so_flow": Variant(step=exponential_step),  # whose quotient of differences is the same residual
+    "so_flow": Variant(step=exponential_step),  # its difference quotient is the same residual
 }
 
 
@@ -62,16 +62,16 @@ class MeanFlow(FlowMap):
             takes finite steps only.
         objective: a name from the papers, or a :class:`Variant` of your own.
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
-        time_distribution: of ``t``.
-        earlier_distribution: of ``r``, which is ``t`` where it comes out later.
-        guidance_scale: of the velocity that is learned, inside the target (arXiv:2505.13447, section 4.2); needs a
-            network with conditions and ``condition_dropout``. Rows without conditions are left alone.
-        guidance_mixing: how much of the network's own conditional velocity is in the target; the effective scale is
+        time_distribution: distribution of ``t``.
+        earlier_distribution: distribution of ``r``. A draw above ``t`` is replaced by ``t``.
+        guidance_scale: guidance scale of the target velocity (arXiv:2505.13447, section 4.2); needs a network with
+            conditions and ``condition_dropout``. Rows without conditions are not guided.
+        guidance_mixing: share of the network's own conditional velocity in the target; the effective scale is
             ``guidance_scale / (1 - guidance_mixing)``.
-        settings: those of :class:`FlowMap`.
+        settings: further arguments of :class:`FlowMap`.
 
     Attributes:
-        progress: of training, in [0, 1]; set by the trainer, read by objectives with a schedule.
+        progress: progress of training in [0, 1], which the trainer sets for objectives with a schedule.
 
     Raises:
         ValueError: if there is no such objective, the fraction is not in [0, 1], or guidance has no conditions to work

@@ -25,10 +25,10 @@ class RectifiedFlow(Flow):
     Args:
         network: called ``network(x, t, **conditions)``.
         prediction: the meaning of the network's output. The loss is that of the velocity for each of them.
-        time_distribution: of the training times.
+        time_distribution: distribution of the training times.
         distance: ``mse``, or ``pseudo_huber`` with the constant for reflow (Lee et al. 2024, arXiv:2405.20320, section
             4.2), here of the mean over elements instead of the sum.
-        settings: those of :class:`Flow`.
+        settings: further arguments of :class:`Flow`.
     """
 
     default_steps = 16
@@ -94,17 +94,17 @@ class RectifiedFlow(Flow):
         """Generate data as the space decodes them; with :class:`Pixels` float32 ``[b, c, h, w]`` in [0, 1].
 
         Args:
-            count: how many, where no tensor has a number of rows.
+            count: number of samples if no tensor is given.
             steps: intervals between noise and data; the solver decides the network calls in each.
-            solver: how to cross an interval.
-            grid: how the intervals are cut.
-            guidance: pushes towards the conditions; one network call all the same, on twice the rows.
+            solver: ODE solver, see :func:`integrate`.
+            grid: spacing of the times, see :func:`time_grid`.
+            guidance: classifier-free guidance, which doubles the rows of a network call.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             generator: source of the draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
-            decode: if not, return ``x`` itself.
+            decode: decode the samples; if False, return ``x``.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
         Raises:
@@ -137,8 +137,8 @@ class RectifiedFlow(Flow):
             data: ``[b, ...]``, as the space stores them.
             steps: intervals.
             solver: any but ``stochastic``, which has no way back.
-            grid: how the intervals are cut.
-            guidance: as in sampling.
+            grid: spacing of the times, see :func:`time_grid`.
+            guidance: classifier-free guidance, see :meth:`sample`.
             conditions: values by name ``[b, ...]``; a condition left out is "none".
 
         Raises:

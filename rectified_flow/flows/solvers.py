@@ -50,7 +50,7 @@ def integrate(
 
     Args:
         velocity: called with ``x`` and a time.
-        x: where to start.
+        x: initial value.
         times: falling, or rising for the way back (not for ``stochastic``).
         solver: ``euler`` has order 1 and calls ``velocity`` once a step; ``midpoint`` and ``heun`` have order 2 and
             call it twice. ``stochastic`` steps like Euler and replaces part of the noise that is left by a fresh draw,
@@ -156,9 +156,9 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
     Args:
         predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity
             ``[b, ...]``.
-        kinds: of the conditions.
+        kinds: kinds of the conditions by name.
         conditions: values by name ``[b, ...]``, for all times.
-        guidance: when and how much.
+        guidance: scale and interval of the guidance.
     """
 
     def velocity(x: Tensor, t: float) -> Tensor:

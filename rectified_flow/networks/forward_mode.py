@@ -75,7 +75,7 @@ def reusing_values(kept: list[Tensor], count: int) -> Iterator[None]:
 
 
 def share(compute: Callable[[], Tensor], *, has_tangent: bool) -> Tensor:
-    """Return a value ``[b, ...]``, computed now, or in the pass before if it has a tangent."""
+    """Return the value ``[b, ...]`` of ``compute``. With a tangent, reuse the value kept by the first pass."""
     if _passes.kept is not None:
         value = compute()
         _passes.kept.append(value.detach())

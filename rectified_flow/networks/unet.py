@@ -259,7 +259,7 @@ class Attention(nn.Module):
 
 
 def _embedding_name(condition: str) -> str:
-    """``label_embedding`` for ``labels``: names are part of every checkpoint."""
+    """Return the name of the embedding module, such as ``label_embedding`` for ``labels``; checkpoints contain it."""
     return f"{condition.removesuffix('s')}_embedding"
 
 

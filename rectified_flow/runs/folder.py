@@ -184,11 +184,11 @@ class StatusFile:
         try:
             replace_file(self.path, text)
         except OSError:
-            with suppress(OSError):  # over the old one, which needs no more room
+            with suppress(OSError):  # overwrite the old file, which needs no more space
                 self.path.write_text(text)
 
     def write_failure(self, error: BaseException, step: int, total_steps: int) -> None:
-        """Write why the run ended early, unless another rank has: the first failure causes those of the others."""
+        """Write the cause of an early end, unless another rank has written one. The first failure causes the others."""
         known = self.read()
         if known is None or known.state not in ("failed", "finished"):
             state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"

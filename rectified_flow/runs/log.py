@@ -27,8 +27,8 @@ class LineFile:
 
     Args:
         path: the file.
-        step: the step that the run starts at. Lines of later steps, which a killed run left, are dropped. At step 0 an
-            older file is kept beside the new one.
+        step: first step of the run. Lines of later steps, left by a killed run, are dropped. At step 0, an older
+            file is kept beside the new one.
         warn: called with a sentence if the file has damaged lines, which are dropped.
 
     Raises:

@@ -138,7 +138,7 @@ def _compare_flows(
         return
     then, now = (flat(each) for each in (checkpoint.load_document(path, FLOW_FILE), flow))
     for name in dict.fromkeys([*then, *now]):
-        absent = not then.get(name) and not now.get(name)  # off, in a version that did not have it
+        absent = not then.get(name) and not now.get(name)  # an older version lacked the option, so it was off
         if then.get(name) == now.get(name) or absent or name == "space.shape" or name.startswith("network."):
             continue
         called = {"kind": "flow"}.get(name, name)

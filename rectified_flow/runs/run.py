@@ -33,7 +33,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 
 class BackgroundSaver:
-    """A thread that writes one checkpoint at a time, so that a step waits for a copy of the weights and not for a disk.
+    """A thread that writes one checkpoint at a time, so that training waits for a copy in memory and not for the disk.
 
     Args:
         config: the run's flags.
@@ -54,12 +54,12 @@ class BackgroundSaver:
         """Copy the tensors, and write the checkpoint in the background.
 
         If the disk is still busy with the previous checkpoint after half of the run's rank timeout, this one is left
-        out: the other ranks wait meanwhile, and not for ever.
+        out, because the other ranks wait and would time out.
 
         Args:
             step: optimizer steps made.
             tensors: named tensors by file.
-            documents: what JSON can hold by file.
+            documents: plain data by file name.
             best: point the name ``best`` to the checkpoint.
             prune: remove older checkpoints afterwards, as the config says.
         """
@@ -129,7 +129,7 @@ class BackgroundSaver:
 
 
 class Run:
-    """A run on the disk; every process has one and calls it alike, and the main process alone writes.
+    """A run on the disk. Every process calls the same methods in the same order; the main process alone writes.
 
     Args:
         accelerator: the run's Accelerator.
@@ -202,7 +202,7 @@ class Run:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock other runs out of the folders inside the block, and write into the status why the block fails.
+        """Lock other runs out of the folders inside the block. Write an error of the block to ``status.json``.
 
         Raises:
             UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
@@ -257,7 +257,7 @@ class Run:
         return self.config.checkpoints / step_name(step)
 
     def finish(self) -> None:
-        """Put everything on the disk, and write how the run ended and where its files are. Main process only.
+        """Flush all files, and write the final status and the paths of the files. Main process only.
 
         Raises:
             RunError: if the last checkpoint or the last lines could not be written.

@@ -28,7 +28,7 @@ POINTS = 400
 CHUNK = 2**24
 """Bytes of a file that one report reads; the next report continues there."""
 NO_MEASUREMENTS = {"step", "image_size", "num_real", "num_samples", "seed", "steps"}
-"""Numbers in a row that are settings, or the step."""
+"""Names of the numbers in a row that are settings, or the step, and not measurements."""
 LARGEST = 1e300
 """Bound of the values of a curve; NaN and infinity are not below it."""
 SAMPLES = "samples"

@@ -32,7 +32,7 @@ def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
 
     Args:
         x: pictures ``[b, c, h, w]``, float32 in [-1, 1]; the first three of three channels or more are colours.
-        probability: of drawing each kind of change; half of those that are mirrored stay as they are.
+        probability: probability of each kind of change; mirroring then applies to half of the rows.
 
     Returns:
         Pictures ``[b, c, h, w]`` in [-1, 1], and numbers ``[b, 14]``; a row without changes is the same to the bit, and
@@ -81,7 +81,7 @@ def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     rows = torch.arange(height, device=x.device) - (height - 1) / 2
     columns = torch.arange(width, device=x.device) - (width - 1) / 2
     targets = torch.stack(torch.meshgrid(columns, rows, indexing="xy"), dim=-1)
-    inverse = torch.linalg.inv_ex(linear).inverse  # whose plain form makes a GPU wait, to ask whether there is one
+    inverse = torch.linalg.inv_ex(linear).inverse  # torch.linalg.inv would wait for the GPU
     sources = torch.einsum("bij, bhwj -> bhwi", inverse, targets - shift[:, None, None])
     grid = 2 * torch.stack((sources[..., 0] / width, sources[..., 1] / height), dim=-1)
     return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False).clamp(-1, 1)

@@ -25,11 +25,11 @@ class StoredLatents(Space):
 
     Args:
         shape: ``(c, ...)``.
-        mean: of each channel; 0 if not given.
+        mean: mean of each channel; 0 if not given.
         std: standard deviation of each channel, by which latents are divided; 1 if not given.
 
     Raises:
-        ValueError: if there are not as many as channels.
+        ValueError: if the number of means or standard deviations is not the number of channels.
     """
 
     key = "latents"
@@ -88,10 +88,10 @@ class Latents(StoredLatents):
     Generated data are pictures, float32 in [0, 1].
 
     Args:
-        autoencoder: that encoded the pictures.
+        autoencoder: autoencoder that encoded the pictures.
         image_size: side of the pictures [px].
-        shape: ``(c, h, w)``; of the autoencoder if not given.
-        mean: of each channel.
+        shape: shape ``(c, h, w)`` of the latents; by default the autoencoder determines it.
+        mean: mean of each channel.
         std: standard deviation of each channel.
     """
 

@@ -19,8 +19,8 @@ class Pixels(Space):
     """Pictures ``[b, c, h, w]``.
 
     Stored pictures are uint8, or floating point in [-1, 1]. Generated ones are float32 in [0, 1]. Four channels are
-    RGBA, not premultiplied. Of stored pictures larger than a ``shape`` that was given, training takes random parts, and
-    all else the centre.
+    RGBA, not premultiplied. If stored pictures are larger than the given ``shape``, training crops random parts. Other
+    uses crop the centre.
 
     Args:
         shape: ``(c, h, w)``; taken from the first training batch if not given.

@@ -42,7 +42,7 @@ MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
 """Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
 CHECKPOINT = "checkpoint"
-"""Kind of a manifest that names none, as those of checkpoints do."""
+"""Kind of an artifact whose manifest names no kind, like the manifest of a checkpoint."""
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""
 SMALL = 2**20

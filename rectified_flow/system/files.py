@@ -49,11 +49,11 @@ def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterato
 
     Args:
         path: the lock's file.
-        timeout: to wait for another process that holds it [s].
+        timeout: time to wait for another process that holds the lock [s].
         warn: called with a line.
 
     Raises:
-        Timeout: if it holds it still.
+        Timeout: if another process still holds the lock.
         UsageError: if the file may not be opened: another process may hold it.
     """
     lock = lock_of(path)
@@ -277,7 +277,7 @@ def _damage_in_words(problem: Mapping[str, Any]) -> str:
             return f"is damaged: the key {key!r} is missing"
         case "value_error":  # raised by the dataclass
             return f"is damaged: {problem['ctx']['error']}"
-        case "literal_error":  # a choice that was removed, or is of a newer version
+        case "literal_error":  # a choice that was removed, or that a newer version added
             return f"does not fit this version of the project: {key} is {_in_words(problem)}"
     return f"is damaged: {key or 'it'} is {_in_words(problem)}"
 

@@ -28,7 +28,7 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
     """Open a picture without decoding it yet.
 
     Raises:
-        OSError: if it is none, is no regular file, or is of another format than :data:`FORMATS`.
+        OSError: if the file is not a regular file, or not a picture in one of :data:`FORMATS`.
     """
     if isinstance(source, Path):
         open_regular(source).close()

@@ -127,7 +127,7 @@ def interruptible(module: "nn.Module") -> Iterator[None]:
         if isinstance(output, Tensor) and output.grad_fn is not None and not compiler.is_compiling():
             output.register_hook(poll)
 
-    with ExitStack() as hooks:  # which are removed at the end
+    with ExitStack() as hooks:  # the hooks are removed at the end
         for each in module.modules():
             hooks.enter_context(each.register_forward_pre_hook(poll))
             hooks.enter_context(each.register_forward_hook(poll_backward))

@@ -107,7 +107,7 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
 def _training_step(
     flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that computes loss and gradient of a batch of ``count``; no trace of it is left."""
+    """Yield a function that computes loss and gradient of a batch; reset gradients and mode afterwards."""
     batch = {name: torch.cat([value] * count) for name, value in item.items()}
 
     def step() -> None:
@@ -164,7 +164,7 @@ class _Activations(TorchDispatchMode):
         size = 0 if value.shape in self._shapes else storage.nbytes()
         self._alive[storage._cdata] = StorageWeakRef(storage), size
         self._at_most += size
-        if self._at_most > self.peak:  # looking at them all is slow
+        if self._at_most > self.peak:  # checking every object is slow
             self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
             self._at_most = sum(size for _, size in self._alive.values())
             self.peak = max(self.peak, self._at_most)

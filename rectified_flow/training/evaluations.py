@@ -43,7 +43,7 @@ def sample_preview(trainer: "Trainer") -> None:
         return
     trainer.stepper.finish_pending()
     space: Space = getattr(flow, "space", None) or Pixels()
-    steps = {"steps": config.sample_steps} if config.sample_steps else {}  # else the flow's own number
+    steps = {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
     at_once = min(MOST_AT_ONCE, trainer.batch.per_process)
 
     def sample(numbers: list[int]) -> Tensor:
@@ -115,7 +115,7 @@ class EvaluationHook(Measurement):
         before = self.file.numbers(name, self._settings(trainer))
         before.pop(step, None)
         least = min(before.values(), default=inf)
-        with suppress(UsageError):  # a disk that does not answer now
+        with suppress(UsageError):  # the disk does not respond now
             if self.keeps_best:  # the checkpoint of the least number may not have been written
                 known = checkpoint.best_of(trainer.config.checkpoints)
                 least = inf if known is None else before.get(checkpoint.step_of(known), least)
@@ -197,7 +197,7 @@ def _averaged(trainer: "Trainer") -> Flow:
 
 
 def _wait_for_disk(trainer: "Trainer") -> None:
-    """Wait for the checkpoint in writing, but not for so long that the other ranks, which wait here, give up."""
+    """Wait at most half of the rank timeout for the checkpoint that is being written, since other ranks wait here."""
     with suppress(TimeoutError):
         trainer.run.saver.wait(trainer.config.rank_timeout / 2)
 

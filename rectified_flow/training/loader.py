@@ -88,7 +88,7 @@ def explain_loader_errors() -> Iterator[None]:
 
     Raises:
         RunError: if the loader process lacked memory or open files, or was killed.
-        UsageError: if the dataset raised one, as a RunError with its own sentence.
+        UsageError: if the dataset raised a UsageError; a RunError of the dataset is raised in the same way.
     """
     try:
         yield
@@ -133,7 +133,7 @@ def paired(
     while micro_batches := list(islice(batches, batch.accumulation)):
         everything = gather_rows(micro_batches, batch, device)
         with deterministic(BatchRows(seed, step, batch.total, slice(None)), device):
-            rows = broadcast(flow.pair(**everything))  # rounding may have given other ranks other rows
+            rows = broadcast(flow.pair(**everything))  # rounding may differ between ranks, and so may the pairs
         for index, micro_batch in enumerate(micro_batches):
             yield micro_batch | {"noise_rows": rows[batch.rows(rank, index)]}
         step += 1

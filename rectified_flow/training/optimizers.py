@@ -31,7 +31,7 @@ def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained parameters by name.
 
     Raises:
-        UsageError: if there is none, or one has less than 32 bits.
+        UsageError: if no parameter is trained, or a trained parameter has less than 32 bits.
     """
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
     require(bool(parameters), "every parameter of the flow is frozen, so there is nothing to train")
@@ -69,7 +69,7 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     Args:
         config: the run's flags.
         fused: whether to build an optimizer whose step is one kernel. A fused optimizer reads ``found_inf``, so it
-            can skip a step whose gradient is not finite without a wait for the device. Others are waited for.
+            can skip a step whose gradient is not finite without a wait for the device. Other optimizers need the wait.
 
     Raises:
         UsageError: if no optimizer is registered under that name, or an option does not fit it.

@@ -45,7 +45,7 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
 
 
 def power_averages(network: nn.Module) -> dict[str, KarrasEMA]:
-    """Build the averages by file from whose snapshots others are made (:mod:`rectified_flow.runs.snapshots`)."""
+    """Build the power-function averages by file; see :mod:`rectified_flow.runs.snapshots`."""
     options: dict[str, Any] = {"update_every": 1, "ignore_names": checkpoint.frozen_names(network)}
     return {file_of(length): KarrasEMA(network, length, ema_model=_copy(network), **options) for length in LENGTHS}
 
@@ -84,7 +84,7 @@ class TrainingState:
         self.bad_steps = 0
         """Number of steps that were skipped for a loss or gradient that was not finite."""
         self.bad_in_a_row = 0
-        """Number of such steps since the last good one."""
+        """Number of consecutive steps that were skipped for a loss or gradient that was not finite."""
         self.scaler_skips = 0
         """Number of steps that were skipped because the loss scale of fp16 was too large."""
         self.sums: dict[str, Tensor] = {}
@@ -155,7 +155,7 @@ class TrainingState:
         """Restore the state of the checkpoint at ``path`` for one of the ranks.
 
         Raises:
-            UsageError: if another architecture or optimizer made it.
+            UsageError: if the checkpoint is of another architecture or optimizer.
         """
         checkpoint.load_weights(network_of(self.flow), path, checkpoint.MODEL_FILE)
         saved = checkpoint.load_state(path)

@@ -180,12 +180,12 @@ class Trainer:
                         if self.is_due(self.config.log_every):
                             bar.set_postfix_str(self._log_metrics())
                         with self.throughput.paused():
-                            # First of all the checkpoint: a preview may need more memory than there is.
+                            # Save the checkpoint first: a preview may run out of memory.
                             if self.is_due(self.config.save_every) or self._is_best:
                                 self._save()
                             if self.is_due(self.config.sample_every):
                                 sample_preview(self)
-                        # The vote waits for the slowest rank, which is no pause.
+                        # The vote waits for the slowest rank, and this wait counts towards the throughput.
                         stop = any_rank(self.accelerator, stop_requested() is not None)
                 self._finish()
         return self.state.step == self.total_steps
@@ -317,7 +317,7 @@ class Trainer:
         state, best = self.state, self._is_best
         self._is_best = False
         counters = state.counters(gather_scalars(self.accelerator, state.sums))
-        # In a row of bad steps the weights before them are in doubt, and older ones must not go.
+        # After consecutive bad steps the weights may be faulty, so older checkpoints are kept.
         self._saved = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
@@ -326,7 +326,7 @@ class Trainer:
         """Save the last step, wait for the disk, and report where everything is."""
         if self._saved is None and self.state.step > 0:  # the first step may have been abandoned
             self._save()
-        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # for the disk, which is the main process's alone
+        set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # others wait while the main one writes
         on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)
