@@ -1,4 +1,4 @@
-"""Which default settings matter? Short rectified flows that differ in one setting."""
+"""Which default settings matter? Compare short rectified flows that differ in one setting."""
 
 import sys
 from collections.abc import Mapping

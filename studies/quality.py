@@ -11,7 +11,7 @@ from studies.training import load_trained, measure_samples, open_pictures, train
 STEPS = 8
 """Midpoint steps, of two network calls each."""
 PEER_DIM = 16
-"""With it, the peer's Unet has 2.29 M parameters, and that of this study 2.14 M."""
+"""Width of the peer's Unet, which then has 2.29 M parameters; the Unet of this study has 2.14 M."""
 
 
 def train_ours(row: Row) -> None:

@@ -175,7 +175,7 @@ def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
 
 
 def test_without_its_module_the_kind_is_named(runs: tuple[str, Path], tmp_path: Path) -> None:
-    """In a process that never imported the guest; a checkpoint does not name what only the training needs."""
+    """Sample without --import. Optimizers and metrics are not named by a checkpoint, so sampling works without them."""
     guest, folder = runs
     flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path)]
     [(code, errors)] = run_on_ranks(1, program, "sample.py", flags)
