@@ -334,7 +334,7 @@ class Choice:
             raise UsageError(f"--{self.flag} {self.target.__name__} cannot be built ({first_line(error)})") from error
 
 
-def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = ()) -> Choice:
+def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = (), but: type | None = None) -> Choice:
     """Return the registered class or function ``name`` with its options.
 
     Args:
@@ -342,11 +342,12 @@ def choose(flag: str, role: Role | type, name: str, options: Sequence[str] = ())
         role: its role or base class.
         name: its registered name.
         options: ``KEY=VALUE`` for parameters of the target.
+        but: a base class whose subclasses are left out.
 
     Raises:
         UsageError: if it is not registered, or an option is unknown or has a value of another type.
     """
-    target = find(flag, role, name)
+    target = find(flag, role, name, but)
     return Choice(flag, target, typed_options(flag, target, options))
 
 

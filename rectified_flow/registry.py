@@ -57,25 +57,28 @@ def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
     return target
 
 
-def names(role: Role | type) -> list[str]:
-    """Return the registered names of a role, or of the subclasses of a class."""
+def names(role: Role | type, but: type | None = None) -> list[str]:
+    """Return the registered names of a role, or of the subclasses of a class, without those of the class ``but``."""
     if isinstance(role, str):
         return sorted(_BY_ROLE.get(role, ()))
-    return sorted(name for name, kind in _KINDS.items() if issubclass(kind, role))
+    return sorted(
+        name for name, kind in _KINDS.items() if issubclass(kind, role) and not (but and issubclass(kind, but))
+    )
 
 
-def find(flag: str, role: Role | type, name: str) -> Any:
+def find(flag: str, role: Role | type, name: str, but: type | None = None) -> Any:
     """Return the function or class that is registered under ``name``.
 
     Args:
         flag: the flag that names it, for the error.
         role: the purpose of a function, or the base class of a class.
         name: its registered name.
+        but: a base class whose subclasses are left out.
 
     Raises:
         UsageError: if nothing of this role has that name; the sentence lists the names.
     """
-    known = names(role)
+    known = names(role, but)
     require(
         name in known,
         f"--{flag} {name} is not registered: choose {' or '.join(known) or 'another'}, or pass --import MODULE with "

@@ -176,7 +176,7 @@ def choose_network(config: NetworkConfig) -> Choice:
     Raises:
         UsageError: if it is not registered, or a flag does not fit it.
     """
-    choice = choose("network", nn.Module, config.network, config.network_options)
+    choice = choose("network", nn.Module, config.network, config.network_options, but=Flow)  # flows are modules, too
     flags = arguments_from(config, choice.target, Unet, UNET_FLAGS)
     return Choice(choice.flag, choice.target, flags | dict(choice.arguments))
 

@@ -27,6 +27,7 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
     ("words", "sentence"),
     [
         ("--network Vit", "--network Vit is not registered: choose "),
+        ("--network MeanFlow", "--network MeanFlow is not registered: choose "),
         ("--network_options heads=3", "--network_options heads=3: Unet takes dim, dim_mults, channels, conditions, "),
         ("--network_options blocks_per_level", "--network_options blocks_per_level is no KEY=VALUE"),
         ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
