@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import Role, find, parameters_of, registered_in
 from rectified_flow.system.files import check_document, read_document, usable_path
 
@@ -88,7 +88,8 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for word, value in pairwise([*arguments, "end"]):
         empty = word.startswith("--") and (value == "" or word.endswith("="))  # as a path, the current folder
-        require(not empty, f"{word.rstrip('=')} is empty: is a variable not set?")
+        if empty:
+            raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)
@@ -237,18 +238,20 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
         return {}
     flags = read_document(path, dict[str, Any])
     if "run" in flags:  # a run's config.json; any other file has flags alone
-        require("flags" in flags, f"{path} is of a run that no program started, so it has no flags of data and network")
+        if "flags" not in flags:
+            raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
         parts = {name: flags[name] for name in ("run", "flags")}
         parts = check_document(parts, dict[str, dict[str, Any]], path)
         flags = parts["run"] | parts["flags"]
     unknown = [name for name in flags if name not in known]
-    require(not unknown, f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
+    if unknown:
+        raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
-    require(
-        not modules or "import" in typed,
-        f"--config {path} is of a run with --import {' '.join(modules or ())}: pass that again, as no file makes a "
-        "program import code",
-    )
+    if modules and "import" not in typed:
+        raise UsageError(
+            f"--config {path} is of a run with --import {' '.join(modules or ())}: pass that again, as no file makes a "
+            "program import code"
+        )
     overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
     return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
 
@@ -360,11 +363,12 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
     parameters, typed = parameters_of(target), {}
     for option in options:
         key, equals, text = option.partition("=")
-        require(equals == "=", f"--{flag}_options {option} is no KEY=VALUE")
-        require(
-            key in parameters,
-            f"--{flag}_options {option}: {target.__name__} takes {', '.join(parameters) or 'no options'}",
-        )
+        if equals != "=":
+            raise UsageError(f"--{flag}_options {option} is no KEY=VALUE")
+        if key not in parameters:
+            raise UsageError(
+                f"--{flag}_options {option}: {target.__name__} takes {', '.join(parameters) or 'no options'}"
+            )
         candidates = [text]
         with suppress(json.JSONDecodeError):
             candidates = [json.loads(text), text]
@@ -393,8 +397,6 @@ def arguments_from(group: Flags, target: Any, ours: type, flags: Mapping[str, st
         given = value != defaults[flag]
         if argument in accepted and (given or issubclass(target, ours)):
             arguments[argument] = value
-        require(
-            argument in accepted or not given,
-            f"--{flag} has no effect: {target.__name__} has no argument {argument}; leave it out",
-        )
+        if argument not in accepted and given:
+            raise UsageError(f"--{flag} has no effect: {target.__name__} has no argument {argument}; leave it out")
     return arguments

@@ -13,7 +13,7 @@ from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
@@ -34,10 +34,12 @@ TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShap
 UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
 TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
 FLOW_FLAGS = {"coupling": "coupling", "time_distribution": "time_distribution"}
-RECTIFIED_FLOW_FLAGS = {"prediction": "prediction", "distance": "loss"}
 WEIGHT_FLAGS = {"weight_power": "weight_power", "weight_epsilon": "weight_epsilon"}
-MEAN_FLOW_FLAGS = WEIGHT_FLAGS | {
-    name: name for name in ("objective", "mean_fraction", "guidance_scale", "guidance_mixing")
+MEAN_FLOW_FLAGS = {name: name for name in ("objective", "mean_fraction", "guidance_scale", "guidance_mixing")}
+FLAGS_OF: dict[type[Flow], dict[str, str]] = {
+    RectifiedFlow: {"prediction": "prediction", "distance": "loss"},
+    MeanFlow: WEIGHT_FLAGS | MEAN_FLOW_FLAGS,
+    DistilledFlow: WEIGHT_FLAGS,
 }
 """Flags by the argument of the constructor that they set."""
 
@@ -71,10 +73,10 @@ def open_registered(config: DataConfig) -> Any:
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
         return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-    require(
-        not config.dataset_options,
-        f"--dataset_options has no effect: --dataset {config.dataset} is not a registered dataset; leave it out",
-    )
+    if config.dataset_options:
+        raise UsageError(
+            f"--dataset_options has no effect: --dataset {config.dataset} is not a registered dataset; leave it out"
+        )
     return None
 
 
@@ -152,10 +154,10 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
     """
     network, flow = choose_network(config.network), choose_flow(config)
     space, given = space or build_space(config.data), config.network
-    require(
-        bool(conditions) or not given.use_cfg,
-        "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own",
-    )
+    if given.use_cfg and not conditions:
+        raise UsageError(
+            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
+        )
     shape = space.shape or ()
     module: nn.Module = network.build(
         shape=shape,
@@ -189,12 +191,11 @@ def choose_flow(config: TrainConfig) -> Choice:
     """
     flags, taught = config.flow, config.teacher.source is not None
     ours: type[Flow] = RectifiedFlow
-    known = RECTIFIED_FLOW_FLAGS
     if isinstance(config, TrainMeanFlow):
-        ours, known = (DistilledFlow, WEIGHT_FLAGS) if taught else (MeanFlow, MEAN_FLOW_FLAGS)
+        ours = DistilledFlow if taught else MeanFlow
     choice = choose("flow", Flow, flags.flow or ours.__name__, flags.flow_options)
     target = choice.target
-    arguments = arguments_from(flags, target, Flow, FLOW_FLAGS) | arguments_from(flags, target, ours, known)
+    arguments = arguments_from(flags, target, Flow, FLOW_FLAGS) | arguments_from(flags, target, ours, FLAGS_OF[ours])
     if "distance" in arguments:
         arguments["distance"] = flags.loss or ("pseudo_huber" if taught else "mse")
     if isinstance(config, TrainMeanFlow):

@@ -21,6 +21,7 @@ from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import Samples, deterministic
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
@@ -82,6 +83,7 @@ SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 def print_plan(config: TrainConfig, flow: Flow) -> None:
     """Print every flag with its resolved value, and the size, memory and time of the run."""
     run, space, taught = config.run, flow.space, config.teacher_data
+    points = 0 if taught is None or taught.rows == "pairs" else taught.points
     accelerator = build_accelerator(run, flow)
     batch = run.split_batch(accelerator.num_processes)
     resolved = plain(config) | {
@@ -96,7 +98,7 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
     with accelerator.autocast():
-        flops = costs.forward_flops(flow, _blank(config, space, (space.shape or (0,))[1:], accelerator.device))
+        flops = costs.forward_flops(flow, _blank(space, (space.shape or (0,))[1:], points, accelerator.device))
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
     accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, None))
     texts = {}
@@ -112,7 +114,10 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
         )
     if isinstance(space, Latents):
         texts |= _autoencoder_costs(space, mirrored=config.data.horizontal_flip)
-    accelerator.print(lines(texts | _step_costs(config, accelerator, flow, flops)))
+    largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
+    measured = tuple(min(side, largest) for side in (space.shape or (0,))[1:])
+    item = _blank(space, measured, points, accelerator.device)
+    accelerator.print(lines(texts | _step_costs(run, accelerator, flow, flops, item, measured)))
 
 
 def _autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
@@ -131,26 +136,29 @@ def _autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
     }
 
 
-def _step_costs(config: TrainConfig, accelerator: Accelerator, flow: Flow, flops: int) -> dict[str, str]:
+def _step_costs(
+    run: TrainingConfig,
+    accelerator: Accelerator,
+    flow: Flow,
+    flops: int,
+    item: dict[str, Tensor],
+    measured: Sequence[int],
+) -> dict[str, str]:
     """Return texts on the memory and the time of a step, and on the lower bound of the time.
 
-    Both are measured on images of at most :data:`LARGEST_SIDE_MEASURED`. The memory of the images grows with the number
-    of their pixels, and the time with the operations of a forward pass.
+    The memory of the images grows with the number of their pixels, and the time with the operations of a forward pass.
 
     Args:
-        config: all flags.
+        run: the flags of the run.
         accelerator: the run's Accelerator.
         flow: the flow, on the device.
         flops: floating-point operations of the forward pass of an image of full size.
+        item: a batch of one image, on which both are measured.
+        measured: the sides of this image, which may be smaller.
     """
-    run, device = config.run, accelerator.device
-    batch = run.split_batch(accelerator.num_processes)
-    sides = (flow.space.shape or (0,))[1:]
-    largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
-    measured = tuple(min(side, largest) for side in sides)
-    item = _blank(config, flow.space, measured, device)
+    device, batch = accelerator.device, run.split_batch(accelerator.num_processes)
     memory = costs.training_memory(flow, item, run.use_ema + 2 * run.power_ema, accelerator.autocast)
-    per_image = memory.per_image * prod(sides) / prod(measured)
+    per_image = memory.per_image * prod((flow.space.shape or (0,))[1:]) / prod(measured)
     texts = {
         "memory": f"about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
         f"{(memory.fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, without the libraries' own"
@@ -183,10 +191,10 @@ def _duration(seconds: float) -> str:
     return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
 
 
-def _blank(config: TrainConfig, space: Space, sides: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return a batch of one item of zeros, with a path where paths are learned."""
+def _blank(space: Space, sides: Sequence[int], points: int, device: torch.device) -> dict[str, Tensor]:
+    """Return a batch of one item of zeros, with a path of ``points`` points where paths are learned."""
     zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
     batch = {space.key: space.to_stored(zeros)}
-    if config.teacher_data is not None and config.teacher_data.rows == "paths":
-        batch["path"] = zeros[:, None].expand(-1, config.teacher_data.points, -1, -1, -1).half()
+    if points:
+        batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
     return batch

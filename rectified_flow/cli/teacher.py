@@ -18,7 +18,7 @@ from rectified_flow.condition import Labels
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
-from rectified_flow.errors import DamageError, UsageError, require
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import as_plain, checked, command_line, plain, replaced
 from rectified_flow.flows import Solver
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -66,21 +66,19 @@ def with_teacher_flags(config: Config) -> Config:
     given = config.program.given if config.program.config is None else frozenset[str]()  # the file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
-        require(
-            mine[name] == as_plain(flags[name]),
-            f"--{name} has no effect with --{taught.flag}: the run inherits "
-            f"{' '.join(command_line({name: flags[name]}))} of {source}; leave it out",
-        )
+        if mine[name] != as_plain(flags[name]):
+            raise UsageError(
+                f"--{name} has no effect with --{taught.flag}: the run inherits "
+                f"{' '.join(command_line({name: flags[name]}))} of {source}; leave it out"
+            )
     if taught.rows == "paths":
-        require(
-            flags["prediction"] == "velocity",
-            f"--teacher {source} predicts the {flags['prediction']}, and a mean flow starts from weights that predict "
-            "the velocity: pass a run with --prediction velocity",
-        )
-        require(
-            flags["use_cfg"] or taught.guidance_scale == 1,
-            f"--guidance_scale needs a teacher with labels: {source} was trained without --use_cfg",
-        )
+        if flags["prediction"] != "velocity":
+            raise UsageError(
+                f"--teacher {source} predicts the {flags['prediction']}, and a mean flow starts from weights that "
+                "predict the velocity: pass a run with --prediction velocity"
+            )
+        if not flags["use_cfg"] and taught.guidance_scale != 1:
+            raise UsageError(f"--guidance_scale needs a teacher with labels: {source} was trained without --use_cfg")
     folders = {name: getattr(config.data, name) or flags[name] for name in FOLDERS}
     return replaced(config, {**flags, **folders, taught.flag: source})
 
@@ -160,11 +158,11 @@ def open_drawn(
     """
     state = PartialState()
     batch, prefix = run.split_batch(state.num_processes), taught.flag.removesuffix("_from")
-    require(
-        taught.count >= batch.total,
-        f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
-        "a smaller --batch_size",
-    )
+    if taught.count < batch.total:
+        raise UsageError(
+            f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
+            "a smaller --batch_size"
+        )
     known = on_main(state, lambda: recipe_of(taught))
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
@@ -229,16 +227,16 @@ def _begin(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitS
             # A whole store is used in whichever precision this machine would generate it.
             for name, called in (COMPARED if whole else COMPARED | {"precision": "precision"}).items():
                 then, now = getattr(known, name), getattr(recipe, name)
-                require(
-                    then == now,
-                    f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): choose "
-                    f"another --output_dir, or --{flag}",
+                if then != now:
+                    raise UsageError(
+                        f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): "
+                        f"choose another --output_dir, or --{flag}"
+                    )
+            if not whole and known.teacher != recipe.teacher:
+                raise UsageError(
+                    f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose "
+                    f"another --{flag}"
                 )
-            require(
-                whole or known.teacher == recipe.teacher,
-                f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose another "
-                f"--{flag}",
-            )
         return None if whole else writer.prepare()
 
 
@@ -251,11 +249,11 @@ class _Generator:
         teacher = load_flow(Path(recipe.source), RectifiedFlow)
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
         classes, self.labels = self.teacher.conditions.get("labels"), None
-        require(
-            not isinstance(classes, Labels) or list(classes.names) == pictures.class_names,
-            f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training images "
-            "with --dataset_path",
-        )
+        if isinstance(classes, Labels) and list(classes.names) != pictures.class_names:
+            raise UsageError(
+                f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training "
+                "images with --dataset_path"
+            )
         if classes is not None:  # a label for each row, distributed as in the training pictures
             source = randomness.generator("cpu", recipe.seed, "labels of pairs")
             rows = torch.randint(len(pictures), (writer.length,), generator=source)
@@ -300,10 +298,10 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     saved = checkpoint.list_checkpoints(checkpoints)
     for newest in saved[-1:]:
         with suppress(DamageError):  # the run itself reports it
-            require(
-                _flags_of(newest).get(taught.flag) is not None,
-                f"{checkpoints} holds checkpoints of a run without --{taught.flag}: choose another --output_dir",
-            )
+            if _flags_of(newest).get(taught.flag) is None:
+                raise UsageError(
+                    f"{checkpoints} holds checkpoints of a run without --{taught.flag}: choose another --output_dir"
+                )
     known = recipe_of(taught)
     if known is None:
         source, flags = checkpoint.read(
@@ -312,19 +310,20 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
         origin = source
     else:
         source, flags, origin = Path(known.source), known.flags, taught.folder
-        require(
-            source.resolve().is_relative_to(taught.source.resolve()),
-            f"{origin} holds {taught.rows} of {source}: choose another --output_dir for {taught.source}",
-        )
-        require(
-            checkpoint.fingerprint(source) != checkpoint.MISSING or bool(saved),
-            f"{source} is gone, which draws the {taught.rows} in {origin} and whose weights the run starts from: "
-            f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another",
-        )
+        if not source.resolve().is_relative_to(taught.source.resolve()):
+            raise UsageError(
+                f"{origin} holds {taught.rows} of {source}: choose another --output_dir for {taught.source}"
+            )
+        if checkpoint.fingerprint(source) == checkpoint.MISSING and not saved:
+            raise UsageError(
+                f"{source} is gone, which draws the {taught.rows} in {origin} and whose weights the run starts from: "
+                f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another"
+            )
     defaults, names = plain(TrainRectifiedFlow()), (*INHERITED, *FOLDERS)
     flags = {name: defaults[name] for name in NEW_FLAGS} | flags
     lacks = ", ".join(name for name in names if name not in flags)
-    require(not lacks, f"--{taught.flag} {origin} was not trained by train_oxford.py: it lacks the flags {lacks}")
+    if lacks:
+        raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: it lacks the flags {lacks}")
     return source, checked(TrainRectifiedFlow, {name: flags[name] for name in names}, origin)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from tqdm.auto import tqdm
 
 from rectified_flow.cli.parts import (
     build_flow,
@@ -25,11 +24,12 @@ from rectified_flow.cli.recipe import proposed_share, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.condition import Kinds, Labels
+from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import NAMED, ImageDataset, StoreDataset, summarize_pictures
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
@@ -63,97 +63,99 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
 
 
 def _train(config: TrainConfig) -> bool:
-    """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished.
-
-    Checks that need no data come first, since the decoding of the pictures can take hours.
-    """
+    """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished."""
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
     choose_network(config.network)  # raises an error for an unknown name
     choose_flow(config)
     registered = open_registered(config.data)
-    items = registered if is_items(registered) else None
-    if items is not None:
-        _check_flags_of_items(config)
-    elif config.program.look:
-        pictures = open_pictures(config.data, registered)
-        config = with_recipe(config, len(pictures))
-        look(config.run.output_dir, pictures, picture_space(config.data))
-        return True
-    space = build_space(config.data, items)
-    if isinstance(space, Latents):
-        config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
-    conditions: Kinds = PLANNED_LABELS if items is None else getattr(items, "conditions", {})
-    if config.program.dry_run:
-        print_plan(config, build_flow(config, conditions, space))
-        return True
-    on_main(state, lambda: check_start(config.run, config.network.init_from))
-    if items is None:
-        require_room_for_batch(config, space)
-        space.prepare(state.device)
-        pictures = open_pictures(config.data, registered)
-        # Before anything depends on the number of pictures: a different number would desynchronise the processes.
-        check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
-        config = with_recipe(config, len(pictures))
-        config.check_held_out(proposed_share(len(pictures)))
-        space = space if isinstance(space, Latents) else build_space(config.data)  # a recipe may augment
-        conditions = pictures.conditions
-    flow = build_flow(config, conditions, space)
-    origin = config.network.init_from if config.teacher_data is None else config.teacher_data.source
-    if origin is not None and not list_checkpoints(config.run.checkpoints):
-        start_from(origin, flow)
-    dataset: Any = items
-    callbacks: list[Callback] = []
-    if items is None:
-        dataset, callbacks = _open_training_data(config, flow, pictures)
-    elif config.evaluation.evaluate_every:
-        rendered = RenderedItems(items, flow.space, config.data.dataset)
-        callbacks = build_evaluations(config.evaluation, rendered, config.run.seed)
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    if is_items(registered):
+        return _train_on_items(config, registered, state)
+    return _train_on_pictures(config, registered, state)
 
 
-def _check_flags_of_items(config: TrainConfig) -> None:
-    """Raise a UsageError if a flag is given that has an effect on pictures only."""
-    given: dict[str, object] = {"autoencoder": config.data.autoencoder, "holdout": config.data.holdout}
-    given |= {"look": config.program.look, "stop_when_memorising": config.evaluation.stop_when_memorising}
+def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
+    """Train on the items of a registered dataset; return whether the run finished."""
+    data, evaluation = config.data, config.evaluation
+    given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
+    given |= {"look": config.program.look, "stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     for flag, value in given.items():
-        require(not value, f"--{flag} is for pictures, and --dataset {config.data.dataset} has items of another kind")
-
-
-def _open_training_data(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> tuple[StoreDataset, list[Callback]]:
-    """Return the pictures to train on, their latents, or the data of a teacher, and the callbacks of the run.
-
-    ``flow`` gets the space of the latents, whose scales are known now.
-    """
-    state, taught = PartialState(), config.teacher_data
-    if state.is_main_process:
-        tqdm.write(line("pictures", summarize_pictures(pictures)))
-    dataset: StoreDataset = pictures
-    autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
-    if taught is not None:
-        dataset, space = open_drawn(taught, pictures, config.run, inherited_flags(config))
-        if autoencoder is not None and isinstance(space, Latents):
-            require(
-                space.autoencoder.fingerprint == autoencoder.fingerprint,
-                f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out, or name the "
-                "same",
-            )
-            space.autoencoder = autoencoder  # the folder may have moved
-            flow.space = space
-    elif autoencoder is not None:
-        dataset = latents = encode_pictures(pictures, autoencoder, state, mirrored=config.data.horizontal_flip)
-        flow.space = latents.space(autoencoder)
+        if value:
+            raise UsageError(f"--{flag} is for pictures, and --dataset {data.dataset} has items of another kind")
+    flow = build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
+    if config.program.dry_run:
+        print_plan(config, flow)
+        return True
+    on_main(state, lambda: check_start(config.run, config.network.init_from))
+    start_from(config.network.init_from, config.run, flow)
     callbacks: list[Callback] = []
-    held_out, seed = None, config.run.seed
+    if evaluation.evaluate_every:
+        callbacks = build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
+    return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: PartialState) -> bool:
+    """Train on pictures, on their latents, or on the data of a teacher; return whether the run finished.
+
+    Checks that need no data come first, since the decoding of the pictures can take hours.
+    """
+    space = build_space(config.data)
+    if isinstance(space, Latents):
+        config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
+    if config.program.dry_run:
+        print_plan(config, build_flow(config, PLANNED_LABELS, space))
+        return True
+    if not config.program.look:
+        on_main(state, lambda: check_start(config.run, config.network.init_from))
+        require_room_for_batch(config, space)
+        space.prepare(state.device)
+    pictures = open_pictures(config.data, source)
+    # Before anything depends on the number of pictures: a different number would desynchronise the processes.
+    check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
+    config = with_recipe(config, len(pictures))
+    if config.program.look:
+        look(config.run.output_dir, pictures, picture_space(config.data))
+        return True
+    config.check_held_out(proposed_share(len(pictures)))
+    space = space if isinstance(space, Latents) else build_space(config.data)  # a recipe may augment
+    flow = build_flow(config, pictures.conditions, space)
+    taught = config.teacher_data
+    start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
+    state.print(line("pictures", summarize_pictures(pictures)))
+    dataset = _open_rows(config, flow, pictures, state)
     asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
-    split = _hold_out(pictures, config.data.holdout, seed, asked=asked, labelled="labels" in flow.conditions)
+    split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
+    callbacks: list[Callback] = []
+    held_out = None
     if split is not None:
         callbacks.append(build_heldout_hook(config.run, config.evaluation, dataset, split))
         dataset = dataset.subset(split.training)
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
-    return dataset, callbacks + build_evaluations(config.evaluation, pictures, seed, held_out)
+    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
+    """Return the pictures, their latents, or the data of a teacher. Collective.
+
+    ``flow`` gets the space of the latents, whose scales are known now.
+    """
+    autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
+    if config.teacher_data is not None:
+        dataset, space = open_drawn(config.teacher_data, pictures, config.run, inherited_flags(config))
+        if autoencoder is not None and isinstance(space, Latents):
+            if space.autoencoder.fingerprint != autoencoder.fingerprint:
+                raise UsageError(f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out")
+            space.autoencoder = autoencoder  # the folder may have moved
+            flow.space = space
+        return dataset
+    if autoencoder is None:
+        return pictures
+    latents = encode_pictures(pictures, autoencoder, state, mirrored=config.data.horizontal_flip)
+    flow.space = latents.space(autoencoder)
+    return latents
 
 
 def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:
@@ -174,7 +176,8 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
     state = PartialState()
     split = hold_out(pictures, share, seed, state)
     if split.problem is not None:
-        require(not asked, f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
+        if asked:
+            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
         state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
         return None
     state.print(line("held out", split))
@@ -185,21 +188,28 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
     return split
 
 
-def start_from(path: Path, flow: Flow) -> None:
-    """Initialise the network of ``flow`` with the weights of a run or checkpoint whose shapes match. Collective.
+def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
+    """Initialise the network of a new run with the weights of ``origin`` whose shapes match. Collective.
+
+    Args:
+        origin: a run or checkpoint, if there is one.
+        run: the flags of the run, which keeps its weights if it has checkpoints.
+        flow: has the network.
 
     Raises:
-        UsageError: if there is none, or it is of another architecture.
+        UsageError: if ``origin`` is none, or of another architecture.
     """
+    if origin is None or list_checkpoints(run.checkpoints):
+        return
     state = PartialState()
-    source, (taken, fresh) = read(path, lambda source: (source, load_matching(flow.network, source)), state)
+    source, (taken, fresh) = read(origin, lambda source: (source, load_matching(flow.network, source)), state)
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
-    require(
-        2 * fits > total,
-        f"{source} is of another architecture: {fits / total:.0%} of this network's weights would fit; pass "
-        "the --dim and --dim_mults in its config.json",
-    )
+    if 2 * fits <= total:
+        raise UsageError(
+            f"{source} is of another architecture: {fits / total:.0%} of this network's weights would fit; pass "
+            "the --dim and --dim_mults in its config.json"
+        )
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; new are {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
@@ -227,11 +237,11 @@ def build_heldout_hook(
     total = run.total_steps(run.split_batch(PartialState().num_processes), len(split.training))
     often = max(1, total // MEASUREMENTS)
     every = config.evaluate_every or min(run.save_every or often, often)
-    require(
-        not config.stop_when_memorising or config.evaluate_every == 0 or ceil(total / every) > PATIENCE,
-        f"--stop_when_memorising needs {PATIENCE + 1} measurements, and --evaluate_every {every} makes "
-        f"{ceil(total / every)} in {total} steps: lower it",
-    )
+    if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
+        raise UsageError(
+            f"--stop_when_memorising needs {PATIENCE + 1} measurements, and --evaluate_every {every} makes "
+            f"{ceil(total / every)} in {total} steps: lower it"
+        )
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 

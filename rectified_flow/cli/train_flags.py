@@ -10,7 +10,7 @@ from annotated_types import Interval, Len
 
 from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing, parse_ratio
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import (
     AtLeastTwo,
@@ -79,10 +79,10 @@ class DataConfig(Flags):
             "--augment": self.augment > 0,
         }
         for flag, given in refused.items():
-            require(
-                self.autoencoder is None or not given,
-                f"--autoencoder and {flag} exclude each other: latents are of whole, opaque squares, encoded once",
-            )
+            if self.autoencoder is not None and given:
+                raise UsageError(
+                    f"--autoencoder and {flag} exclude each other: latents are of whole, opaque squares, encoded once"
+                )
 
     @property
     def framing(self) -> Framing:
@@ -256,10 +256,8 @@ class TeacherFlags(Flags):
         super().__post_init__()
         flag, *others = [each.name for each in fields(self)]
         for name in others:
-            require(
-                self.source is not None or getattr(self, name) is None,
-                f"--{name} needs --{flag}: pass the run of a rectified flow",
-            )
+            if self.source is None and getattr(self, name) is not None:
+                raise UsageError(f"--{name} needs --{flag}: pass the run of a rectified flow")
 
     @property
     def source(self) -> Path | None:
@@ -313,7 +311,8 @@ class ProgramConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         code = self.interrupted_exit_code
-        require(code not in (1, 2), f"--interrupted_exit_code is {code}, which means an error; choose 0, or 3 to 255")
+        if code in (1, 2):
+            raise UsageError(f"--interrupted_exit_code is {code}, which means an error; choose 0, or 3 to 255")
 
 
 @dataclass(frozen=True)
@@ -334,11 +333,11 @@ def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Pat
         return
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
     for flag, folder in written.items():
-        require(
-            folder is None or not folder.resolve().is_relative_to(dataset_path.resolve()),
-            f"--{flag} {folder} lies inside --dataset_path {dataset_path}, where the run's own files would become "
-            "training pictures: choose a folder outside",
-        )
+        if folder is not None and folder.resolve().is_relative_to(dataset_path.resolve()):
+            raise UsageError(
+                f"--{flag} {folder} lies inside --dataset_path {dataset_path}, where the run's own files would become "
+                "training pictures: choose a folder outside"
+            )
 
 
 @dataclass(frozen=True)
@@ -364,11 +363,10 @@ class TrainConfig:
             }
             for name, value in unused.items():
                 sentence = f"--{name} has no effect with --{flag}, which generates the training data: leave it out"
-                require(not value, sentence)
-            require(
-                self.flow.coupling == "independent",
-                f"--coupling and --{flag} exclude each other: generated data come with their noise",
-            )
+                if value:
+                    raise UsageError(sentence)
+            if self.flow.coupling != "independent":
+                raise UsageError(f"--coupling and --{flag} exclude each other: generated data come with their noise")
         if self.data.autoencoder is None:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
@@ -387,10 +385,8 @@ class TrainConfig:
 
     def check_held_out(self, share: float = 0.05) -> None:
         """Raise a UsageError, which proposes a share, if the run is to stop by pictures that it does not hold out."""
-        require(
-            self.data.holdout > 0 or not self.evaluation.stop_when_memorising,
-            f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}",
-        )
+        if self.data.holdout <= 0 and self.evaluation.stop_when_memorising:
+            raise UsageError(f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}")
 
 
 @dataclass(frozen=True)
@@ -429,17 +425,17 @@ class TrainMeanFlow(TrainConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.teacher.source is None:
-            require(
-                self.network.use_cfg or (self.flow.guidance_scale, self.flow.guidance_mixing) == (1, 0),
-                "--guidance_scale and --guidance_mixing need labels: pass --use_cfg",
-            )
+            if not self.network.use_cfg and (self.flow.guidance_scale, self.flow.guidance_mixing) != (1, 0):
+                raise UsageError("--guidance_scale and --guidance_mixing need labels: pass --use_cfg")
             return
         for each in fields(self.flow):
-            require(
-                each.name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
-                or getattr(self.flow, each.name) == each.default,
-                f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out",
-            )
+            if (
+                each.name not in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
+                and getattr(self.flow, each.name) != each.default
+            ):
+                raise UsageError(
+                    f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out"
+                )
 
     @property
     def teacher_data(self) -> TeacherData | None:

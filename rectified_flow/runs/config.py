@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,
     Fraction,
@@ -157,18 +157,12 @@ class TrainingConfig(Flags):
         super().__post_init__()
         if self.origin is not None:
             object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
-        require(
-            self.lr_decay != "rsqrt" or self.lr_warmup_steps > 0,
-            "--lr_decay rsqrt needs --lr_warmup_steps above 0, from where it decays",
-        )
-        require(
-            self.train_num_steps is None or self.num_epochs is None,
-            "--train_num_steps and --num_epochs exclude each other; give one",
-        )
-        require(
-            self.num_workers > 0 or not (self.persistent_workers or self.multiprocessing_context),
-            "--persistent_workers and --multiprocessing_context need --num_workers above 0",
-        )
+        if self.lr_decay == "rsqrt" and self.lr_warmup_steps <= 0:
+            raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, from where it decays")
+        if self.train_num_steps is not None and self.num_epochs is not None:
+            raise UsageError("--train_num_steps and --num_epochs exclude each other; give one")
+        if self.num_workers <= 0 and (self.persistent_workers or self.multiprocessing_context):
+            raise UsageError("--persistent_workers and --multiprocessing_context need --num_workers above 0")
 
     @property
     def checkpoints(self) -> Path:
@@ -200,11 +194,11 @@ class TrainingConfig(Flags):
         else:
             accumulation = self.gradient_accumulation_steps or 1
         batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
-        require(
-            batch.total == total,
-            f"--global_batch_size {total} does not divide into {batch.per_process or 'images'} per process x "
-            f"{world_size} process{'es' * (world_size > 1)} x {accumulation} accumulation",
-        )
+        if batch.total != total:
+            raise UsageError(
+                f"--global_batch_size {total} does not divide into {batch.per_process or 'images'} per process x "
+                f"{world_size} process{'es' * (world_size > 1)} x {accumulation} accumulation"
+            )
         return batch
 
     def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:

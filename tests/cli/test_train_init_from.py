@@ -14,6 +14,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 
 
 def unet(dim: int = 8, side: int = 8, **conditions: Labels | AugmentationLabels) -> Unet:
@@ -37,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 def started(flow: RectifiedFlow | MeanFlow, source: Path) -> str:
     with redirect_stdout(StringIO()) as printed:
-        start_from(source, flow)
+        start_from(source, TrainingConfig(output_dir=source / "new"), flow)
     return printed.getvalue()
 
 
@@ -64,4 +65,4 @@ def test_a_mean_flow_starts_from_a_rectified_flow(source: Path) -> None:
 def test_where_nothing_fits(source: Path, conditions: Kinds) -> None:
     flow = RectifiedFlow(Unet(16, (1, 2), conditions=conditions, image_size=8, attention_sides=()))
     with pytest.raises(UsageError, match=r"of another architecture: \d% of this network's weights would fit; pass the"):
-        start_from(source, flow)
+        started(flow, source)
