@@ -16,7 +16,7 @@ from rectified_flow import LatentDataset
 from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.store import LATENTS_FILE, StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import fill_once
+from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import require
 from rectified_flow.system.files import prepare_folder
 from wan_pipeline import Wan
@@ -70,7 +70,8 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
         more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
         writer.complete(np.full(writer.length, -1), **more)
 
-    fill_once(writer, state, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
+    with claimed(writer, state) as done:
+        fill(writer, state, done, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
     return ClipDataset(writer.path)
 
 

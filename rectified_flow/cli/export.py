@@ -130,7 +130,7 @@ def export(config: ExportConfig) -> None:
     difference = _check(_load(content, flags.format), call, expected, HALF_TOLERANCE if flags.half else TOLERANCE)
     description = describe(call, flags.format, half=flags.half)
     program = folder / FILES[flags.format]
-    with writing(f"the program into --output_dir {folder}"):
+    with writing(f"the program in --output_dir {folder}"):
         replace_file(program, content)
         replace_file(folder / "model.json", json.dumps(description, indent=1) + "\n")
         if flags.format == "page":

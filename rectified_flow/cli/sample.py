@@ -98,7 +98,7 @@ def _write_samples(
     grid = write_picture(folder / "grid.png", to_grid(torch.from_numpy(np.stack(shown)).permute(0, 3, 1, 2)))
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
-        with writing(f"the model into --save_pretrained {flags.save_pretrained}"):
+        with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
             replace_file(flags.save_pretrained / "grid.png", grid.read_bytes())
             save_pretrained(flow, flags.save_pretrained, grid="grid.png", **card)
         texts["model"] = flags.save_pretrained

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, dtype_of
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import fill_once
+from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import DamageError, require
 from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
@@ -131,7 +131,8 @@ def encode_pictures(
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
         writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
 
-    fill_once(writer, state, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
+    with claimed(writer, state) as done:
+        fill(writer, state, done, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
     return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
 
 

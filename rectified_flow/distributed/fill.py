@@ -1,7 +1,7 @@
 """Fill a store on all processes together."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 from accelerate import PartialState
 from filelock import Timeout
@@ -10,8 +10,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.store import StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import RunError
-from rectified_flow.system.files import LOCK_TIMEOUT
+from rectified_flow.system.files import LOCK_TIMEOUT, writing
 from rectified_flow.system.terminal import progress_bar
 
 Make = Callable[[Sequence[int]], Mapping[str, Tensor]]
@@ -20,43 +19,29 @@ REMEDY = "pass a writable folder with --cache_dir"
 BUSY = -1
 
 
-def fill_once(
-    writer: StoreWriter,
-    state: PartialState,
-    make: Make,
-    finish: Callable[[], None],
-    *,
-    doing: str,
-    batch_size: int,
-) -> None:
-    """Fill a store of the cache unless it is whole, after waiting for another run that fills it. Collective.
+@contextmanager
+def claimed(writer: StoreWriter, state: PartialState) -> Iterator[int | None]:
+    """Lock other runs out of a store of the cache inside the block, after waiting for one that fills it. Collective.
 
-    Args:
-        writer: writer of the store.
-        state: state of the processes.
-        make: function that makes the rows.
-        finish: function that completes the store; it is called on the main process.
-        doing: verb for the progress bar, such as ``encoding``.
-        batch_size: number of rows that each process makes at once.
+    Yields:
+        The number of rows that are there; None for a whole store, which needs no lock.
 
     Raises:
         UsageError: if the folder of the store cannot be written.
-        RunError: if the disk is full.
     """
     with ExitStack() as held:
         done = on_main(state, lambda: _claim(writer, held, timeout=0))
         if done == BUSY and state.is_main_process:
-            tqdm.write(f"waiting for another run that is {doing} these {writer.kind}")
+            tqdm.write(f"waiting for another run that writes these {writer.kind}")
         while done == BUSY:  # in turns, so that no process waits longer in a collective
             done = on_main(state, lambda: _claim(writer, held, timeout=LOCK_TIMEOUT))
-        if done is not None:
-            fill(writer, state, done, make, finish, doing=doing, batch_size=batch_size)
+        yield done
 
 
 def fill(
     writer: StoreWriter,
     state: PartialState,
-    done: int,
+    done: int | None,
     make: Make,
     finish: Callable[[], None],
     *,
@@ -65,11 +50,20 @@ def fill(
 ) -> None:
     """Write all rows from number ``done`` on, record the progress after each block, and finish. Collective.
 
-    The writer must be prepared and locked; arguments as in :func:`fill_once`.
+    Args:
+        writer: writer of the store, locked and prepared.
+        state: state of the processes.
+        done: number of rows that are there; None for a whole store, which is left as it is.
+        make: function that makes the rows.
+        finish: function that completes the store; it is called on the main process.
+        doing: verb for the progress bar, such as ``encoding``.
+        batch_size: number of rows that each process makes at once.
 
     Raises:
         RunError: if the disk is full.
     """
+    if done is None:
+        return
     block = batch_size * state.num_processes
     bar = progress_bar(
         total=writer.length,
@@ -78,7 +72,7 @@ def fill(
         unit=writer.kind.removesuffix("s"),
         disable=not state.is_main_process,
     )
-    try:
+    with writing(f"{writer.kind} in {writer.stage}", remedy="make room, and run the same command to resume"):
         with bar:
             for start in range(done, writer.length, block):
                 first = start + batch_size * state.process_index
@@ -91,11 +85,6 @@ def fill(
                     writer.reached({"done": end})
                 bar.update(end - start)
         on_main(state, finish)
-    except OSError as error:
-        raise RunError(
-            f"could not write {writer.kind} into {writer.stage} ({error}): make room, and run the same command to "
-            "resume"
-        ) from error
 
 
 def _claim(writer: StoreWriter, held: ExitStack, timeout: float) -> int | None:

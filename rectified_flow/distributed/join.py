@@ -46,24 +46,20 @@ SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 _meetings = count()
 
 
-def wait_for(condition: Callable[[], bool], timeout: timedelta, awaited: Callable[[], str | None]) -> bool:
-    """Poll ``condition``; return False if it is still false after ``timeout``.
+def wait_for(awaited: Callable[[], str | None], timeout: timedelta) -> str | None:
+    """Poll ``awaited`` until it returns None, or until the timeout; return the last of its texts.
 
-    Every :data:`INTERVAL` seconds, a line on stderr says what ``awaited`` returns, unless that is None. A signal
-    interrupts this wait, which is not so for the waits inside torch.
+    Every :data:`INTERVAL` seconds, a line on stderr gives the text, unless it is empty. A signal interrupts this wait,
+    which is not so for the waits inside torch.
     """
     start = printed = time.monotonic()
-    while not condition():
-        now = time.monotonic()
-        if now - start > timeout.total_seconds():
-            return False
-        if now - printed > INTERVAL:
-            printed = now
-            text = awaited()
-            if text is not None:
+    while (text := awaited()) is not None and time.monotonic() - start <= timeout.total_seconds():
+        if time.monotonic() - printed > INTERVAL:
+            printed = time.monotonic()
+            if text:
                 print(f"waiting for {text}", file=sys.stderr, flush=True)
         time.sleep(POLL)
-    return True
+    return text
 
 
 def meet(store: Store, name: str, rank: int, world_size: int, absent: str) -> None:
@@ -83,11 +79,13 @@ def meet(store: Store, name: str, rank: int, world_size: int, absent: str) -> No
     store.set(keys[rank], "")
 
     def missing() -> str | None:
+        if store.check(keys):
+            return None
         ranks = [each for each in range(world_size) if not store.check([keys[each]])]
-        speaks = all(each in ranks for each in range(rank))
-        return f"{in_words(ranks)} (of {world_size} processes) {absent}" if ranks and speaks else None
+        is_lowest = all(each in ranks for each in range(rank))
+        return f"{in_words(ranks)} (of {world_size} processes) {absent}" if ranks and is_lowest else ""
 
-    if not wait_for(lambda: store.check(keys), STARTUP_TIMEOUT, missing):
+    if wait_for(missing, STARTUP_TIMEOUT) is not None:
         raise RunError(f"not all of {world_size} processes came within {STARTUP_TIMEOUT}: start all at once")
 
 
@@ -114,23 +112,15 @@ def join_processes() -> PartialState:
         os.environ["ACCELERATE_USE_CPU"] = "true"
     cpu, gpus = parse_flag_from_env("ACCELERATE_USE_CPU"), torch.cuda.device_count()
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
-    require(
-        cpu or gpus == 0 or here <= gpus,
-        f"there are more processes than the {gpus} GPUs of this machine: start {gpus}",
-    )
-    require(
-        not any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING),
-        "FSDP, DeepSpeed and Megatron-LM are not supported, since every process keeps a full copy of the weights: "
-        "launch with --multi_gpu (distributed_type: MULTI_GPU in a config file)",
-    )
+    fits = cpu or gpus == 0 or here <= gpus
+    require(fits, f"there are more processes than the {gpus} GPUs of this machine: start {gpus}")
+    sharded = any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING)
+    require(not sharded, "FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         _create_group(cpu, world_size)
     state = PartialState(cpu=cpu)
-    require(
-        state.num_processes == world_size,
-        f"{world_size} processes were started but accelerate sees {state.num_processes}, so each would train "
-        "alone: start them with torchrun, or with one of the commands in the README",
-    )
+    seen = state.num_processes
+    require(seen == world_size, f"accelerate sees {seen} of {world_size} processes: start them with torchrun")
     return state
 
 
@@ -150,19 +140,15 @@ def _create_group(cpu: bool, world_size: int) -> None:
     backend = "gloo" if device is None else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     absent = f"at {address[0]}:{address[1]}, where it has not come yet: is it started, and can it reach that address?"
     meet(store, "joining", rank, world_size, absent)
+    unconnected = f"rank {rank} on {platform.node()} cannot connect to the other processes"
     # gloo connects within a call that cannot poll, and may take until the timeout.
-    slow = Timer(INTERVAL, lambda: print(f"waiting for the processes to connect: {_remedy()}", file=sys.stderr))
+    slow = Timer(INTERVAL, lambda: print(f"{unconnected} yet: {_remedy()}", file=sys.stderr))
     slow.daemon = True
     slow.start()
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
     except RuntimeError as error:
-        if "connectFullMesh" not in str(error):
-            raise
-        raise RunError(
-            f"rank {rank} on {platform.node()} could not connect to the other processes ({first_line(error)}): "
-            f"{_remedy()}"
-        ) from error
+        raise RunError(f"{unconnected} ({first_line(error)}): {_remedy()}") from error
     finally:
         slow.cancel()
 
@@ -170,24 +156,19 @@ def _create_group(cpu: bool, world_size: int) -> None:
 def _open_store(rank: int, address: tuple[str, int]) -> Store:
     """Open the store at which the processes meet, hosted by rank 0 or its launcher."""
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    place, reason = f"rank 0 at {address[0]}:{address[1]}", ""
+    place = f"rank 0 at {address[0]}:{address[1]}"
 
-    def answers() -> bool:
-        nonlocal reason
+    def no_answer() -> str | None:
+        # torch's own attempts to connect give no reason.
         try:
             socket.create_connection(address, timeout=10).close()
-            return True
         except OSError as error:
-            reason = str(error)
-            return False
+            text = f"{place}, which gives rank {rank} on {platform.node()} no answer ({error})"
+            return text if os.environ["LOCAL_RANK"] == "0" else ""  # one line from each machine
+        return None
 
-    def awaited() -> str | None:
-        first = os.environ["LOCAL_RANK"] == "0"
-        return f"{place}, which gives rank {rank} on {platform.node()} no answer ({reason})" if first else None
-
-    # torch's own attempts to connect give no reason.
-    if not hosts and not wait_for(answers, STARTUP_TIMEOUT, awaited):
-        raise RunError(f"no answer from {place} within {STARTUP_TIMEOUT} ({reason})")
+    if not hosts and wait_for(no_answer, STARTUP_TIMEOUT) is not None:
+        raise RunError(f"no answer from {place} within {STARTUP_TIMEOUT}: is it started, and can it be reached?")
     # `meet` waits for the workers, and names the missing ones.
     return TCPStore(*address, is_master=hosts, timeout=STARTUP_TIMEOUT, wait_for_workers=False, multi_tenant=True)
 
@@ -234,12 +215,9 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
     for rank, (host, theirs) in enumerate(others, 1):
         pairs = {key: (theirs.get(key), ours.get(key)) for key in ours | theirs}
         shown = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
-        if shown:
-            more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
-            raise UsageError(
-                f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}: "
-                "start every process with the same flags, data and versions"
-            )
+        more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
+        difference = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}"
+        require(not shown, f"{difference}: start every process with the same flags, data and versions")
 
 
 def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path]) -> None:
@@ -256,29 +234,25 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
         return
 
     def write() -> str:
-        probe = f".shared.{token_hex(4)}.tmp"  # `replace_file` removes a file of that name if this process is killed
+        name = f".shared.{token_hex(4)}.tmp"  # `replace_file` removes a file of that name if this process is killed
         for folder in folders.values():
-            (folder / probe).touch()
-        return probe
+            (folder / name).touch()
+        return name
 
-    probe = on_main(state, write)
+    name = on_main(state, write)
 
-    def unseen() -> list[str]:
-        return [f"--{flag} {folder}" for flag, folder in folders.items() if not os.path.exists(folder / probe)]
+    def unseen() -> str | None:
+        places = [f"--{flag} {folder}" for flag, folder in folders.items() if not os.path.exists(folder / name)]
+        return f"the files of rank 0 in {places[0]} on {platform.node()}" if places else None
 
-    host = platform.node()
-    awaited = f"{' and '.join(map(str, folders.values()))} to show on {host} the files that rank 0 wrote there"
-    wait_for(lambda: not unseen(), SHARED_TIMEOUT, lambda: awaited)
-    blind = join_lists(state, [(state.process_index, host, folder) for folder in unseen()[:1]])
+    awaited = wait_for(unseen, SHARED_TIMEOUT)
+    blind = join_lists(state, [(state.process_index, awaited)] if awaited else [])
     if state.is_main_process:
-        for each in folders.values():
-            (each / probe).unlink(missing_ok=True)
+        for folder in folders.values():
+            (folder / name).unlink(missing_ok=True)
     if blind:
-        _, host, folder = blind[0]
-        raise UsageError(
-            f"{folder} is not shared: {in_words([rank for rank, *_ in blind])} (the first on {host}) "
-            "cannot read there what rank 0 wrote; choose a folder on storage that all machines share"
-        )
+        ranks = in_words([rank for rank, _ in blind])
+        raise UsageError(f"{ranks} cannot see {blind[0][1]}: choose a folder that all machines share")
 
 
 @cache

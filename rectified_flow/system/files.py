@@ -3,9 +3,9 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from errno import EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT
+from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
 from io import BufferedReader
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
-from rectified_flow.errors import DamageError, NewerError, RunError, UsageError, require
+from rectified_flow.errors import DamageError, NewerError, RunError, UsageError
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as long as all of it
     from pydantic import TypeAdapter
 
 
-PASSING = (EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
-"""Errors that do not mean a damaged file: a busy network disk, or a system with too many open files."""
-LONGEST_SHOWN, LONGEST = 100, 60
-"""Largest numbers of characters of a refused path, and of a refused value, in an error message."""
+NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
+"""Errors that do not mean a damaged file: missing rights, a busy network disk, or too many open files."""
+LONGEST = 100
+"""Largest number of characters of a refused path or value in an error message."""
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
@@ -54,16 +54,14 @@ def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterato
 
     Raises:
         Timeout: if another process still holds the lock.
-        UsageError: if the file may not be opened: another process may hold it.
+        PermissionError: if the file may not be opened: another process may hold it.
     """
     lock = lock_of(path)
     try:
         lock.acquire(timeout=timeout)
     except (OSError, NotImplementedError) as error:
-        if isinstance(error, Timeout):
+        if isinstance(error, Timeout | PermissionError):
             raise
-        if isinstance(error, PermissionError):
-            raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
         warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
     try:
         yield
@@ -106,9 +104,8 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
             if durable:
                 os.fsync(file.fileno())
         beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    finally:
+        beside.unlink(missing_ok=True)  # there is none after the renaming
 
 
 @contextmanager
@@ -121,27 +118,23 @@ def reading(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except PermissionError as error:
-        raise UsageError(f"{error.filename or path} cannot be read ({error.strerror}): change its rights") from error
-    except FileNotFoundError as error:
-        raise DamageError(f"{error.filename or path} is missing") from error
     except OSError as error:
-        if error.errno in PASSING:
-            raise UsageError(f"{path} cannot be read now ({error.strerror}): try again") from error
-        raise DamageError(f"{path} cannot be read ({error.strerror or error})") from error
+        problem = "is missing" if error.errno == ENOENT else f"cannot be read ({error.strerror or error})"
+        sentence = f"{error.filename or path} {problem}"
+        if error.errno in NO_DAMAGE:
+            raise UsageError(f"{sentence}: change its rights, or try again") from error
+        raise DamageError(sentence) from error
 
 
 @contextmanager
-def writing(what: object) -> Iterator[None]:
-    """Turn an error in writing ``what`` into a sentence.
-
-    Raises:
-        RunError: on any error of the operating system.
-    """
+def writing(
+    what: object, kind: type[Exception] = RunError, remedy: str = "make room, or choose another folder"
+) -> Iterator[None]:
+    """Turn an error in writing ``what`` into an error of this kind, whose sentence ends with the remedy."""
     try:
         yield
     except OSError as error:
-        raise RunError(f"could not write {what} ({error}): make room, or choose another folder") from error
+        raise kind(f"{what} cannot be written ({error.strerror or error}): {remedy}") from error
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -195,18 +188,17 @@ def usable_path(name: str, path: Path) -> Path:
         UsageError: if a name in it is too long or not UTF-8, its links lead in circles, the home folder is unknown, or
             the rights of a folder forbid looking into it.
     """
-    reason = None
     try:
+        str(path).encode()  # no JSON file can hold a name that is not UTF-8
         path = path.expanduser()
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home for ~; ValueError: a null byte
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
-    shown = printable(path)
-    if shown != str(path):
-        reason = "its name is not UTF-8"
-    require(reason is None, f"{name} {shown:.{LONGEST_SHOWN}} cannot be used ({reason}): choose another path")
+        reason = "its name is not UTF-8" if isinstance(error, UnicodeError) else reason
+        shown = printable(path)[:LONGEST]
+        raise UsageError(f"{name} {shown} cannot be used ({reason}): choose another path") from error
     return path
 
 
@@ -220,12 +212,10 @@ def prepare_folder(flag: str, folder: Path) -> Path:
     Raises:
         UsageError: if it cannot be made or written, or the disk is full.
     """
-    try:
+    with writing(f"--{flag} {folder}", UsageError):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(b"a full disk shows here")
-    except OSError as error:
-        raise UsageError(f"--{flag} {folder} cannot be written: {error.strerror}") from error
     return folder
 
 
@@ -257,29 +247,30 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
     from pydantic import ValidationError
 
     try:
-        adapter = _adapter(schema)  # type: ignore[arg-type]  # a class is hashable
-        return cast(T, adapter.validate_json(content, strict=True, extra="forbid"))
+        return cast(T, _adapter(schema).validate_json(content, strict=True, extra="forbid"))  # type: ignore[arg-type]
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-    unknown = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), None)
-    if unknown is not None:
-        key = ".".join(map(str, unknown["loc"]))
-        raise NewerError(f"{source} was written by a newer version of this project (it has the key {key!r}): upgrade")
-    raise DamageError(f"{source} {_damage_in_words(problems[0])}")
+        raise _damage(error.errors(include_url=False), source) from None
 
 
-def _damage_in_words(problem: Mapping[str, Any]) -> str:
+def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> DamageError:
+    """Return an error about the unknown key of a newer version if there is one, else about the first problem."""
+    problem = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), problems[0])
     key = ".".join(map(str, problem["loc"]))
     match problem["type"]:
+        case "unexpected_keyword_argument":
+            newer = f"{source} was written by a newer version of this project"
+            return NewerError(f"{newer} (it has the key {key!r}): upgrade")
         case "json_invalid":
-            return f"cannot be read ({problem['msg']})"
+            words = f"cannot be read ({problem['msg']})"
         case "missing":
-            return f"is damaged: the key {key!r} is missing"
+            words = f"is damaged: the key {key!r} is missing"
         case "value_error":  # raised by the dataclass
-            return f"is damaged: {problem['ctx']['error']}"
+            words = f"is damaged: {problem['ctx']['error']}"
         case "literal_error":  # a choice that was removed, or that a newer version added
-            return f"does not fit this version of the project: {key} is {_in_words(problem)}"
-    return f"is damaged: {key or 'it'} is {_in_words(problem)}"
+            words = f"does not fit this version of the project: {key} is {_in_words(problem)}"
+        case _:
+            words = f"is damaged: {key or 'it'} is {_in_words(problem)}"
+    return DamageError(f"{source} {words}")
 
 
 def check_document(document: object, schema: type[T], source: object) -> T:

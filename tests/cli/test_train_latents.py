@@ -145,7 +145,9 @@ def test_what_cannot_be_written_is_a_sentence(pictures: ImageDataset, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(StoreWriter, "write", full)
-        with pytest.raises(RunError, match=r"could not write latents .* make room, and run the same command to resume"):
+        with pytest.raises(
+            RunError, match=r"latents in .* cannot be written .* make room, and run the same command to resume"
+        ):
             encode(pictures)
     monkeypatch.setattr(Haar, "encode", lambda _haar, x: (torch.full((len(x), 12, 4, 4), torch.nan), None))
     with pytest.raises(UsageError, match=r"--autoencoder haar gives latents of .* that are not finite"):
@@ -168,7 +170,7 @@ def test_another_run_that_encodes_is_waited_for(
 
     monkeypatch.setattr(filling, "_claim", release_later)
     assert encode(pictures).path == path
-    assert "waiting for another run that is encoding these latents" in capsys.readouterr().out
+    assert "waiting for another run that writes these latents" in capsys.readouterr().out
 
 
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:

@@ -261,7 +261,7 @@ def test_a_network_disk_that_does_not_answer_loses_no_store(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale)
-        with pytest.raises(UsageError, match=r"cannot be read now .*: try again"):
+        with pytest.raises(UsageError, match=r"cannot be read .*, or try again"):
             open_store(source, 4, cache_dir=tmp_path)
     assert find_damage(path) is None
 

@@ -86,5 +86,5 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, name: str, appea
     first, second = run_on_ranks(2, share, [tmp_path / "a", tmp_path / name], appears)
     assert bool(first) == bool(second) == refused
     if refused:
-        assert f"is not shared: rank 1 (the first on {platform.node()})" in first
+        assert f"rank 1 cannot see the files of rank 0 in --output_dir {tmp_path}/b on {platform.node()}" in first
     assert not list((tmp_path / "a").iterdir()), "the probe is left"

@@ -311,7 +311,7 @@ def folder_not_shared(lab: Lab, run: Path) -> str:
     run.mkdir()
     (elsewhere := run.with_name(f"{run.name}-elsewhere")).mkdir()
     both = [lab.alone(0, run), lab.alone(1, run, own_folder=(elsewhere, run))]
-    return assert_refused(*both, sentence="is not shared: rank 1")
+    return assert_refused(*both, sentence="rank 1 cannot see the files of rank 0 in --output_dir")
 
 
 # Names

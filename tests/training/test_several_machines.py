@@ -39,7 +39,7 @@ def train_apart(folders: list[Path], counts: list[int], seeds: list[int]) -> str
     [
         ("aa", [40, 37], [0, 0], ["the number of items is 37, not 40", "the fingerprint of the dataset is "]),
         ("aa", [40, 40], [0, 1], ["--seed is 1, not 0"]),
-        ("ab", [40, 40], [0, 0], ["--output_dir", "b is not shared: rank 1"]),
+        ("ab", [40, 40], [0, 0], ["rank 1 cannot see the files of rank 0 in --output_dir", "/b on"]),
         ("aa", [40, 40], [0, 0], []),
     ],
 )
