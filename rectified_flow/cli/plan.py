@@ -126,13 +126,13 @@ def _autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
     variants = 1 + mirrored
     size = variants * row_size(LATENTS_FILE, (moments, *shape))
     pictures = torch.zeros(1, 3, space.image_size, space.image_size, device="meta")
-    encode = costs.cost_of(lambda: space.autoencoder.encode(pictures))
-    decode = costs.cost_of(lambda: space.autoencoder.decode(torch.zeros(1, *shape, device="meta")))
+    encoding, _ = costs.cost_of(lambda: space.autoencoder.encode(pictures))
+    decoding, memory = costs.cost_of(lambda: space.autoencoder.decode(torch.zeros(1, *shape, device="meta")))
     also = ", with its mirror image" * mirrored
     return {
         "latents": f"{' x '.join(map(str, shape))}, {size / 1e3:,.1f} kB of disk for each picture{also}",
-        "encoding": f"{variants * encode.flops / 1e9:.3g} GFLOP for each picture, once",
-        "decoding": f"{decode.flops / 1e9:.3g} GFLOP and {decode.memory / 1e6:,.0f} MB for each picture that is drawn",
+        "encoding": f"{variants * encoding / 1e9:.3g} GFLOP for each picture, once",
+        "decoding": f"{decoding / 1e9:.3g} GFLOP and {memory / 1e6:,.0f} MB for each picture that is drawn",
     }
 
 
@@ -157,11 +157,12 @@ def _step_costs(
         measured: the sides of this image, which may be smaller.
     """
     device, batch = accelerator.device, run.split_batch(accelerator.num_processes)
-    memory = costs.training_memory(flow, item, run.use_ema + 2 * run.power_ema, accelerator.autocast)
-    per_image = memory.per_image * prod((flow.space.shape or (0,))[1:]) / prod(measured)
+    fixed = costs.state_memory(flow, run.use_ema + 2 * run.power_ema)
+    activations = costs.activation_memory(flow, item, accelerator.autocast)
+    per_image = activations * prod((flow.space.shape or (0,))[1:]) / prod(measured)
     texts = {
-        "memory": f"about {memory.fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
-        f"{(memory.fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, without the libraries' own"
+        "memory": f"about {fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
+        f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, without the libraries' own"
     }
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate, flops_measured = costs.multiplication_rate(device, dtype), costs.forward_flops(flow, item)

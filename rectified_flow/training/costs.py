@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from timeit import repeat
 from typing import Any
 
@@ -25,16 +24,6 @@ BYTES = 4
 """Size of one number of a gradient, a moment or an average."""
 
 
-@dataclass(frozen=True)
-class Memory:
-    """The memory of the tensors of a process at the peak of a step [bytes]."""
-
-    fixed: int
-    """Weights, gradients, the optimizer's two moments, averages."""
-    per_image: int
-    """Activations of each image of a micro-batch."""
-
-
 def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
     """Count the floating-point operations of one forward pass on a batch of one; a multiply-add is two."""
     was_training = flow.training
@@ -45,39 +34,35 @@ def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
     return int(counter.get_total_flops())
 
 
-def training_memory(
-    flow: nn.Module, item: dict[str, Tensor], averages: int, autocast: Autocast = nullcontext
-) -> Memory:
-    """Count the memory of training in a step on a batch of two, without the memory of the libraries themselves.
+def state_memory(flow: nn.Module, averages: int) -> int:
+    """Count the memory of weights, gradients, the optimizer's two moments and ``averages`` of the weights [bytes]."""
+    trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
+    weights = sum(p.numel() * p.element_size() for p in flow.parameters())
+    return weights + BYTES * (3 + averages) * trained
+
+
+def activation_memory(flow: nn.Module, item: dict[str, Tensor], autocast: Autocast = nullcontext) -> int:
+    """Count the memory of the activations of each image at the peak of a step on a batch of two [bytes].
 
     Args:
         flow: returns the loss; its gradients are lost.
         item: a batch of one.
-        averages: how many averages of the weights are kept.
         autocast: the precision of a forward pass.
     """
     with _training_step(flow, item, 2, autocast) as step, _Activations(flow) as activations:
         step()
-    trained = sum(p.numel() for p in flow.parameters() if p.requires_grad)
-    weights = sum(p.numel() * p.element_size() for p in flow.parameters())
-    return Memory(weights + BYTES * (3 + averages) * trained, activations.peak // 2)
+    return activations.peak // 2
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a computation."""
+def cost_of(action: Callable[[], object]) -> tuple[int, int]:
+    """Count the cost of ``action`` without gradients; on torch's meta device nothing is computed.
 
-    flops: int
-    """Floating-point operations."""
-    memory: int
-    """Memory of the results at the peak [bytes]."""
-
-
-def cost_of(action: Callable[[], object]) -> Cost:
-    """Count the cost of ``action`` without gradients; on torch's meta device nothing is computed."""
+    Returns:
+        Floating-point operations, and the memory of the results at the peak [bytes].
+    """
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Activations(nn.Module()) as activations:
         action()
-    return Cost(int(counter.get_total_flops()), activations.peak)
+    return int(counter.get_total_flops()), activations.peak
 
 
 def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -107,23 +92,17 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
 def _training_step(
     flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that computes loss and gradient of a batch; reset gradients and mode afterwards."""
+    """Yield a function that computes the loss and the gradient of a batch of ``count`` equal items."""
     batch = {name: torch.cat([value] * count) for name, value in item.items()}
 
     def step() -> None:
+        flow.zero_grad()
         with autocast():
             loss = flow(**batch)
         loss.backward()
 
-    was_training = flow.training
-    flow.train()
-    flow.zero_grad()
-    try:
-        with deterministic(BatchRows(0, 0, count, slice(None)), next(flow.parameters()).device):
-            yield step
-    finally:
-        flow.zero_grad()
-        flow.train(was_training)
+    with deterministic(BatchRows(0, 0, count, slice(None)), next(flow.parameters()).device):
+        yield step
 
 
 def _shortest(action: Callable[[], object], of: int) -> float:
