@@ -29,7 +29,7 @@ from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
-from rectified_flow.training.trainer import build_accelerator
+from rectified_flow.training.accelerator import build_accelerator
 
 SHEET_FILE = "look.png"
 SHOWN = 64

@@ -33,7 +33,7 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, prepare_folder, read_document
 from rectified_flow.system.signals import interruptible
-from rectified_flow.training.trainer import choose_precision
+from rectified_flow.training.accelerator import choose_precision
 
 Config = TypeVar("Config", bound=TrainConfig)
 PATH_FILE = "path.float16"

@@ -19,13 +19,13 @@ from rectified_flow.evaluation.features import (
     Features,
     RenderedItems,
     average_colours,
+    in_batches,
     load_features,
     reference_features,
 )
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.registry import find
 from rectified_flow.system.signals import interruptible
-from rectified_flow.system.terminal import progress_bar
 
 SPLIT = "train"
 METRICS = ("kernel", "copies")
@@ -134,17 +134,15 @@ class Evaluator:
             Interrupted: if a stop was requested meanwhile.
         """
         how = {"steps": flow.default_steps, "conditions": self._conditions(flow), **how}
-        batches = sample_batches(flow, numbers, seed=self.seed, batch_size=self.batch_size, **how)
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
-        parts, main = [], self.state.is_main_process
-        bar = progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main)
-        with bar, interruptible(flow):
-            for some, images in batches:
+        parts = []
+        with interruptible(flow):
+            for some in in_batches(numbers, self.batch_size, doing):
+                [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     features = [each.extract(images).cpu() for each in self.features]
                 self._widths = [each.shape[1] for each in features]
                 parts.append(torch.cat(features, dim=1))
-                bar.update(len(some))
         return torch.cat(parts)
 
     def split(self, rows: Tensor) -> Generated:

@@ -1,6 +1,6 @@
 """Networks that map images to the features by which images are compared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -45,6 +45,16 @@ class Features:
     kernel_name: str
     resize: str
     extract: Callable[[Tensor], Tensor]
+
+
+def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequence[int]]:
+    """Yield the numbers of images, at most ``size`` at a time, beside a progress bar on the main process."""
+    main = PartialState().is_main_process
+    with progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main) as bar:
+        for first in range(0, len(numbers), size):
+            some = numbers[first : first + size]
+            yield some
+            bar.update(len(some))
 
 
 def load_features(name: FeatureNetwork, device: torch.device) -> Features:
@@ -175,13 +185,11 @@ def reference_features(
             return torch.from_numpy(np.load(path / FEATURES_FILE)) if state.is_main_process else torch.empty(0)
 
     def extract(numbers: list[int]) -> Tensor:
-        parts, doing, main = [], f"features of {dataset.info.source}, {features.name}", state.is_main_process
-        with progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main) as bar:
-            for start in range(0, len(numbers), batch_size):
-                images = dataset.read_pictures(numbers[start : start + batch_size])
-                with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
-                    parts.append(features.extract(images.to(state.device)).cpu())
-                bar.update(len(images))
+        parts = []
+        for some in in_batches(numbers, batch_size, f"features of {dataset.info.source}, {features.name}"):
+            images = dataset.read_pictures(some).to(state.device)
+            with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
+                parts.append(features.extract(images).cpu())
         return torch.cat(parts)
 
     everything = map_over_ranks(state, len(dataset), extract).cpu()

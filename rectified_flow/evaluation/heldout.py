@@ -19,11 +19,10 @@ from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
-from rectified_flow.evaluation.features import average_colours, reference_features
+from rectified_flow.evaluation.features import average_colours, in_batches, reference_features
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 from rectified_flow.system.signals import interruptible
-from rectified_flow.system.terminal import progress_bar
 
 FEWEST = 8
 """Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
@@ -127,13 +126,9 @@ class HeldOutPictures:
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        parts, main = [], PartialState().is_main_process
-        bar = progress_bar(total=len(numbers), desc="held-out loss", unit="img", leave=None, disable=not main)
-        with bar, flow.evaluating(), interruptible(flow):
-            for start in range(0, len(numbers), AT_ONCE):
-                parts.append(self._losses(flow, numbers[start : start + AT_ONCE]))
-                bar.update(len(parts[-1]))
-        return torch.cat(parts)
+        with flow.evaluating(), interruptible(flow):
+            batches = in_batches(numbers, AT_ONCE, "held-out loss")
+            return torch.cat([self._losses(flow, some) for some in batches])
 
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         items = [self._sides[number // self.count][number % self.count] for number in numbers]

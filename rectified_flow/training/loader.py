@@ -8,7 +8,6 @@ from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
 from accelerate.utils import broadcast
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -20,7 +19,7 @@ from rectified_flow.distributed.collectives import gather_rows
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import GlobalBatch, TrainingConfig
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
 from rectified_flow.training.stepper import Batch
 
@@ -28,17 +27,15 @@ from rectified_flow.training.stepper import Batch
 _MultiProcessingDataLoaderIter._shutdown = True
 
 
-def load(
-    dataset: Dataset[Any], length: int, config: TrainingConfig, batch: GlobalBatch, rank: int, position: int
-) -> Iterator[Batch]:
-    """Yield endless micro-batches of one rank, from the ``position``-th item of the stream on.
+def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -> Iterator[Batch]:
+    """Yield the endless micro-batches of one rank.
 
     Raises:
         RunError: if the loader processes cannot be started.
     """
     loader = DataLoader(
         Batches(dataset),
-        batch_sampler=StreamSampler(length, config.seed, batch, rank, position),
+        batch_sampler=stream,
         collate_fn=Parcel if config.num_workers else dict,
         num_workers=config.num_workers,
         multiprocessing_context=config.multiprocessing_context,
@@ -116,24 +113,20 @@ def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], o
     return chain([first], batches)
 
 
-def paired(
-    batches: Iterator[Batch], flow: Flow, batch: GlobalBatch, *, seed: int, step: int, rank: int, device: torch.device
-) -> Iterator[Batch]:
+def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: int) -> Iterator[Batch]:
     """Add ``noise_rows``, the noise that the flow chose for each row of the global batch. Collective.
 
     Args:
         batches: the rank's micro-batches.
         flow: the flow whose :meth:`Flow.pair` chooses.
-        batch: the division of the global batch.
-        seed: the run's seed.
+        stream: the sampler of the micro-batches.
         step: the step of the first global batch.
-        rank: the rank of this process.
-        device: the device to pair on.
     """
+    batch, device = stream.batch, flow.device
     while micro_batches := list(islice(batches, batch.accumulation)):
         everything = gather_rows(micro_batches, batch, device)
-        with deterministic(BatchRows(seed, step, batch.total, slice(None)), device):
+        with deterministic(BatchRows(stream.seed, step, batch.total, slice(None)), device):
             rows = broadcast(flow.pair(**everything))  # rounding may differ between ranks, and so may the pairs
         for index, micro_batch in enumerate(micro_batches):
-            yield micro_batch | {"noise_rows": rows[batch.rows(rank, index)]}
+            yield micro_batch | {"noise_rows": rows[batch.rows(stream.rank, index)]}
         step += 1

@@ -17,7 +17,7 @@ from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import DamageError, RunError, require
+from rectified_flow.errors import RunError, require
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.snapshots import LENGTHS, file_of
@@ -25,7 +25,7 @@ from rectified_flow.runs.snapshots import LENGTHS, file_of
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
 """Bound of the trained weights. A larger one is left by an explosion, and nothing is learned from it."""
-COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips")
+COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips", "summands")
 
 
 def constant_average(flow: nn.Module, decay: float) -> EMA:
@@ -102,10 +102,6 @@ class TrainingState:
             self.sums[name] = self.sums.get(name, 0) + value
         self.summands += 1
 
-    def clear_sums(self) -> None:
-        """Start new sums."""
-        self.sums, self.summands = {}, 0
-
     def update_averages(self) -> None:
         """Add the weights after a good step to the averages."""
         if self.ema is not None:
@@ -144,7 +140,6 @@ class TrainingState:
         return {
             **{name: getattr(self, name) for name in COUNTERS},
             "sums": sums,
-            "summands": self.summands,
             "ema_step": None if self.ema is None else int(self.ema.step),
             "grad_scaler": None if scaler is None else scaler.state_dict(),
             "optimizer": type(self.optimizer.optimizer).__name__,
@@ -178,10 +173,7 @@ class TrainingState:
         )
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
-            try:
-                self.optimizer.scaler.load_state_dict(saved.grad_scaler)
-            except (LookupError, RuntimeError) as error:
-                raise DamageError(f"checkpoint {path} is damaged: its loss scale lacks {error}") from error
+            self.optimizer.scaler.load_state_dict(self.optimizer.scaler.state_dict() | saved.grad_scaler)
         for name in COUNTERS:
             setattr(self, name, getattr(saved, name))
         # Each rank's own sums, to the last bit, if there are as many ranks as there were; else the mean for all.
@@ -190,7 +182,6 @@ class TrainingState:
             name: torch.tensor(by_rank[rank] if len(by_rank) == world_size else fmean(by_rank), device=device)
             for name, by_rank in saved.sums.items()
         }
-        self.summands = saved.summands
 
     def _averages(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of the averages by file."""

@@ -1,6 +1,5 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -11,13 +10,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 from torch import nn
 from torch.utils.data import Dataset
 
-from rectified_flow.data.stream import Batches
+from rectified_flow.data.stream import Batches, StreamSampler
 from rectified_flow.distributed.collectives import (
     any_rank,
     check_equal_weights,
@@ -25,7 +21,7 @@ from rectified_flow.distributed.collectives import (
     on_main,
     set_collective_timeout,
 )
-from rectified_flow.distributed.join import STARTUP_TIMEOUT, join_processes
+from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import require
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
@@ -35,6 +31,7 @@ from rectified_flow.runs.folder import data_description, describe_run
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
+from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
 from rectified_flow.training.evaluations import sample_preview
@@ -151,7 +148,9 @@ class Trainer:
         with defer_signals(), self.run.locked():
             path = self.run.choose_checkpoint()
             if path is not None:
-                self._load(path)
+                state, self._saved = self.state, path
+                state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
+                self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             if self.state.step >= self.total_steps:
                 self.run.print(
                     f"already trained {self.state.step} of {self.total_steps} steps ({path}); raise --train_num_steps "
@@ -208,11 +207,6 @@ class Trainer:
 
     # Before the first step
 
-    def _load(self, path: Path) -> None:
-        self.state.load(path, self.accelerator.process_index, self.accelerator.num_processes)
-        self.total_steps = self.config.total_steps(self.batch, self.length, self.state.step, self.state.images_seen)
-        self._saved = path
-
     def _start(self, path: Path | None) -> Iterator[Batch]:
         """Report how the run starts, bring all processes to the same start, and return this rank's micro-batches."""
         data = data_description(self.dataset)
@@ -229,11 +223,11 @@ class Trainer:
         return batches
 
     def _batches(self) -> Iterator[Batch]:
-        rank = self.accelerator.process_index
-        batches = load(self.dataset, self.length, self.config, self.batch, rank, self.state.images_seen)
+        rank, position = self.accelerator.process_index, self.state.images_seen
+        stream = StreamSampler(self.length, self.config.seed, self.batch, rank, position)
+        batches = load(self.dataset, stream, self.config)
         if isinstance(self.flow, Flow) and self.flow.pairs:
-            how = {"seed": self.config.seed, "step": self.state.step, "rank": rank, "device": self.device}
-            batches = paired(batches, self.flow, self.batch, **how)
+            batches = paired(batches, self.flow, stream, self.state.step)
         return batches
 
     def _warm_up_ddp(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -293,7 +287,7 @@ class Trainer:
         state.require_sound()
         by_rank = gather_scalars(self.accelerator, state.sums)
         means = {name: fmean(sums) / state.summands for name, sums in by_rank.items()}
-        state.clear_sums()
+        state.sums, state.summands = {}, 0
         rate = self.throughput.restart(state.images_seen)
         values = {
             "images_seen": state.images_seen,
@@ -330,44 +324,3 @@ class Trainer:
         on_main(self.accelerator, self.run.finish)
         for callback in self.callbacks:
             callback.on_end(self)
-
-
-def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
-    """Choose the precision of a run: the flag's, else Accelerate's or its launcher's, else the fastest that is safe.
-
-    The fastest is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
-
-    Raises:
-        UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
-    """
-    inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
-    made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
-    precision = config.mixed_precision or (inherited or fastest).lower()
-    require(
-        device.type != "cpu" or precision != "fp16",
-        "--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no",
-    )
-    return precision
-
-
-def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
-    """Build the Accelerator of a run that trains ``flow``, whose attribute ``supports_bf16`` may rule out bf16.
-
-    Raises:
-        UsageError: if the precision is unavailable, or the processes cannot join.
-    """
-    state, supports_bf16 = join_processes(), getattr(flow, "supports_bf16", True)
-    accelerator = Accelerator(
-        mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
-        log_with=None if config.log_with == "none" else config.log_with,
-        project_dir=config.output_dir,
-        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
-        gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
-        ),
-        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
-    )
-    if not supports_bf16:
-        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
-    return accelerator

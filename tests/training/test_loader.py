@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from rectified_flow.data.stream import StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.runs.config import GlobalBatch
 from rectified_flow.training.loader import explain_loader_errors, load
@@ -61,7 +62,7 @@ class Failing(Dataset[Any]):
 def read_all(tmp_path: Path, failure: Callable[[], torch.Tensor], workers: int = 2) -> None:
     config = tiny_config(tmp_path, num_workers=workers, multiprocessing_context="fork")
     with explain_loader_errors():
-        for batch in load(Failing(failure), 40, config, GlobalBatch(4), 0, 0):
+        for batch in load(Failing(failure), StreamSampler(40, 0, GlobalBatch(4)), config):
             assert torch.equal(batch["images"], torch.zeros(4, 3))
 
 

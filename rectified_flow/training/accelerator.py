@@ -1,0 +1,54 @@
+"""The Accelerator of a run, and the precision that it computes in."""
+
+import os
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, is_initialized
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+from torch import nn
+
+from rectified_flow.distributed.join import join_processes
+from rectified_flow.errors import require
+from rectified_flow.runs.config import TrainingConfig
+
+
+def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
+    """Choose the precision of a run: the flag's, else Accelerate's or its launcher's, else the fastest that is safe.
+
+    The fastest is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
+
+    Raises:
+        UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
+    """
+    inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
+    made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
+    precision = config.mixed_precision or (inherited or fastest).lower()
+    require(
+        device.type != "cpu" or precision != "fp16",
+        "--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no",
+    )
+    return precision
+
+
+def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
+    """Build the Accelerator of a run that trains ``flow``, whose attribute ``supports_bf16`` may rule out bf16.
+
+    Raises:
+        UsageError: if the precision is unavailable, or the processes cannot join.
+    """
+    state, supports_bf16 = join_processes(), getattr(flow, "supports_bf16", True)
+    accelerator = Accelerator(
+        mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
+        log_with=None if config.log_with == "none" else config.log_with,
+        project_dir=config.output_dir,
+        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(
+            num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
+        ),
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
+    if not supports_bf16:
+        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
+    return accelerator
