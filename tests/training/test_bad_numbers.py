@@ -16,6 +16,7 @@ from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.optimizers import BuildOptimizer
 from rectified_flow.training.trainer import Trainer
@@ -160,16 +161,14 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
     """The arithmetic of fp16 on a CPU: a gradient scaler that starts too high."""
     from rectified_flow.training import trainer as module
 
-    real = module.build_accelerator
-
     def with_scaler(config: TrainingConfig, flow: nn.Module) -> Any:
-        accelerator = real(config, flow)
+        accelerator = build_accelerator(config, flow)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
         accelerator.native_amp = True
         accelerator.state._mixed_precision = "fp16"
         return accelerator
 
-    module.build_accelerator = with_scaler
+    setattr(module, "build_accelerator", with_scaler)  # noqa: B010 -- in this process only
     config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, log_every=2, use_ema=True)
     trainer = build(config, dataset, "loss", bad)
     trainer.train()
