@@ -22,6 +22,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+SLOWEST = ("launch/", "extension/", "training/", "test_docs")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the slowest files, so that no process is left alone with one of them at the end."""
+    items.sort(key=lambda item: not any(part in item.nodeid for part in SLOWEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One cache folder for the whole session, for programs that are started, too."""

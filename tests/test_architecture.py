@@ -101,6 +101,7 @@ def test_model_code_has_no_processes(room: str) -> None:
 HEAVY = {"accelerate", "filelock", "huggingface_hub", "pydantic", "tyro", "psutil", "PIL", "datasets", "torchvision"}
 
 
+@cache
 def loaded_by(statement: str) -> set[str]:
     """Return the names of all modules that are loaded after a statement in a new process."""
     code = f"import sys\n{statement}\nprint(*sys.modules)"

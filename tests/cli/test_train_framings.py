@@ -23,7 +23,6 @@ from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
-pytestmark = pytest.mark.xdist_group("framings")  # whose tests share a run
 SMALL = "--dim 8 --dim_mults 1 2 --global_batch_size 8 --lr_warmup_steps 0 --log_every 1 --num_samples 3"
 LENGTH = "--train_num_steps 4 --save_every 2"
 FRAMED = f"--image_size 8 --aspect_ratio 3:2 --crop random --alpha --sample_steps 1 {LENGTH} {SMALL}"

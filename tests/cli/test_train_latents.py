@@ -31,7 +31,6 @@ from tests.ranks import run_on_ranks
 from tests.spaces.tiny_autoencoders import TINY, save_tiny
 from tests.training.runs import losses, tiny_dataset
 
-pytestmark = pytest.mark.xdist_group("latents")
 SMALL = "--dim 8 --dim_mults 1 2 --dropout 0 --lr_warmup_steps 0 --log_every 1 --num_samples 4 --sample_steps 2"
 HAAR = f"--image_size 8 --autoencoder haar {SMALL} --dataset_path"
 

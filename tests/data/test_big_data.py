@@ -20,7 +20,6 @@ from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
 LENGTH, SIDE, PROCESSES = 15_000_000, 2, 8
-pytestmark = pytest.mark.xdist_group("big data")
 
 
 @pytest.fixture(scope="module")
