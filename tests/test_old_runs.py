@@ -33,7 +33,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,9 @@ COMMANDS = {
     f" --teacher rectified/{STEP_4} --teacher_paths 16 --teacher_steps 4",
 }
 """The command of each run, which starts the run and resumes the run."""
+SAMPLE = f"sample.py --checkpoint {{0}}/{STEP_4} --num_samples 3 --steps 2 --output_dir {{0}}-drawn"
+"""The command that draws three pictures of the run with this name at step 4."""
 each_run = pytest.mark.parametrize("name", COMMANDS)
-same_numbers = pytest.mark.skipif(not SAME_NUMBERS, reason=f"the last bit is that of torch {EXPECTED['torch']} on x86")
-pytestmark = pytest.mark.xdist_group("old runs")  # The tests share runs.
 
 
 def draw_pictures(folder: Path) -> None:
@@ -80,19 +80,27 @@ def draw_pictures(folder: Path) -> None:
         Image.fromarray(pixels.astype(np.uint8)).save(path)
 
 
-def start(command: str, folder: Path) -> str:
-    """Run a program in a folder, and return what the program prints.
+FORKED = """
+import os, runpy, sys
+import torch._dynamo, rectified_flow.cli.sample, rectified_flow.cli.train, rectified_flow.training.trainer
+for command in sys.argv[1:]:
+    if not os.fork():
+        sys.argv = command.split()
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    if os.wait()[1]:
+        sys.exit(f"{command} failed")
+"""
+"""A program that imports torch once, and then runs each of the given commands in a process that has it."""
 
-    Args:
-        command: the program's name and its arguments, separated by spaces.
-        folder: the working directory of the program.
-    """
-    program, *arguments = command.split()
-    environment = os.environ | ANY_PROCESSOR | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+def run_all(commands: Iterable[str], folder: Path) -> str:
+    """Run programs in a folder, one after the other, and return what they print."""
+    restricted = ANY_PROCESSOR | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, str(ROOT / program), *arguments],
+        [sys.executable, "-c", FORKED, *(f"{ROOT}/{command}" for command in commands)],
         cwd=folder,
-        env=environment,
+        env=os.environ | restricted,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -117,11 +125,9 @@ def hash_checkpoint(checkpoint: Path) -> dict[str, str]:
     return {path.name: hash_tensors(path) for path in sorted(checkpoint.glob("*.safetensors"))}
 
 
-def hash_pictures(folder: Path, name: str) -> str:
-    """Draw three pictures of a run at step 4 with sample.py, and hash the pixels of the pictures."""
-    drawn = f"{name}-drawn"
-    start(f"sample.py --checkpoint {name}/{STEP_4} --num_samples 3 --steps 2 --output_dir {drawn}", folder)
-    pictures = [Image.open(folder / drawn / f"{number:05}.png") for number in range(3)]
+def hash_pictures(drawn: Path) -> str:
+    """Hash the pixels of the three pictures that sample.py drew."""
+    pictures = [Image.open(drawn / f"{number:05}.png") for number in range(3)]
     assert [picture.size for picture in pictures] == [(8, 8)] * 3
     return hashlib.sha256(b"".join(picture.tobytes() for picture in pictures)).hexdigest()
 
@@ -130,7 +136,7 @@ def outcome(folder: Path, name: str) -> dict[str, Any]:
     """Collect what ``expected.json`` holds of a run that has reached step 8.
 
     Args:
-        folder: the folder that holds all three runs.
+        folder: the folder that holds all three runs, and the pictures drawn from step 4 of each.
         name: the run's name.
 
     Returns:
@@ -139,13 +145,13 @@ def outcome(folder: Path, name: str) -> dict[str, Any]:
     return {
         "losses": {str(step): loss for step, loss in losses(folder / name).items() if step > 4},
         "tensors": hash_checkpoint(folder / name / STEP_8),
-        "pictures": hash_pictures(folder, name),
+        "pictures": hash_pictures(folder / f"{name}-drawn"),
     }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy the old runs into a new folder, beside the pictures that the runs are trained on.
+    """Resume copies of the old runs from step 4 to step 8, and draw pictures from step 4 of each.
 
     The copies have the current time, so that the copied paths of the run ``taught`` differ from their recorded times.
     """
@@ -153,59 +159,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw_pictures(folder / "pictures")
     for name in COMMANDS:
         shutil.copytree(OLD_RUNS / name, folder / name, copy_function=shutil.copyfile)
+    printed = run_all([*COMMANDS.values(), *map(SAMPLE.format, COMMANDS)], folder)
+    assert printed.count("resume      step 4, from") == len(COMMANDS)
+    assert "warning" not in printed
     return folder
 
 
-Resume = Callable[[str], Path]
-
-
-@pytest.fixture(scope="module")
-def resume(folder: Path) -> Resume:
-    """Resume the copy of a run from step 4 to step 8, once, and return the run's folder."""
-
-    def resume_once(name: str) -> Path:
-        run = folder / name
-        if not (run / STEP_8).exists():
-            printed = start(COMMANDS[name], folder)
-            assert "resume      step 4, from" in printed
-            assert "warning" not in printed
-        return run
-
-    return resume_once
-
-
 @each_run
-def test_a_run_resumes_with_the_same_losses(resume: Resume, name: str) -> None:
+def test_a_run_resumes_with_the_same_losses(folder: Path, name: str) -> None:
     expected = {int(step): loss for step, loss in EXPECTED[name]["losses"].items()}
     assert list(expected) == [5, 6, 7, 8]
-    run = resume(name)
-    assert [*losses(run)] == [1, 2, 3, 4, *expected], "the resumed run keeps the lines of the first four steps"
-    got = {step: loss for step, loss in losses(run).items() if step > 4}
+    assert [*losses(folder / name)] == [1, 2, 3, 4, *expected], "the run keeps the lines of the first four steps"
+    got = {step: loss for step, loss in losses(folder / name).items() if step > 4}
     assert got == expected if SAME_NUMBERS else got == pytest.approx(expected, rel=1e-4)
 
 
-@same_numbers
 @each_run
-def test_a_resumed_run_has_the_same_tensors(resume: Resume, name: str) -> None:
-    assert hash_checkpoint(resume(name) / STEP_8) == EXPECTED[name]["tensors"]
+def test_a_resumed_run_has_the_same_tensors_and_pictures(folder: Path, name: str) -> None:
+    found = outcome(folder, name)
+    assert not SAME_NUMBERS or found == EXPECTED[name]
 
 
-def test_power_averages_get_snapshots_of_both_steps(resume: Resume) -> None:
-    snapshots = resume("rectified") / "checkpoints/averages"
+def test_power_averages_get_snapshots_of_both_steps(folder: Path) -> None:
+    snapshots = folder / "rectified/checkpoints/averages"
     assert sorted(path.name for path in snapshots.iterdir()) == ["step_00000004", "step_00000008"]
 
 
-def test_drawn_paths_are_kept(resume: Resume) -> None:
+def test_drawn_paths_are_kept(folder: Path) -> None:
     """Check that the run ``taught`` accepts the stored paths by their contents, whatever the files' times are."""
-    kept, made = (run / "paths" for run in (resume("taught"), OLD_RUNS / "taught"))
+    kept, made = (run / "paths" for run in (folder / "taught", OLD_RUNS / "taught"))
     names = {path.name for path in made.iterdir()}
     assert names == {"images.uint8", "path.float16", "labels.npy", "info.json", "recipe.json"}
     assert names | {"manifest.json"} == {path.name for path in kept.iterdir()}
     for name in names:
         assert (kept / name).read_bytes() == (made / name).read_bytes(), name
-
-
-@each_run
-def test_sample_draws_the_same_pictures(folder: Path, name: str) -> None:
-    drawn = hash_pictures(folder, name)
-    assert not SAME_NUMBERS or drawn == EXPECTED[name]["pictures"]

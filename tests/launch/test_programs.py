@@ -11,7 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.flags import parse
 from tests.patience import PATIENCE, wait_for
+from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,7 +28,6 @@ TINY_FLAGS = (
     " --lr_warmup_steps 5 --log_every 5 --num_samples 6"
 )
 TINY = TINY_FLAGS.split()
-pytestmark = pytest.mark.xdist_group("programs")  # some of which want the same port
 
 
 def start(command: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
@@ -55,7 +58,7 @@ def launch(command: Sequence[str], cwd: Path, **environment: str) -> tuple[int, 
     return finish(start(command, cwd, **environment))
 
 
-def test_torchrun_with_previews_checkpoints_and_wandb(tmp_path: Path) -> None:
+def test_torchrun_with_previews_checkpoints_and_wandb_and_a_mean_flow_of_its_weights(tmp_path: Path) -> None:
     flags = "--train_num_steps 10 --sample_every 5 --save_every 5 --log_with wandb --output_dir run"
     code, output = launch([*TORCHRUN, *TINY, *flags.split()], tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
     assert code == 0, output
@@ -67,19 +70,14 @@ def test_torchrun_with_previews_checkpoints_and_wandb(tmp_path: Path) -> None:
     assert (run / "checkpoints/step_00000010/manifest.json").exists()
     assert list(tmp_path.rglob("*.wandb")), "wandb logged nothing"
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
-
-
-def test_mean_flow_from_a_rectified_flow(tmp_path: Path) -> None:
-    flags = ["--train_num_steps", "5"]
-    code, output = launch([sys.executable, TRAIN, *TINY, *flags, "--output_dir", "rectified"], tmp_path)
-    assert code == 0, output
-    mean = ["--init_from", "rectified", "--output_dir", "mean", "--sample_every", "5", "--save_every", "5"]
-    code, output = launch([*TORCHRUN[:-1], str(ROOT / "train_mean_flow.py"), *TINY, *flags, *mean], tmp_path)
+    flags = "--train_num_steps 5 --init_from run --output_dir mean --sample_every 5 --save_every 5"
+    command = [*TORCHRUN[:-1], str(ROOT / "train_mean_flow.py"), *TINY, *flags.split()]
+    code, output = launch(command, tmp_path)
     assert code == 0, output
     assert "2 x cpu" in output
     assert list(losses(tmp_path / "mean")) == [5]
     assert (tmp_path / "mean/samples/step_00000005.png").exists()
-    assert json.loads((tmp_path / "mean/config.json").read_text())["flags"]["init_from"] == "rectified"
+    assert json.loads((tmp_path / "mean/config.json").read_text())["flags"]["init_from"] == "run"
 
 
 def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
@@ -92,8 +90,9 @@ def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
 
 
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
-    command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--dry_run"]
-    code, output = launch(command, tmp_path)
+    """In the precision of the flag, whatever a launcher asks for."""
+    command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--mixed_precision", "no", "--dry_run"]
+    code, output = launch(command, tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
     assert code == 0, output
     assert "1 x cpu, float32" in output
     assert re.search(r"global_batch_size +16\n", output)
@@ -102,7 +101,7 @@ def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "a dry run left something behind"
 
 
-def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
+def test_precision_is_the_launchers(tmp_path: Path) -> None:
     config = ["--config_file", str(ROOT / "accelerate_config.yaml"), "--num_processes", "2"]
     code, output = launch([*ACCELERATE, *config, TRAIN, *TINY, "--train_num_steps", "5"], tmp_path)
     assert code == 0, output
@@ -110,10 +109,6 @@ def test_precision_is_the_launchers_unless_given(tmp_path: Path) -> None:
     run = tmp_path / "runs/rectified-flow"
     assert 0.5 < losses(run)[5] < 2
     assert json.loads((run / "config.json").read_text())["flags"]["mixed_precision"] is None
-    given = [sys.executable, TRAIN, *TINY, "--mixed_precision", "no", "--dry_run"]
-    code, output = launch(given, tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
-    assert code == 0, output
-    assert "1 x cpu, float32" in output
 
 
 def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:
@@ -152,10 +147,11 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     worker.kill()
     code, output = finish(process)
     assert code == 0, output
+    assert "1 x cpu, float32" in output
     assert "resume      step" in output
     assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "finished"
-    code, output = launch([sys.executable, TRAIN, *TINY, *flags, "straight"], tmp_path)
-    assert code == 0, output
+    config = parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "straight")])
+    run_on_ranks(1, train_rectified_flow, config)
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
         one, other = (tmp_path / run / "checkpoints/step_00000040" / name for run in ("straight", "killed"))
         assert one.read_bytes() == other.read_bytes(), name

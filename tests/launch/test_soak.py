@@ -2,8 +2,12 @@
 
 import pytest
 
-from tests.launch.soak import differences, leaks, two_runs
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.flags import parse
+from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE
+from tests.ranks import run_on_ranks
 
 SHORT = ("fill_disk", "kill_launcher", "corrupt_checkpoint")
 
@@ -14,7 +18,8 @@ def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> 
         soak.disturb(SHORT)
         steps = soak.last_step() + 20
         soak.finish(steps)
-        calm.finish(steps)
+        flags = f"{FLAGS} --output_dir {calm.run} --train_num_steps {steps}"
+        run_on_ranks(2, train_rectified_flow, parse(TrainRectifiedFlow, "", flags.split()))
         assert differences(calm.run, soak.run) == []
         assert leaks(soak) == []
         assert soak.counts["times resumed"] >= len(SHORT) - 1, soak.counts  # a full disk ends nothing

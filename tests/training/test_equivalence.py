@@ -16,7 +16,6 @@ from tests.ranks import run_on_ranks
 from tests.training.runs import Kind, Tiny, build_trainer, losses, metrics, tiny_config, train
 
 STEPS = 40
-pytestmark = pytest.mark.xdist_group("equivalence")  # whose tests share runs
 RECTIFIED = Tiny()
 either_flow = pytest.mark.parametrize("kind", ["rectified", "mean"])
 
@@ -47,8 +46,12 @@ class Runs:
     def straight(self, world_size: int, kind: Kind = "rectified") -> Path:
         return self.get(f"straight-{world_size}-{kind}", world_size, Tiny(kind))
 
-    def stopped_at_20(self, world_size: int, kind: Kind = "rectified") -> Path:
-        return self.get(f"stopped-{world_size}-{kind}", world_size, Tiny(kind), train_num_steps=20)
+    def stopped(self, world_size: int, kind: Kind, name: str) -> Path:
+        """A copy of a straight run that lacks its last checkpoint."""
+        copy = shutil.copytree(self.straight(world_size, kind), self.folder / name)
+        for folder in ("checkpoints", "checkpoints/averages"):
+            shutil.rmtree(copy / folder / f"step_{STEPS:08d}")
+        return copy
 
 
 def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
@@ -109,9 +112,7 @@ def test_another_seed_trains_differently(runs: Runs) -> None:
 @either_flow
 def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None:
     straight = runs.straight(world_size, kind)
-    stopped = runs.stopped_at_20(world_size, kind)
-    resumed = runs.folder / f"resumed-{world_size}-{kind}"
-    copy_tree(stopped, resumed)
+    resumed = runs.stopped(world_size, kind, f"resumed-{world_size}-{kind}")
     runs.go(resumed, world_size, Tiny(kind))
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
@@ -119,18 +120,16 @@ def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None
 
 
 def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
-    moved = runs.folder / "moved"
-    copy_tree(runs.stopped_at_20(2), moved)
+    moved = runs.stopped(2, "rectified", "moved")
     runs.go(moved, 1)
     assert_close(runs.straight(2), moved)
 
 
 def test_a_checkpoint_between_log_lines_loses_no_loss(runs: Runs) -> None:
     interrupted = runs.get("between", 2, train_num_steps=STEPS, save_every=6, log_every=STEPS)
-    again = runs.folder / "between-again"
-    copy_tree(interrupted, again)
+    again = shutil.copytree(interrupted, runs.folder / "between-again")
     for step in (40, 36):
-        remove_tree(again / f"checkpoints/step_{step:08d}")
+        shutil.rmtree(again / f"checkpoints/step_{step:08d}")
     runs.go(again, 2, save_every=6, log_every=STEPS)
     assert losses(again) == losses(interrupted)
 
@@ -163,14 +162,6 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
         expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json", "manifest.json")}
         expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
     assert left == expected
-
-
-def copy_tree(source: Path, target: Path) -> None:
-    shutil.copytree(source, target)
-
-
-def remove_tree(path: Path) -> None:
-    shutil.rmtree(path)
 
 
 def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch.Tensor:

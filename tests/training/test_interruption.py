@@ -65,18 +65,32 @@ def status(output_dir: Path) -> dict[str, Any]:
     return dict(json.loads((output_dir / "status.json").read_text()))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_on_any_rank_ends_all_at_the_same_step(tmp_path: Path, flowers: ImageDataset, rank: int) -> None:
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert run_on_ranks(2, train_with_signal, stopped, flowers.path, rank, 7) == [(False, 7)] * 2
-    assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000007"]
-    assert status(stopped)["state"] == "interrupted"
-    run_on_ranks(2, train, tiny_config(stopped, num_samples=0), flowers)
-    run_on_ranks(2, train, tiny_config(straight, num_samples=0), flowers)
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> dict[int, Path]:
+    """Runs without a signal, by the number of processes."""
+    runs = {world_size: tmp_path_factory.mktemp("straight") for world_size in (1, 2)}
+    for world_size, output_dir in runs.items():
+        run_on_ranks(world_size, train, tiny_config(output_dir, num_samples=0), flowers)
+    return runs
+
+
+def assert_same_end(straight: Path, stopped: Path) -> None:
     for name in NOW:
         one, other = (run / "checkpoints/step_00000040" / name for run in (straight, stopped))
         assert one.read_bytes() == other.read_bytes(), name
     assert losses(straight) == losses(stopped)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_any_rank_ends_all_at_the_same_step(
+    straight: dict[int, Path], tmp_path: Path, flowers: ImageDataset, rank: int
+) -> None:
+    stopped = tmp_path / "stopped"
+    assert run_on_ranks(2, train_with_signal, stopped, flowers.path, rank, 7) == [(False, 7)] * 2
+    assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000007"]
+    assert status(stopped)["state"] == "interrupted"
+    run_on_ranks(2, train, tiny_config(stopped, num_samples=0), flowers)
+    assert_same_end(straight[2], stopped)
     assert status(stopped)["state"] == "finished"
     assert status(stopped)["step"] == 40
 
@@ -109,8 +123,10 @@ def train_with_signal_in_pass(output_dir: Path, dataset: ImageDataset, step: int
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_one_process_on_a_cpu_abandons_a_step(tmp_path: Path, flowers: ImageDataset, backward: bool) -> None:
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+def test_one_process_on_a_cpu_abandons_a_step(
+    straight: dict[int, Path], tmp_path: Path, flowers: ImageDataset, backward: bool
+) -> None:
+    stopped = tmp_path / "stopped"
     assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 1, backward) == [(0, 0)]
     assert not (stopped / "checkpoints").exists() or not list((stopped / "checkpoints").glob("step_*"))
     assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 6)]
@@ -118,11 +134,7 @@ def test_one_process_on_a_cpu_abandons_a_step(tmp_path: Path, flowers: ImageData
     assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000006"]
     assert status(stopped)["state"] == "interrupted"
     run_on_ranks(1, train, tiny_config(stopped, num_samples=0), flowers)
-    run_on_ranks(1, train, tiny_config(straight, num_samples=0), flowers)
-    for name in NOW:
-        one, other = (run / "checkpoints/step_00000040" / name for run in (straight, stopped))
-        assert one.read_bytes() == other.read_bytes(), name
-    assert losses(straight) == losses(stopped)
+    assert_same_end(straight[1], stopped)
 
 
 def test_a_preview_is_given_up_on_all_ranks(tmp_path: Path, flowers: ImageDataset) -> None:

@@ -35,11 +35,14 @@ from wan_flags import WanFlags
 from wan_flow import Captions, ClipFlow, WanNetwork
 from wan_pipeline import Wan
 
-pytestmark = pytest.mark.xdist_group("wan")
 SIZE = "--frames 9 --height 32 --width 32"
 FLAGS = (
     f"{SIZE} --lora_rank 4 --lora_alpha 8 --train_num_steps 6 --save_every 3 --sample_every 6 --log_every 1"
     " --lr_warmup_steps 0 --learning_rate 1e-2 --preview_clips 1 --preview_steps 2 --preview_guidance 1"
+)
+ENDS = (
+    "--frames 1 --lora_rank 1 --caption_dropout 1 --fps 100 --preview_clips 0 --no_gradient_checkpointing",
+    "--frames 5 --train full --caption_dropout 0 --fps 1 --preview_clips 9 --preview_steps 1 --noise_range 0.9 1",
 )
 
 
@@ -77,7 +80,7 @@ def train(words: list[str]) -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, clips: Path, models: dict[str, Path]) -> Path:
-    """The same run on one process, on two, and stopped and resumed; and one that continues first frames."""
+    """The same run on one process, on two, and stopped and resumed; one of first frames; and those of ENDS."""
     folder = tmp_path_factory.mktemp("runs")
     base = f"--model {models['one']} --dataset_path {clips} {FLAGS}"
     first = base.replace(str(models["one"]), str(models["tokens"]))
@@ -88,7 +91,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory, clips: Path, models: dict[str
         f"{base} --batch_size 2 --output_dir {folder}/resumed",
         f"{first} --batch_size 2 --output_dir {folder}/first --first_frame --train_num_steps 2",
     ]
-    assert run_on_ranks(1, train, lines) == [[None] * 4]
+    ends = f"{base} --train_num_steps 1 --sample_every 1"
+    lines += [f"{ends} --output_dir {folder}/end_{number} {flags}" for number, flags in enumerate(ENDS)]
+    assert run_on_ranks(1, train, lines) == [[None] * 6]
     return folder
 
 
@@ -289,19 +294,9 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
         assert wan_of(models["one"], clips, "--train full").settings
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--frames 1 --lora_rank 1 --caption_dropout 1 --fps 100 --preview_clips 0 --no_gradient_checkpointing",
-        "--frames 5 --train full --caption_dropout 0 --fps 1 --preview_clips 9 --preview_steps 1 --noise_range 0.9 1",
-    ],
-)
-def test_flags_at_both_ends(models: dict[str, Path], clips: Path, flags: str, tmp_path: Path) -> None:
-    words = (
-        f"--model {models['one']} --dataset_path {clips} {FLAGS} --output_dir {tmp_path} --train_num_steps 1 {flags}"
-    )
-    assert run_on_ranks(1, train, [f"{words} --sample_every 1"]) == [[None]]
-    assert (tmp_path / "checkpoints/step_00000001").exists()
+def test_flags_at_both_ends(runs: Path) -> None:
+    for end in range(len(ENDS)):
+        assert (runs / f"end_{end}/checkpoints/step_00000001").exists()
 
 
 @pytest.mark.parametrize("flags", ["--lora_alpha 4", "--noise_range 0 0.5", "--time_shift 1"])
