@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from turns import PEER, Times, Turns, ratio, take_turns
 
 from rectified_flow.training.state import TrainingState
-from tests.patience import PATIENCE
+from tests.patience import PATIENCE, wait_for
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -85,10 +85,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path: 
     sleeps = f"import time; time.sleep({PATIENCE})"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {sleeps!r}])"
     process = subprocess.Popen([sys.executable, "-c", starts])
-    until = time.monotonic() + PATIENCE
-    while not (children := psutil.Process(process.pid).children()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    children = wait_for("a process started by another", psutil.Process(process.pid).children)
     bench._end(process.pid)
     process.wait()
     assert psutil.wait_procs(children, timeout=PATIENCE)[1] == []

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from studies.harness import append_row, format_table, read_rows, run
-from tests.patience import PATIENCE
+from tests.patience import wait_for
 
 TOY = "tests.studies.toy"
 
@@ -30,13 +29,6 @@ def toy(tmp_path: Path) -> Callable[..., int]:
 
 def places(folder: Path) -> list[str]:
     return ["--output_dir", str(folder), "--results", str(folder / "results.jsonl")]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def cells(output: str) -> list[list[str]]:
@@ -90,14 +82,12 @@ def test_a_killed_study_ends_its_workers_and_resumes_inside_the_row(tmp_path: Pa
     arguments = ["--only", "waits", "--budget", "4", *places(tmp_path)]
     command = [sys.executable, "-c", f"import sys; from studies.harness import run; sys.exit(run({TOY!r}))", *arguments]
     study = subprocess.Popen(command)
-    found: list[Path] = []
 
-    def is_waiting() -> bool:
-        found[:] = [each for each in tmp_path.glob("toy/*/pid") if each.read_text()]
-        return bool(found)
+    def find_waiting() -> list[Path]:
+        return [each for each in tmp_path.glob("toy/*/pid") if each.read_text()]
 
-    wait_for(is_waiting)
-    worker = int(found[0].read_text())
+    [found] = wait_for("a row that waits", find_waiting)
+    worker = int(found.read_text())
     study.send_signal(signal.SIGKILL)
     study.wait()
 
@@ -108,11 +98,11 @@ def test_a_killed_study_ends_its_workers_and_resumes_inside_the_row(tmp_path: Pa
             return True
         return Path(f"/proc/{worker}/stat").read_text().split()[2] == "Z"
 
-    wait_for(has_ended)
+    wait_for("the end of the worker", has_ended)
     assert read_rows(tmp_path / "results.jsonl") == []
     (tmp_path / "toy" / "go").touch()
     assert subprocess.run(command, check=False, capture_output=True).returncode == 0
-    assert (found[0].parent / "steps").read_text().split() == ["1", "2", "3", "4"], "no step is taken again"
+    assert (found.parent / "steps").read_text().split() == ["1", "2", "3", "4"], "no step is taken again"
     assert [row["case"] for row in read_rows(tmp_path / "results.jsonl")] == ["waits"]
 
 

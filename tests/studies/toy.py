@@ -3,12 +3,11 @@
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 from functools import partial
 
 from studies.harness import Case, Figures, Row, Study
-from tests.patience import PATIENCE
+from tests.patience import wait_for
 
 
 def train(row: Row, how: str = "") -> None:
@@ -30,9 +29,7 @@ def train(row: Row, how: str = "") -> None:
 def wait(row: Row) -> None:
     """Write down the process, and wait for a file of that name, or to be killed."""
     (row.folder / "pid").write_text(str(os.getpid()))
-    until = time.monotonic() + PATIENCE
-    while not (row.output_dir / "go").exists() and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_for("the file go", (row.output_dir / "go").exists)
 
 
 def measure(row: Row) -> Figures:
