@@ -32,7 +32,7 @@ class ClipDataset(LatentDataset):
     """
 
     def __len__(self) -> int:
-        return self._length - 1
+        return super().__len__() - 1
 
     @property
     def description(self) -> str:

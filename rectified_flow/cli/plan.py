@@ -13,7 +13,8 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.recipe import may_choose
 from rectified_flow.cli.teacher import calls_of, files_of
 from rectified_flow.cli.train_flags import TrainConfig
-from rectified_flow.data.store import LATENTS_FILE, ImageDataset, describe_pictures, row_size
+from rectified_flow.data.report import describe_pictures
+from rectified_flow.data.store import LATENTS_FILE, ImageDataset, row_size
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features

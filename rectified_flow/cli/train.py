@@ -26,7 +26,8 @@ from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, 
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
-from rectified_flow.data.store import NAMED, ImageDataset, StoreDataset, summarize_pictures
+from rectified_flow.data.report import name_some, summarize_pictures
+from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
@@ -183,7 +184,7 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
     state.print(line("held out", split))
     lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
     if labelled and len(lost) > 0:
-        named = ", ".join(pictures.class_names[label] for label in lost[:NAMED]) + ", ..." * (len(lost) > NAMED)
+        named = name_some([pictures.class_names[label] for label in lost])
         state.print(f"warning: no picture is left to train on of {len(lost)} of the classes: {named}")
     return split
 

@@ -3,12 +3,15 @@
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
+
+from annotated_types import Gt
 
 from rectified_flow.errors import require
 from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
+Side = Annotated[int, Gt(0)]
 MARGIN = 1.25
 """Sides of a stored image from which random parts are cropped, as multiples of the sides of the parts."""
 
@@ -22,19 +25,12 @@ class Framing:
         height: height of the network's input [px].
         alpha: keep transparency, as a fourth channel.
         crop: the centre, a random part at each step, or nothing: the whole picture is padded.
-
-    Raises:
-        ValueError: if a side is not above 0.
     """
 
-    width: int
-    height: int
+    width: Side
+    height: Side
     alpha: bool = False
     crop: Crop = "center"
-
-    def __post_init__(self) -> None:
-        if min(self.width, self.height) < 1:
-            raise ValueError("a picture has sides above 0")
 
     @classmethod
     def of(cls, image_size: int, aspect_ratio: str = "1:1", *, alpha: bool = False, crop: Crop = "center") -> Self:
@@ -45,17 +41,11 @@ class Framing:
         """
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
+        times, rest = divmod(image_size, short)
         nearest = max(1, round(image_size / short)) * short
-        require(
-            image_size % short == 0,
-            f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives no whole long side; take {nearest}",
-        )
-        return cls(width * image_size // short, height * image_size // short, alpha, crop)
-
-    @property
-    def is_default(self) -> bool:
-        """Whether images are squares from the centre, without transparency."""
-        return self == Framing(self.width, self.width)
+        refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives no whole long side"
+        require(rest == 0, f"{refusal}; take {nearest}")
+        return cls(width * times, height * times, alpha, crop)
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -93,8 +83,6 @@ def parse_ratio(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
     width, height = (int(number) for number in match.groups()) if match else (0, 0)
-    require(
-        min(width, height) > 0,
-        f"--aspect_ratio is {text}; it must be width:height, two whole numbers from 1 to 9999, such as 3:2",
-    )
+    rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
+    require(min(width, height) > 0, f"--aspect_ratio is {text}; {rule}")
     return Fraction(width, height).as_integer_ratio()

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, dtype_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import claimed, fill
-from rectified_flow.errors import DamageError, require
+from rectified_flow.errors import require
 from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
 
@@ -38,14 +39,7 @@ class LatentDataset(StoreDataset):
     @property
     def encoded(self) -> LatentInfo:
         """The autoencoder and the scales of the latents."""
-        if self.info.latents is None:
-            raise DamageError(f"{self.path} holds no latents")
-        return self.info.latents
-
-    @property
-    def content(self) -> str:
-        """Hash of the images; the autoencoder is part of the flow."""
-        return self.encoded.pictures
+        return cast(LatentInfo, self.info.latents)
 
     @property
     def description(self) -> str:
@@ -58,15 +52,11 @@ class LatentDataset(StoreDataset):
         shape = self.info.rows[LATENTS_FILE][2:]
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
 
-    def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the items of ``indices`` with a leading batch dimension, in one read."""
-        if self.mirrored:
-            return super().read_batch(indices)
-        latents = self.entries["latents"][self._rows_of(indices), :1]  # read the first variant only
-        return {"latents": torch.from_numpy(latents), **self.condition_values(indices)}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "mirrored": self.mirrored}
+    @cached_property
+    def entries(self) -> dict[str, np.ndarray[Any, Any]]:
+        """All rows of the store by entry of an item; without the mirror images, the first variant alone."""
+        entries = super().entries
+        return entries if self.mirrored else {**entries, "latents": entries["latents"][:, :1]}
 
 
 def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[float], list[float]]:
@@ -79,9 +69,8 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
     sums = np.zeros((2, shape[2]))
     for start in range(0, length, ROWS_AT_ONCE):
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
-        variance = some[:, 1:] ** 2  # variance of the latents' distribution; a deterministic encoding has none
         sums[0] += some[:, 0].sum(axis=(0, 2, 3))
-        sums[1] += (some[:, 0] ** 2).sum(axis=(0, 2, 3)) + variance.sum(axis=(0, 1, 3, 4))
+        sums[1] += (some**2).sum(axis=(0, 1, 3, 4))  # squares of the mean and, unless deterministic, of the deviation
     mean, square = sums / (length * shape[3] * shape[4])
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]
@@ -118,11 +107,8 @@ def encode_pictures(
         images = pictures.read_batch(numbers)["images"].to(state.device)
         variants = [images, images.flip(-1)][: 1 + both]
         latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
-        require(
-            bool(latents.isfinite().all()),
-            f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite, or too large for "
-            "float16: choose another autoencoder",
-        )
+        found = f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite"
+        require(bool(latents.isfinite().all()), f"{found}, or too large for float16: choose another autoencoder")
         return {LATENTS_FILE: latents}
 
     def finish() -> None:

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.framing import Framing
-from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.artifact import MANIFEST, Artifact, write_manifest
 from rectified_flow.system.files import read_document, reading
 from rectified_flow.system.machine import require_disk
@@ -32,10 +32,8 @@ from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
-FEW = 10
-"""Number of images below which a class is named."""
-NAMED = 5
-"""Largest number of names in a list."""
+READ = ("info", "entries", "labels")
+"""Attributes of a dataset that each process reads from the store itself."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
@@ -119,20 +117,12 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self.path = Path(path)
         self.arguments = dict(arguments or {})
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
-        self._length = self.info.length
 
     def subset(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some rows of the store as a dataset of the same kind."""
         part = copy(self)
-        part.rows, part._length = np.asarray(rows, dtype=np.int64), len(rows)
+        part.rows = np.asarray(rows, dtype=np.int64)
         return part
-
-    @property
-    def whole(self) -> Self:
-        """All rows of the store."""
-        everything = copy(self)
-        everything.rows, everything._length = None, self.info.length
-        return everything
 
     @cached_property
     def info(self) -> StoreInfo:
@@ -144,9 +134,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         """All rows of the store by entry of an item, read-only memory maps ``[n, ...]``."""
         maps = dict[str, np.ndarray[Any, Any]]()
         for name, shape in self.info.rows.items():
-            with reading(self.path / name):
-                rows = np.memmap(self.path / name, dtype_of(name), "r", shape=(self.info.length, *shape))
-            maps[Path(name).stem] = rows
+            file = self.path / name
+            with reading(file):
+                maps[file.stem] = np.memmap(file, dtype_of(name), "r", shape=(self.info.length, *shape))
         return maps
 
     @cached_property
@@ -175,14 +165,11 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @property
     def fingerprint(self) -> str:
         """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
+        # Latents count as the pictures that they encode, since the autoencoder is part of the flow.
+        content = self.info.content if self.info.latents is None else self.info.latents.pictures
         if self.rows is None:
-            return self.content
-        return blake2b(self.content.encode() + self.rows.tobytes(), digest_size=16).hexdigest()
-
-    @property
-    def content(self) -> str:
-        """Hash of the contents of the store, or of their source."""
-        return self.info.content
+            return content
+        return blake2b(content.encode() + self.rows.tobytes(), digest_size=16).hexdigest()
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the items of ``indices`` with a leading batch dimension, in one read."""
@@ -199,19 +186,17 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         return list(indices) if self.rows is None else self.rows[list(indices)].tolist()
 
     def __len__(self) -> int:
-        return self._length
+        return self.info.length if self.rows is None else len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"index {index} is out of range for {len(self)} images")
-        return self.__getitems__([index])[0]
+        return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
         batch = self.read_batch(indices)
         return [{name: values[row] for name, values in batch.items()} for row in range(len(indices))]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "arguments": self.arguments, "rows": self.rows, "_length": self._length}
+        return {name: value for name, value in vars(self).items() if name not in READ}
 
 
 class ImageDataset(StoreDataset):
@@ -224,73 +209,11 @@ class ImageDataset(StoreDataset):
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
-        images = self.read_batch(indices)["images"]
-        if self.info.framing is None or self.info.framing.is_default:
+        images, framing = self.read_batch(indices)["images"], self.info.framing
+        if framing is None or framing.stored_shape == (RGB, framing.height, framing.width):
             return images
-        space = Pixels(self.info.framing.shape)
+        space = Pixels(framing.shape)
         return space.render(space.decode(space.encode(images)))
-
-
-def describe_pictures(dataset: ImageDataset, near_duplicates: int | None = None) -> dict[str, str]:
-    """Describe number, sizes, enlarged and equal images, rare classes and broken files, a text by label.
-
-    Args:
-        dataset: images of a store.
-        near_duplicates: number of images that nearly equal another one, if they were counted.
-    """
-    info, texts = dataset.info, {"pictures": dataset.description}
-    if info.originals is not None and info.framing is not None:
-        size, originals = size_text(*info.framing.stored_size), info.originals
-        texts["sizes"] = _range(originals)
-        texts["enlarged"] = f"{originals.enlarged} smaller than {size} px" + _blurred(originals)
-        texts["duplicates"] = f"{originals.duplicates} equal to an earlier picture"
-    if near_duplicates is not None:
-        texts["alike"] = f"{near_duplicates} nearly equal to an earlier picture, or its mirror image"
-    if dataset.class_names:
-        rare = _rare_classes(dataset)
-        texts["classes"] = f"{len(dataset.class_names)}, {len(rare)} with fewer than {FEW} pictures{_listed(rare)}"
-    if info.skipped:
-        texts["broken"] = f"{len(info.skipped)} left out; the first is {info.skipped[0]}"
-    return texts
-
-
-def summarize_pictures(dataset: ImageDataset) -> str:
-    """Describe the sizes and the possible faults of the images in a line."""
-    originals, rare, parts = dataset.info.originals, _rare_classes(dataset), [f"{len(dataset)}"]
-    if originals is not None:
-        parts[0] += f", {_range(originals)}"
-        if originals.enlarged:
-            parts.append(f"{originals.enlarged} smaller than needed{_blurred(originals)}")
-        if originals.duplicates:
-            parts.append(f"{originals.duplicates} equal to an earlier one")
-    if rare:
-        parts.append(f"{len(rare)} class{'es' * (len(rare) > 1)} with fewer than {FEW}{_listed(rare)}")
-    return "; ".join(parts)
-
-
-def _range(originals: OriginalInfo) -> str:
-    widths, heights = originals.width, originals.height
-    if len({*widths}) == len({*heights}) == 1:
-        return f"all {widths[0]}x{heights[0]} px"
-    return f"{widths[0]} to {widths[1]} px wide, {heights[0]} to {heights[1]} px high"
-
-
-def _blurred(originals: OriginalInfo) -> str:
-    return ", so enlarged and blurred" * (originals.enlarged > 0)
-
-
-def _rare_classes(dataset: ImageDataset) -> list[str]:
-    """Return the names and sizes of rare classes, the rarest first."""
-    names = dataset.class_names
-    if not names:
-        return []
-    counts = np.bincount(dataset.labels, minlength=len(names))
-    return [f"{names[label]} ({counts[label]})" for label in np.argsort(counts, kind="stable") if counts[label] < FEW]
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
-    return f": {shown}" if names else ""
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -336,7 +259,7 @@ class StoreWriter(Artifact):
         """
         progress = self.begin()
         if progress:
-            return min(int(progress["done"]), self.length)
+            return int(progress["done"])
         sizes = {name: row_size(name, shape) * self.length for name, shape in self.rows.items()}
         require_disk(sum(sizes.values()), self.path.parent, f"{self.length} {self.kind}", "make room, or take fewer")
         for name, size in sizes.items():
@@ -375,11 +298,7 @@ class StoreWriter(Artifact):
             OSError: if the disk is full.
         """
         np.save(self.stage / LABELS_FILE, labels)
-        document = {
-            "content": hash_contents(self.stage, *self.rows),
-            "length": len(labels),
-            "rows": {name: list(shape) for name, shape in self.rows.items()},
-        }
+        document = {"content": hash_contents(self.stage, *self.rows), "length": len(labels), "rows": self.rows}
         (self.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
         self.finish()
 
@@ -389,11 +308,10 @@ def adopt(path: Path, kind: str) -> None:
     if (path / MANIFEST).exists():
         return
     with suppress(OSError, ValueError, LookupError, TypeError):  # the store is damaged, or cannot be written
-        documents = [read_document(path / name, dict[str, Any]) for name in (INFO_FILE, RECIPE_FILE)]
-        rows = [name for name in documents[0]["files"] if name != LABELS_FILE]
-        contents = hash_contents(path, *rows)
-        sealed = all(_hash_document(each) == each["sha256"] for each in documents)
-        if sealed and contents == documents[0]["content"]:
+        info, recipe = (read_document(path / name, dict[str, Any]) for name in (INFO_FILE, RECIPE_FILE))
+        rows = [name for name in info["files"] if name != LABELS_FILE]
+        hashes = hash_contents(path, *rows), _hash_document(info), _hash_document(recipe)
+        if hashes == (info["content"], info["sha256"], recipe["sha256"]):
             write_manifest(path, kind, (*rows, LABELS_FILE, INFO_FILE, RECIPE_FILE))
 
 

@@ -175,7 +175,7 @@ def reference_features(
         batch_size: images per batch.
     """
     if isinstance(dataset, ImageDataset) and dataset.rows is not None:
-        whole = reference_features(dataset.whole, features, state, batch_size=batch_size)
+        whole = reference_features(ImageDataset(dataset.path), features, state, batch_size=batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
     saved = None
     if isinstance(dataset, ImageDataset):

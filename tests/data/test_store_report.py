@@ -9,7 +9,8 @@ from PIL import Image
 from rectified_flow.cli.plan import spread
 from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.framing import Framing
-from rectified_flow.data.store import ImageDataset, describe_pictures, summarize_pictures
+from rectified_flow.data.report import describe_pictures, summarize_pictures
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 
 
@@ -27,26 +28,26 @@ def pictures(tmp_path: Path) -> Path:
 
 def test_counts_and_rare_classes(pictures: Path) -> None:
     dataset = open_dataset("", pictures, image_size=8, skip_broken_images=True)
-    assert describe_pictures(dataset) == {
+    assert describe_pictures(dataset, near_duplicates=4) == {
         "pictures": "pets: 13 images of 8 px, 2 classes",
         "sizes": "6 to 32 px wide, 30 to 40 px high",
         "enlarged": "1 smaller than 8 px, so enlarged and blurred",
         "duplicates": "1 equal to an earlier picture",
-        "classes": "2, 1 with fewer than 10 pictures: dogs (2)",
+        "classes": "1 of 2 classes with fewer than 10 pictures: dogs (2)",
         "broken": f"1 left out; the first is {pictures}/dogs/99.png",
+        "alike": "4 nearly equal to an earlier picture, or its mirror image",
     }
-    alike = describe_pictures(dataset, near_duplicates=4)["alike"]
-    assert alike == "4 nearly equal to an earlier picture, or its mirror image"
     assert summarize_pictures(dataset) == (
-        "13, 6 to 32 px wide, 30 to 40 px high; 1 smaller than needed, so enlarged and blurred; 1 equal to an earlier "
-        "one; 1 class with fewer than 10: dogs (2)"
+        "13, 6 to 32 px wide, 30 to 40 px high; 1 smaller than 8 px, so enlarged and blurred; 1 equal to an earlier "
+        "picture; 1 of 2 classes with fewer than 10 pictures: dogs (2)"
+        f"; 1 left out; the first is {pictures}/dogs/99.png"
     )
 
 
 def test_flowers_have_nothing_wrong() -> None:
     dataset = ImageDataset(open_store(SyntheticFlowers(16, count=120), 8))
     assert summarize_pictures(dataset) == "120, all 16x16 px"
-    assert describe_pictures(dataset)["enlarged"] == "0 smaller than 8 px"
+    assert describe_pictures(dataset, near_duplicates=0)["enlarged"] == "0 smaller than 8 px"
 
 
 def test_the_framing_names_a_store_where_it_is_not_the_default(tmp_path: Path) -> None:

@@ -159,8 +159,7 @@ def test_what_is_enlarged() -> None:
 def test_sides() -> None:
     assert Framing.of(64, "6:4") == Framing(96, 64)
     assert Framing.of(27, "9:16") == Framing(27, 48)
-    assert Framing.of(64, "2:2").is_default
-    assert not Framing.of(64, crop="none").is_default
+    assert Framing.of(64, "2:2") == Framing(64, 64)
     with pytest.raises(UsageError, match="--image_size 64 with --aspect_ratio 16:9 gives no whole long side; take 63"):
         Framing.of(64, "16:9")
 
