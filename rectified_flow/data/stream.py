@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -95,11 +95,10 @@ class Batches(Dataset[dict[str, Any]]):
 def collate(items: Sequence[Any]) -> dict[str, Any]:
     """Stack items, dicts of tensors, ``image``, or ``(image, label)``, into the dict that a flow takes by keyword."""
     batch = default_collate(list(items))
-    if isinstance(batch, Tensor):
-        return {"images": batch}
     if isinstance(batch, dict):
         return batch
-    return dict(zip(("images", "labels"), batch, strict=False))
+    values = [batch] if isinstance(batch, Tensor) else batch
+    return dict(zip(("images", "labels"), values, strict=False))
 
 
 PROBES = 64
@@ -117,12 +116,7 @@ def fingerprint_of(dataset: Dataset[Any]) -> str:
         return str(own)
     length = len(dataset)  # type: ignore[arg-type]
     first, again = (_hash_items(dataset, length) for _ in range(2))
-    return first if first == again else length_only(length)
-
-
-def length_only(length: int) -> str:
-    """Return the fingerprint of a dataset of which only the length is known."""
-    return f"{length} items"
+    return first if first == again else f"{length} items"
 
 
 def _hash_items(dataset: Dataset[Any], length: int) -> str:
@@ -147,13 +141,10 @@ def _bytes(value: object) -> bytes:
 @contextmanager
 def _fixed_seeds() -> Iterator[None]:
     """Seed the generators of Python, NumPy and torch inside the block, and restore them after it."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), ExitStack() as restoring:
+        restoring.callback(random.setstate, random.getstate())
+        restoring.callback(np.random.set_state, np.random.get_state())
         torch.default_generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
+        yield

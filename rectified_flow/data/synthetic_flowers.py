@@ -86,11 +86,10 @@ def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.nda
         along = np.clip(radius / size, 0, 1)[..., None]
         colour = np.asarray(species.petal) * (1 - along) + np.asarray(species.tip) * along
         vein = 1 - 0.22 * np.abs(np.sin(phase))[..., None] - 0.10 * row
-        canvas = _over(canvas, colour * vein + shade, _coverage(outline - radius, pixel))
+        canvas = _paint(canvas, colour * vein + shade, (outline - radius) / pixel)
     florets = 1 + 0.15 * np.sin(40 * radius) * np.sin(angle * 12)
-    canvas = _over(
-        canvas, np.asarray(species.disc) * florets[..., None], _coverage(species.disc_radius - radius, pixel)
-    )
+    disc = np.asarray(species.disc) * florets[..., None]
+    canvas = _paint(canvas, disc, (species.disc_radius - radius) / pixel)
     return (np.clip(canvas, 0, 1) * 255).round().astype(np.uint8)
 
 
@@ -122,10 +121,7 @@ def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
     return np.asarray(colour, dtype=np.float32) * light[..., None]
 
 
-def _coverage(depth: Array, pixel: float) -> Array:
-    """Return the fraction of each pixel that a shape covers, from the depth of the pixel's centre inside the shape."""
-    return np.clip(depth / pixel + 0.5, 0, 1)[..., None]
-
-
-def _over(below: Array, above: Array, coverage: Array) -> Array:
-    return (below * (1 - coverage) + above * coverage).astype(np.float32)
+def _paint(canvas: Array, colour: Array, depth: Array) -> Array:
+    """Paint a shape over the canvas; ``depth`` is how far inside the shape the centre of each pixel is [px]."""
+    coverage = np.clip(depth + 0.5, 0, 1)[..., None]
+    return (canvas * (1 - coverage) + colour * coverage).astype(np.float32)
