@@ -11,18 +11,20 @@ from dataclasses import asdict, astuple
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
+from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.flags import as_plain
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import usable_path
 from rectified_flow.system.machine import processors, require_disk
@@ -114,10 +116,8 @@ Decoded = tuple[bytes, int, tuple[int, int]]
 def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images: bool) -> None:
     """Decode all images into the store, and measure the originals on the way."""
     store = StoreWriter(path, len(source), {IMAGES_FILE: framing.stored_shape}, KIND)
-    require(store.length > 0, f"{source.name} holds no images")
-    what = f"{store.length} images of --image_size {framing.size_text}"
-    remedy = "lower --image_size, or pass a --cache_dir with more room"
-    require_disk(store.length * prod(framing.stored_shape), path.parent, what, remedy)
+    size, what = prod(framing.stored_shape), f"{store.length} images of --image_size {framing.size_text}"
+    require_disk(store.length * size, path.parent, what, "lower --image_size, or pass a --cache_dir with more room")
     labels, broken = list[int](), list[str]()
     sizes, contents, enlarged = set[tuple[int, int]](), set[bytes](), 0
     store.begin()
@@ -143,7 +143,7 @@ def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images
         store.complete(
             np.asarray(labels, dtype=np.int64),
             source=source.name,
-            image_size=min(framing.shape[1:]),
+            image_size=min(framing.width, framing.height),
             class_names=source.class_names if min(labels) >= 0 else [],
             skipped=broken,
             framing=asdict(framing),
@@ -170,9 +170,8 @@ def _decode_all(source: ImageSource, framing: Framing, skip_broken_images: bool)
                 return None
             reason = getattr(error, "strerror", None) or first_line(error)
             remedy = "change its rights" if isinstance(error, PermissionError) else "remove it"
-            raise UsageError(
-                f"broken image {source.describe(index)} ({reason}): {remedy}, or pass --skip_broken_images"
-            ) from error
+            broken = f"broken image {source.describe(index)} ({reason})"
+            raise UsageError(f"{broken}: {remedy}, or pass --skip_broken_images") from error
 
     bar = progress_bar(total=len(source), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:
@@ -213,23 +212,14 @@ def open_dataset(
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
     """
-    if "" in (dataset_path, cache_dir):  # an empty path would mean the current folder
-        raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
-    dataset_path, cache_dir = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
+    arguments = {name: as_plain(value) for name, value in locals().items() if name != "source"}  # nothing else is local
+    empty = "" in (dataset_path, cache_dir)  # it would mean the current folder
+    require(not empty, "--dataset_path or --cache_dir is empty: is a variable not set?")
+    folder, cache = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
-    source = source or _find_source(dataset, dataset_path, max(framing.stored_size), split, skip_broken_images)
-    arguments = {
-        "dataset": dataset,
-        "dataset_path": None if dataset_path is None else str(dataset_path),
-        "image_size": image_size,
-        "split": split,
-        "cache_dir": None if cache_dir is None else str(cache_dir),
-        "skip_broken_images": skip_broken_images,
-        "aspect_ratio": aspect_ratio,
-        "crop": crop,
-        "alpha": alpha,
-    }
-    store = open_store(source, framing, cache_dir=cache_dir, skip_broken_images=skip_broken_images)
+    if source is None:
+        source = _find_source(dataset, folder, max(framing.stored_size), split, skip_broken_images)
+    store = open_store(source, framing, cache_dir=cache, skip_broken_images=skip_broken_images)
     return ImageDataset(store, arguments)
 
 
@@ -237,10 +227,30 @@ def _find_source(dataset: str, folder: Path | None, side: int, split: str, skip:
     if folder is not None:
         folder = usable_path("--dataset_path", folder).resolve()
         require(folder.is_dir(), f"--dataset_path {folder} is not a folder")
-        if find_dataset_file(folder) is not None:
-            return HuggingFaceSource(folder, split)
-        return ImageFolder(folder, skip_unreadable=skip)
+        is_table = find_dataset_file(folder) is not None
+        return HuggingFaceSource(folder, split) if is_table else ImageFolder(folder, skip_unreadable=skip)
     if dataset == SYNTHETIC_FLOWERS:
         return SyntheticFlowers(2 * side)
     require(not os.path.isdir(dataset), f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     return HuggingFaceSource(dataset, split)
+
+
+class OxfordFlowersDataset(ImageDataset):
+    """Oxford Flowers 102 as uint8 images ``[3, image_size, image_size]`` with labels and true flower names.
+
+    Args:
+        image_size: side in pixels.
+        split: ``train`` or ``test``.
+        source: a hub id, or a local folder of the same layout.
+        options: further arguments of :func:`rectified_flow.open_dataset`, such as ``cache_dir``.
+
+    Raises:
+        UsageError: if the source cannot be read.
+    """
+
+    def __init__(
+        self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
+    ) -> None:
+        folder = source if os.path.isdir(source) else None
+        opened = open_dataset(str(source), folder, image_size=image_size, split=split, **options)
+        super().__init__(opened.path, opened.arguments)

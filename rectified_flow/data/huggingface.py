@@ -2,8 +2,8 @@
 
 import io
 import logging
+from contextlib import suppress
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ class HuggingFaceSource:
 
     def __init__(self, source: str | Path, split: str = "train") -> None:
         self.source, self.split = source, split
-        self.name = f"{printable(source.name) if isinstance(source, Path) else source} {split}"
+        self.name, self._flag = f"{source} {split}", f"--dataset {source}"
+        if isinstance(source, Path):
+            self.name, self._flag = f"{printable(source.name)} {split}", f"--dataset_path {source}"
 
     @cached_property
     def fingerprint(self) -> str:
@@ -51,11 +53,9 @@ class HuggingFaceSource:
         if names := getattr(feature, "names", None):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
-        require(
-            largest < MOST_CLASSES,
-            f"the column {self._label_column} of {self.name} has the number {largest}, which is taken for a class: "
-            f"number the classes from 0 (there may be {MOST_CLASSES}), or give the column another name",
-        )
+        found = f"the column {self._label_column} of {self.name} has the number {largest}, which is no class"
+        remedy = f"number the classes from 0 (there may be {MOST_CLASSES}), or give the column another name"
+        require(largest < MOST_CLASSES, f"{found}: {remedy}")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class HuggingFaceSource:
         row = self._rows[index]
         image = row[_image_columns(self._rows)[0]] or {"bytes": b"", "path": None}
         content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
-        label = None if self._label_column is None else row[self._label_column]
+        label = row.get(self._label_column)
         return open_picture(content), -1 if label is None else int(label)
 
     def describe(self, index: int) -> str:
@@ -93,62 +93,56 @@ class HuggingFaceSource:
     def _label_column(self) -> str | None:
         import datasets
 
-        for column, feature in self._rows.features.items():
-            if isinstance(feature, datasets.ClassLabel):
-                return str(column)
-        for column in ("label", "labels"):
-            if getattr(self._rows.features.get(column), "dtype", "").startswith(("int", "uint")):
-                return column
-        return None
+        kinds = self._rows.features
+        classes = [column for column, feature in kinds.items() if isinstance(feature, datasets.ClassLabel)]
+        integers = [name for name in ("label", "labels") if "int" in getattr(kinds.get(name), "dtype", "")]
+        return next(iter(classes + integers), None)
 
     @cached_property
     def _rows(self) -> Any:
         """The split, with its images left undecoded."""
         import datasets
 
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-        offline = isinstance(self.source, str) and not _hub_answers(self.source)
-        try:
-            if isinstance(self.source, Path) and any((self.source / name).exists() for name in SAVED_TO_DISK):
-                saved = datasets.load_from_disk(str(self.source))
-                splits = saved if isinstance(saved, dict) else {"train": saved}
-            else:
-                if offline:
-                    datasets.config.HF_HUB_OFFLINE = True  # load the cached copy without a minute of retries
-                splits = datasets.load_dataset(str(self.source))
-        except Exception as error:  # from datasets, the hub client, the network or the file system
-            raise UsageError(self._why_not(error, offline)) from error
+        splits = self._load()
         require(self.split in splits, f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
         rows = splits[self.split]
         columns = _image_columns(rows)
         if not columns:
-            raise UsageError(self._no_images(rows))
+            found, advice = ", ".join(rows.features), self._find_other_pictures()
+            cast = "make a column of encoded pictures one with datasets' cast_column(NAME, datasets.Image())"
+            raise UsageError(f"{self._flag} has no image column, only {found}: {advice}, or {cast}")
         for column in columns:
             rows = rows.cast_column(column, datasets.Image(decode=False))
         return rows
 
-    def _no_images(self, rows: Any) -> str:
-        found, advice = f"no image column, only {', '.join(rows.features)}", "pass another dataset"
-        flag = "--dataset"
-        if isinstance(self.source, Path):
-            flag, advice = "--dataset_path", "pass a folder of pictures"
-            pictures, table = find_images(self.source, unreadable=[]), find_dataset_file(self.source)
-            if pictures and table is not None:
-                advice = f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
-        return (
-            f"{flag} {self.source} has {found}: {advice}, or make a column of encoded pictures one with datasets' "
-            "cast_column(NAME, datasets.Image())"
-        )
+    def _find_other_pictures(self) -> str:
+        """Return advice on a dataset without pictures."""
+        if isinstance(self.source, str):
+            return "pass another dataset"
+        pictures, table = find_images(self.source), find_dataset_file(self.source)
+        if not pictures or table is None:
+            return "pass a folder of pictures"
+        return f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
 
-    def _why_not(self, error: Exception, offline: bool) -> str:
-        reason = first_line(error)
-        if isinstance(self.source, Path):
-            return f"--dataset_path {self.source} cannot be read as a dataset ({reason})"
-        check = "there is no network" if offline else f"check the name ({reason})"
-        return (
-            f"--dataset {self.source} could not be loaded from the hub: {check}; to train without a download, pass "
-            "--dataset synthetic-flowers or your own --dataset_path FOLDER"
-        )
+    def _load(self) -> Any:
+        """Return all splits by name."""
+        import datasets
+
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        offline = isinstance(self.source, str) and not _hub_answers(self.source)
+        datasets.config.HF_HUB_OFFLINE |= offline  # loads the cached copy without a minute of retries
+        try:
+            if isinstance(self.source, str) or not any((self.source / name).exists() for name in SAVED_TO_DISK):
+                return datasets.load_dataset(str(self.source))
+            saved = datasets.load_from_disk(str(self.source))
+            return saved if isinstance(saved, dict) else {"train": saved}
+        except Exception as error:  # from datasets, the hub client, the network or the file system
+            reason = f"cannot be read as a dataset ({first_line(error)})"
+            if isinstance(self.source, str):
+                why = "there is no network" if offline else f"check the name ({first_line(error)})"
+                instead = "--dataset synthetic-flowers or your own --dataset_path FOLDER"
+                reason = f"could not be loaded from the hub: {why}; to train without a download, pass {instead}"
+            raise UsageError(f"{self._flag} {reason}") from error
 
 
 def _image_columns(rows: Any) -> list[str]:
@@ -162,9 +156,8 @@ def _hub_answers(dataset: str) -> bool:
     import huggingface_hub
 
     try:
-        huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
-    except huggingface_hub.errors.HfHubHTTPError:
-        return True
+        with suppress(huggingface_hub.errors.HfHubHTTPError):
+            huggingface_hub.HfApi().dataset_info(dataset, timeout=10)
     except Exception:  # the network library has its own exception types
         return False
     return True
@@ -172,9 +165,10 @@ def _hub_answers(dataset: str) -> bool:
 
 def find_dataset_file(folder: Path) -> Path | None:
     """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
-    saved = (folder / name for name in SAVED_TO_DISK if (folder / name).exists())
-    tables = (file for file in find_files(folder, unreadable=[]) if file.suffix in TABLE_SUFFIXES)
-    return next(chain(saved, tables), None)
+    saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
+    unreadable = list[OSError]()  # reported by those who read the folder
+    tables = [file for file in find_files(folder, unreadable.append) if file.suffix in TABLE_SUFFIXES]
+    return next(iter(saved + tables), None)
 
 
 def _true_names(class_names: list[str]) -> list[str]:

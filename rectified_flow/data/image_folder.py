@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -33,21 +34,20 @@ class ImageFolder:
     """
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
-        self.path = path
         self.name = printable(path.name)
-        unreadable: list[OSError] = []
-        everything = find_files(path, unreadable if skip_unreadable else None)
-        self.files = [file for file in everything if is_image(file)]
-        others = Counter(file.suffix.lower() for file in everything if file.suffix.lower() in OTHER_SUFFIXES)
-        unread = ", ".join(f"{count} {suffix[1:]}" for suffix, count in others.most_common())
-        self.notes = [f"ignored {unread} files in {self.name}, which are not read"] if unread else []
+        unreadable = list[OSError]()
+        everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder)
         if unreadable:
             first = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
+        self.files = [file for file in everything if is_image(file)]
+        kinds = Counter(file.suffix.lower() for file in everything).most_common()
+        others = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds if suffix in OTHER_SUFFIXES)
+        self.notes = [f"ignored {others} files in {self.name}, which are not read"] if others else []
         if not self.files:
-            kinds = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-            but = f", but {unread} files, which are not read" if unread else ""
-            raise UsageError(f"--dataset_path {path} holds no images ({kinds}) and no datasets files{but}")
+            read = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
+            but = f", but {others} files, which are not read" if others else ""
+            raise UsageError(f"--dataset_path {path} holds no images ({read}) and no datasets files{but}")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
         stray = [part[0] for part in parts if len(part) == 1]
@@ -70,13 +70,13 @@ class ImageFolder:
         return printable(self.files[index])
 
 
-def find_images(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
+def find_images(folder: Path) -> list[Path]:
     """Return all image files below ``folder``, as :func:`find_files` finds them.
 
     Raises:
-        UsageError: if a folder cannot be read and ``unreadable`` is not given.
+        UsageError: if a folder cannot be read.
     """
-    return [file for file in find_files(folder, unreadable) if is_image(file)]
+    return [file for file in find_files(folder) if is_image(file)]
 
 
 def is_image(file: Path) -> bool:
@@ -84,20 +84,24 @@ def is_image(file: Path) -> bool:
     return file.suffix.lower() in IMAGE_SUFFIXES
 
 
-def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Path]:
+def refuse_folder(error: OSError) -> None:
+    """Raise a UsageError that names a folder that cannot be read."""
+    name = printable(error.filename)
+    remedy = "change its rights, or pass --skip_broken_images"
+    raise UsageError(f"the folder {name} cannot be read ({error.strerror}): {remedy}") from error
+
+
+def find_files(folder: Path, on_error: Callable[[OSError], object] = refuse_folder) -> list[Path]:
     """Return all files below ``folder``, sorted, without hidden files and folders.
 
     Links are followed, but each real folder is visited once: under its own name rather than that of a link.
 
     Args:
         folder: where to look.
-        unreadable: takes the errors of folders that cannot be read, which are then skipped.
-
-    Raises:
-        UsageError: if a folder cannot be read and ``unreadable`` is not given.
+        on_error: called with the error of a folder that cannot be read, which is skipped unless the call raises.
     """
-    files, visited, errors = list[Path](), set[tuple[int, int]](), list[OSError]()
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=errors.append):
+    files, visited = list[Path](), set[tuple[int, int]]()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
         status = os.stat(parent)
         if (status.st_dev, status.st_ino) in visited:
             folders.clear()
@@ -108,13 +112,6 @@ def find_files(folder: Path, unreadable: list[OSError] | None = None) -> list[Pa
             key=lambda name: (os.path.islink(os.path.join(parent, name)), name),
         )
         files += [Path(parent, name) for name in names if not name.startswith(".")]
-    if errors and unreadable is None:
-        name = printable(errors[0].filename)
-        raise UsageError(
-            f"the folder {name} cannot be read ({errors[0].strerror}): change its rights, or pass --skip_broken_images"
-        )
-    if unreadable is not None:
-        unreadable += errors
     return sorted(files)
 
 
