@@ -116,8 +116,9 @@ Decoded = tuple[bytes, int, tuple[int, int]]
 def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images: bool) -> None:
     """Decode all images into the store, and measure the originals on the way."""
     store = StoreWriter(path, len(source), {IMAGES_FILE: framing.stored_shape}, KIND)
-    size, what = prod(framing.stored_shape), f"{store.length} images of --image_size {framing.size_text}"
-    require_disk(store.length * size, path.parent, what, "lower --image_size, or pass a --cache_dir with more room")
+    what, needed = f"{store.length} images of --image_size {framing.size_text}", prod(framing.stored_shape)
+    remedy = "lower --image_size, or pass a --cache_dir with more room"
+    require_disk(store.length * needed, path.parent, what, remedy)
     labels, broken = list[int](), list[str]()
     sizes, contents, enlarged = set[tuple[int, int]](), set[bytes](), 0
     store.begin()
