@@ -22,18 +22,15 @@ class Condition(Protocol):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows that stand for "no condition"."""
 
-    def is_none(self, values: Tensor) -> Tensor:
-        """Return whether each row of ``values`` stands for "no condition", bool ``[b]``."""
-
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
+
+        Draws come from :mod:`rectified_flow.randomness`, with which a sample has the same value in any batch.
 
         Args:
             name: the name of the condition, which names its stream of random draws.
             count: number of values.
             device: the device of the values.
-            generator: source of the draws; by default :mod:`rectified_flow.randomness`, with which a sample has the
-                same value in any batch.
         """
         return self.none(count, device)
 
@@ -70,14 +67,8 @@ class Labels(Condition):
         """Return ``count`` rows of "none"."""
         return torch.full((count,), self.num_classes, device=device)
 
-    def is_none(self, values: Tensor) -> Tensor:
-        """Return whether each row is "none", bool ``[b]``."""
-        return values == self.num_classes
-
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw labels uniformly."""
-        if generator is not None:
-            return torch.randint(self.num_classes, (count,), device=device, generator=generator)
         return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
 
     def embedding(self, dim: int) -> nn.Module:
@@ -100,10 +91,6 @@ class Vector(Condition):
         """Return ``count`` rows of "none"."""
         return torch.full((count, self.size), torch.nan, device=device)
 
-    def is_none(self, values: Tensor) -> Tensor:
-        """Return whether each row is "none", bool ``[b]``."""
-        return values.isnan().any(dim=1)
-
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return _VectorEmbedding(self.size, dim)
@@ -125,10 +112,6 @@ class AugmentationLabels(Condition):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.zeros(count, self.size, device=device)
-
-    def is_none(self, values: Tensor) -> Tensor:
-        """Return whether each row is "none", bool ``[b]``."""
-        return (values == 0).all(dim=1)
 
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
@@ -174,5 +157,6 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``."""
-    rows = [kind.is_none(values[name]) for name, kind in chosen(kinds).items() if name in values]
-    return torch.stack(rows).all(dim=0)
+    pairs = [(values[name], none) for name, none in none_of(kinds, values).items()]
+    same = [(each == none) | (each.isnan() & none.isnan()) for each, none in pairs]
+    return torch.stack([each.reshape(len(each), -1).all(dim=1) for each in same]).all(dim=0)

@@ -51,14 +51,12 @@ class Samples:
     seed: int
     index: Sequence[int]
 
-    @property
-    def total(self) -> int:
-        """Number of samples that are present."""
-        return len(self.index)
+
+Rows = BatchRows | Samples
 
 
 class _Draws:
-    rows: BatchRows | Samples | None = None
+    rows: Rows | None = None
     dropout_keys: Tensor | None = None
 
 
@@ -66,7 +64,7 @@ _draws = _Draws()
 
 
 @contextmanager
-def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu") -> Iterator[None]:
+def deterministic(rows: Rows, device: torch.device | str = "cpu") -> Iterator[None]:
     """Make every draw inside the block a function of ``rows``; ``device`` is the device of the forward pass.
 
     torch's default generators are seeded inside the block, and restored after it. With gradient checkpointing, the
@@ -74,12 +72,17 @@ def deterministic(rows: BatchRows | Samples, device: torch.device | str = "cpu")
     """
     previous = _draws.rows, _draws.dropout_keys
     _draws.rows = rows
-    _draws.dropout_keys = randint("dropout", 2**31 - 1, (rows.total,), device).to(torch.int32)
+    # The rows decide the first side of what is drawn.
+    _draws.dropout_keys = randint("dropout", 2**31 - 1, (1,), device).to(torch.int32)
     device = torch.device(device)
+    if isinstance(rows, Samples):
+        place: tuple[int | str, ...] = ("samples", *rows.index[:1])
+    else:  # differs between ranks, micro-batches and steps
+        place = (rows.step, rows.total, str(rows.index))
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):
-            _seed(device, mix(rows.seed, "torch", *_place(rows)))
+            _seed(device, mix(rows.seed, "torch", *place))
             yield
     finally:
         _draws.rows, _draws.dropout_keys = previous
@@ -93,13 +96,6 @@ def _seed(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
     elif device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
-
-
-def _place(rows: BatchRows | Samples) -> tuple[int | str, ...]:
-    """Return numbers that differ between ranks, micro-batches and steps, or between samples."""
-    if isinstance(rows, Samples):
-        return "samples", *rows.index[:1]
-    return rows.step, rows.total, str(rows.index)
 
 
 def mix(*values: int | str) -> int:

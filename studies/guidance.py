@@ -70,8 +70,8 @@ def measure(row: Row) -> Figures:
     figures = {way: dict(values) for way, values in measure_samples(row, flow, ways).items()}
     labels = torch.arange(row.num_samples) % len(pictures.class_names)
     for way, how in ways.items():
-        generator = torch.Generator().manual_seed(row.seed)
-        parts = [flow.sample(labels=some, generator=generator, **how) for some in labels.split(BATCH)]
+        torch.manual_seed(row.seed)
+        parts = [flow.sample(labels=some, **how) for some in labels.split(BATCH)]
         figures[way] |= {"agreement": agreement(classifier, 2 * torch.cat(parts) - 1, labels), "accuracy": accuracy}
     return figures
 

@@ -38,11 +38,12 @@ class Paths(Dataset[Any]):
 
 def draw_paths(flow: RectifiedFlow, seed: int) -> tuple[Tensor, Tensor]:
     """Return generated images and the points of their paths, the noise first and without the ends."""
-    generator, images, paths = torch.Generator().manual_seed(seed), list[Tensor](), list[Tensor]()
+    torch.manual_seed(seed)
+    images, paths = list[Tensor](), list[Tensor]()
     for _ in range(PATHS // 32):
         points: list[Tensor] = []
         watch = lambda _t, x, points=points: points.append(x.half().cpu())  # noqa: E731
-        drawn = flow.sample(32, steps=PATH_STEPS, solver="euler", generator=generator, watch=watch)
+        drawn = flow.sample(32, steps=PATH_STEPS, solver="euler", watch=watch)
         images.append((255 * drawn).round().byte().cpu())
         paths.append(torch.stack(points[:-1], dim=1))
     return torch.cat(images), torch.cat(paths)

@@ -53,13 +53,9 @@ class PeerFlow(nn.Module):
         return next(self.parameters()).device
 
     @torch.no_grad()
-    def sample(self, count: int, *, steps: int, generator: torch.Generator | None = None) -> Tensor:
+    def sample(self, count: int, *, steps: int) -> Tensor:
         """Return images ``[count, 3, h, w]`` in [0, 1]."""
-        shape = (count, *(self.space.shape or ()))
-        if generator is None:
-            noise = randomness.randn("sample noise", shape, self.device)
-        else:
-            noise = torch.randn(shape, generator=generator, device=self.device)
+        noise = randomness.randn("sample noise", (count, *(self.space.shape or ())), self.device)
         return self._draw(noise, steps).clamp(0, 1)
 
     def _build(self, dim: int) -> nn.Module:

@@ -188,8 +188,8 @@ def measure_samples(
         generated = evaluator.generate(flow, **options)
         numbers = evaluator.compute(generated)
         figures[name] = {short: float(numbers[long]) for short, long in NAMES.items()}
-        generator = torch.Generator(flow.device).manual_seed(0)
-        grid = flow.sample(GRID, generator=generator, **options)
+        torch.manual_seed(0)
+        grid = flow.sample(GRID, **options)
         save_image(grid, row.folder / f"{name}.png", nrow=round(GRID**0.5), pad_value=1)
     return figures
 

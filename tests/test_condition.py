@@ -23,7 +23,7 @@ def values(count: int) -> dict[str, Tensor]:
 def test_none_is_recognised_and_embedded(kind: Condition) -> None:
     none = kind.none(4, CPU)
     assert len(none) == 4
-    assert kind.is_none(none).all()
+    assert all_none({"it": kind}, {"it": none}).all()
     embedded = kind.embedding(7)(none)
     assert embedded.shape == (4, 7)
     assert embedded.isfinite().all()
@@ -31,27 +31,21 @@ def test_none_is_recognised_and_embedded(kind: Condition) -> None:
 
 def test_values_are_not_none() -> None:
     for name, each in values(5).items():
-        assert BOTH[name].is_none(each).tolist() == [False] * 5
-
-
-def test_a_single_number_that_is_missing_makes_a_vector_none() -> None:
-    assert Vector(2).is_none(torch.tensor([[1.0, torch.nan], [1.0, 2.0]])).tolist() == [True, False]
+        assert all_none(BOTH, {name: each}).tolist() == [False] * 5
 
 
 def test_labels_are_drawn_uniformly_and_by_number() -> None:
     torch.manual_seed(0)
-    drawn = Labels(3).draw("labels", 3000, CPU, None)
+    drawn = Labels(3).draw("labels", 3000, CPU)
     assert drawn.bincount(minlength=3).tolist() == pytest.approx([1000] * 3, abs=100)
-    one, again = (Labels(3).draw("labels", 50, CPU, torch.Generator().manual_seed(1)) for _ in range(2))
-    assert torch.equal(one, again)
     with deterministic(Samples(0, range(20))):
-        whole = Labels(3).draw("labels", 20, CPU, None)
+        whole = Labels(3).draw("labels", 20, CPU)
     with deterministic(Samples(0, [7, 3])):
-        assert torch.equal(Labels(3).draw("labels", 2, CPU, None), whole[[7, 3]])
+        assert torch.equal(Labels(3).draw("labels", 2, CPU), whole[[7, 3]])
 
 
 def test_no_vector_is_drawn() -> None:
-    assert Vector(2).is_none(Vector(2).draw("place", 3, CPU, None)).all()
+    assert Vector(2).draw("place", 3, CPU).isnan().all()
 
 
 def test_the_embedding_of_a_vector_is_linear_where_there_is_one() -> None:
@@ -68,14 +62,14 @@ def test_all_conditions_of_a_row_are_dropped_together() -> None:
     torch.manual_seed(0)
     given = values(4000)
     dropped = drop(BOTH, given, 0.25)
-    gone = {name: BOTH[name].is_none(each) for name, each in dropped.items()}
+    gone = {name: all_none(BOTH, {name: each}) for name, each in dropped.items()}
     assert torch.equal(gone["labels"], gone["place"])
     assert gone["labels"].float().mean() == pytest.approx(0.25, abs=0.03)
     for name, each in dropped.items():
         assert each.dtype == given[name].dtype
         assert torch.equal(each[~gone[name]], given[name][~gone[name]])
     assert torch.equal(all_none(BOTH, dropped), gone["labels"])
-    assert all(not kind.is_none(given[name]).any() for name, kind in BOTH.items()), "the batch itself was changed"
+    assert not any(all_none(BOTH, {name: each}).any() for name, each in given.items()), "the batch itself was changed"
 
 
 def test_what_is_dropped_is_a_function_of_the_row() -> None:

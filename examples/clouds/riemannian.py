@@ -12,11 +12,11 @@ from point_clouds import Points
 from rectified_flow import Flow, register
 from rectified_flow.condition import Values
 from rectified_flow.flows import TimeGrid
-from rectified_flow.flows.rectified import NO_GUIDANCE
-from rectified_flow.flows.solvers import FixedStep, Guidance, Velocity, Watch, guided, integrate
+from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Velocity, Watch, guided, take_steps
 from rectified_flow.flows.times import TimeDistribution, Uniform, time_grid
 from transport import barycentric, cloud_costs, drawn_targets, sinkhorn
 
+FixedStep = Literal["euler", "midpoint", "heun"]
 PointCoupling = Literal["independent", "barycentric", "drawn"]
 
 
@@ -121,7 +121,6 @@ class RiemannianFlow(Flow):
         guidance: Guidance = NO_GUIDANCE,
         weights: Tensor | None = None,
         noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
         watch: Watch | None = None,
         **conditions: Tensor,
     ) -> Tensor:
@@ -135,7 +134,6 @@ class RiemannianFlow(Flow):
             guidance: guidance towards the conditions.
             weights: weights of the points ``[b, n]``, of any sum; a point of weight 0 is absent.
             noise: standard normal ``[b, n, d]``; drawn if not given.
-            generator: source of the random draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``.
 
@@ -144,10 +142,8 @@ class RiemannianFlow(Flow):
         """
         if solver not in STEPS:
             raise ValueError(f"the solver {solver} has no form on a geometry: take euler, midpoint or heun")
-        if guidance.scale != 1 and not self.conditions:
-            raise ValueError("guidance needs a network that takes conditions")
         count = count if weights is None else len(weights)
-        z, values = self.draw_start(count, conditions, noise=noise, generator=generator)
+        z, values = self.draw_start(count, conditions, noise=noise)
         w = None if weights is None else shares(weights.to(z.device))
 
         def velocity(x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
@@ -157,8 +153,8 @@ class RiemannianFlow(Flow):
         geometry = self.space.geometry
         with self.evaluating():
             field = guided(velocity, self.conditions, values, guidance)
-            step, times = partial(STEPS[solver], geometry), time_grid(steps, grid)
-            x = integrate(field, geometry.from_normal(z), times, watch=watch, step=step)
+            step = partial(STEPS[solver], geometry, field)
+            x = take_steps(step, geometry.from_normal(z), time_grid(steps, grid), watch)
         return self.space.decode(x)
 
     def _velocity(self, x: Tensor, t: Tensor, weights: Tensor | None, conditions: Values) -> Tensor:
@@ -166,17 +162,18 @@ class RiemannianFlow(Flow):
         return self.space.geometry.to_tangent(x, self.network(x, t, **given).float())
 
 
-def _euler(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    return geometry.exp(x, dt * velocity(x, t))
+def _euler(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    return geometry.exp(x, (t_next - t) * velocity(x, t))
 
 
-def _midpoint(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+def _midpoint(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    dt = t_next - t
     middle = geometry.exp(x, dt / 2 * velocity(x, t))
     return geometry.exp(x, dt * geometry.transport(middle, x, velocity(middle, t + dt / 2)))
 
 
-def _heun(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    start = velocity(x, t)
+def _heun(geometry: Geometry, velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    dt, start = t_next - t, velocity(x, t)
     there = geometry.exp(x, dt * start)
     end = geometry.transport(there, x, velocity(there, t + dt))
     return geometry.exp(x, dt / 2 * (start + end))

@@ -43,14 +43,6 @@ class Captions(Condition):
         self.empty = self.empty.to(device)
         return self.empty.expand(count, -1, -1)
 
-    def is_none(self, values: Tensor) -> Tensor:
-        """Return which rows are the empty caption, bool ``[b]``."""
-        return (values == self.none(len(values), values.device)).flatten(1).all(dim=1)
-
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
-        """Return rows of the empty caption."""
-        return self.none(count, device)
-
     def embedding(self, dim: int) -> nn.Module:
         """Refuse: the transformer has its own embedding."""
         raise UsageError("captions are embedded by the transformer")

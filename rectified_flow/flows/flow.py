@@ -170,7 +170,6 @@ class Flow(nn.Module):
         noise: Tensor | None = None,
         start: Tensor | None = None,
         noise_level: float = 1.0,
-        generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Values]:
         """Return the start of sampling and a value of every condition; those that are not given are drawn.
 
@@ -180,7 +179,6 @@ class Flow(nn.Module):
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
-            generator: source of the draws, on the network's device.
 
         Raises:
             ValueError: if the network does not take a condition, or the flow has not seen a shape yet.
@@ -195,14 +193,9 @@ class Flow(nn.Module):
                 raise UsageError(
                     "the flow does not know the shape of its data yet: give noise, or a space with a shape"
                 )
-            shape = (count, *self.space.shape)
-            noise = (
-                randomness.randn("sample noise", shape, device)
-                if generator is None
-                else torch.randn(shape, device=device, generator=generator)
-            )
+            noise = randomness.randn("sample noise", (count, *self.space.shape), device)
         values = {
-            name: conditions[name].to(device) if name in conditions else kind.draw(name, count, device, generator)
+            name: conditions[name].to(device) if name in conditions else kind.draw(name, count, device)
             for name, kind in self.conditions.items()
         }
         x = noise.float().to(device)

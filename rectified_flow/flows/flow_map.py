@@ -1,6 +1,5 @@
 """The map of a flow from one time to another: average velocities, with which a network generates in one step."""
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import WEIGHT_POWER, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.solvers import Watch
+from rectified_flow.flows.solvers import Watch, take_steps
 from rectified_flow.flows.times import time_grid
 from rectified_flow.registry import register
 
@@ -79,7 +78,6 @@ class FlowMap(Flow):
         start: Tensor | None = None,
         noise_level: float = 1.0,
         noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
         watch: Watch | None = None,
         **conditions: Tensor,
     ) -> Tensor:
@@ -92,7 +90,6 @@ class FlowMap(Flow):
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
-            generator: source of the draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
 
@@ -101,18 +98,14 @@ class FlowMap(Flow):
                 condition, or the flow has not seen the shape of its data yet.
         """
         times = time_grid(steps, grid, noise_level if start is not None else 1.0)
-        x, values = self.draw_start(
-            count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
-        )
-        if watch is not None:
-            watch(times[0], x)
+        x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
+
+        def step(x: Tensor, t: float, r: float) -> Tensor:
+            u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
+            return x - (t - r) * u
+
         with self.evaluating():
-            for t, r in pairwise(times):
-                u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
-                x = x - (t - r) * u
-                if watch is not None:
-                    watch(r, x)
-        return self.space.decode(x)
+            return self.space.decode(take_steps(step, x, times, watch))
 
 
 @register

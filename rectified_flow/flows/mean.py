@@ -74,8 +74,7 @@ class MeanFlow(FlowMap):
         progress: progress of training in [0, 1], which the trainer sets for objectives with a schedule.
 
     Raises:
-        ValueError: if there is no such objective, the fraction is not in [0, 1], or guidance has no conditions to work
-            with.
+        ValueError: if the fraction is not in [0, 1], or guidance has no conditions to work with.
     """
 
     def __init__(
@@ -91,15 +90,13 @@ class MeanFlow(FlowMap):
         **settings: Any,
     ) -> None:
         super().__init__(network, **settings)
-        variant = objective if isinstance(objective, Variant) else VARIANTS.get(objective)
-        if variant is None:
-            raise ValueError(f"objective is {objective!r}; it must be one of {', '.join(VARIANTS)}, or a Variant")
         if not 0 <= mean_fraction <= 1:
             raise ValueError(f"mean_fraction is {mean_fraction}; it must be in [0, 1]")
         self.guided = guidance_scale != 1 or guidance_mixing != 0
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
-        self.objective, self.variant = objective, variant
+        self.objective = objective
+        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
         self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
         self.mean_fraction = mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)

@@ -1,19 +1,17 @@
 """Rectified flow: learn the velocity of straight paths from data to noise, then integrate it back."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import Values, chosen
+from rectified_flow.condition import Values
 from rectified_flow.flows import Distance, Prediction, Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, expand
-from rectified_flow.flows.solvers import Guidance, Velocity, Watch, guided, integrate
+from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance, Watch, guided, integrate
 from rectified_flow.flows.times import LogitNormal, TimeDistribution, time_grid
 from rectified_flow.registry import register
 
-NO_GUIDANCE = Guidance()
 LEAST_DIVISOR = 0.05
 """Clean and noise predictions divide by t or 1 - t in the loss; published x-prediction clips it (arXiv:2511.13720)."""
 
@@ -58,8 +56,7 @@ class RectifiedFlow(Flow):
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         truth = {"velocity": noise - x_0, "clean": x_0, "noise": noise}[self.prediction]
-        predicted = self.network(x_t, t, **conditions).float()
-        error = self._as_velocity(predicted, x_t, t) - self._as_velocity(truth, x_t, t)
+        error = self.velocity(x_t, t, **conditions) - self._as_velocity(truth, x_t, t)
         mean_square = error.square().flatten(1).mean(dim=1)
         if self.distance == "mse":
             return mean_square.mean()
@@ -86,7 +83,6 @@ class RectifiedFlow(Flow):
         start: Tensor | None = None,
         noise_level: float = 1.0,
         noise: Tensor | None = None,
-        generator: torch.Generator | None = None,
         watch: Watch | None = None,
         decode: bool = True,
         **conditions: Tensor,
@@ -102,7 +98,6 @@ class RectifiedFlow(Flow):
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
-            generator: source of the draws, on the network's device.
             watch: called with time and ``x`` at the start and after each interval.
             decode: decode the samples; if False, return ``x``.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
@@ -112,12 +107,10 @@ class RectifiedFlow(Flow):
                 condition, guidance has none to work with, or the flow has not seen the shape of its data yet.
         """
         times = time_grid(steps, grid, noise_level if start is not None else 1.0)
-        x, values = self.draw_start(
-            count, conditions, noise=noise, start=start, noise_level=noise_level, generator=generator
-        )
+        x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
+        field = guided(self.exact_velocity, self.conditions, values, guidance)
         with self.evaluating():
-            field, at_data = self._field(self.exact_velocity, values, guidance), self.prediction != "clean"
-            x = integrate(field, x, times, solver, generator=generator, watch=watch, evaluate_at_data=at_data)
+            x = integrate(field, x, times, solver, watch=watch, evaluate_at_data=self.prediction != "clean")
         return self.space.decode(x) if decode else x
 
     @torch.no_grad()
@@ -150,15 +143,11 @@ class RectifiedFlow(Flow):
             raise ValueError("guidance needs the conditions of the data")
         x = self.space.encode(data).to(self.device)
         values = {name: value.to(x.device) for name, value in conditions.items()}
+        field = guided(self.velocity, self.conditions, values, guidance)
         with self.evaluating():
-            return integrate(self._field(self.velocity, values, guidance), x, time_grid(steps, grid)[::-1], solver)
+            return integrate(field, x, time_grid(steps, grid)[::-1], solver)
 
-    def _field(self, predict: Callable[..., Tensor], conditions: Values, guidance: Guidance) -> Velocity:
-        if guidance.scale != 1 and not chosen(self.conditions):
-            raise ValueError("guidance needs a network that takes conditions")
-        return guided(predict, self.conditions, conditions, guidance)
-
-    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, *, exact: bool = False) -> Tensor:
+    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, exact: bool = False) -> Tensor:
         """Return the velocity of a prediction; ``exact`` divides a clean prediction by times that are not clipped."""
         if self.prediction == "velocity":
             return value

@@ -10,27 +10,23 @@ and adds variance.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import exp, sqrt
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Values, none_of
+from rectified_flow.condition import Kinds, Values, chosen, none_of
 from rectified_flow.flows import Solver
 
-FixedStep = Literal["euler", "midpoint", "heun"]
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
-Step = Callable[[Velocity, Tensor, float, float], Tensor]
 
-SOLVERS: tuple[Solver, ...] = get_args(Solver)
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
 """Network calls in one interval; the adaptive solver has no fixed number."""
 
-CHURN = 1.0
 TOLERANCE = 1e-4
 LAST_STEP = 1e-3
 
@@ -41,12 +37,10 @@ def integrate(
     times: list[float],
     solver: Solver = "midpoint",
     *,
-    generator: torch.Generator | None = None,
     watch: Watch | None = None,
     evaluate_at_data: bool = True,
-    step: Step | None = None,
 ) -> Tensor:
-    """Carry ``x`` ``[b, ...]`` from ``times[0]`` to ``times[-1]``, one step per interval.
+    """Carry ``x`` ``[b, ...]`` along ``velocity`` from ``times[0]`` to ``times[-1]``, one step per interval.
 
     Args:
         velocity: called with ``x`` and a time.
@@ -57,55 +51,54 @@ def integrate(
             which keeps the distribution at each time and corrects errors made before (the generalised DDIM of Song et
             al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is Dormand-Prince 5(4) of torchdiffeq, which chooses its
             own steps for the batch as a whole; ``times`` only say where it is watched.
-        generator: source of the draws of ``stochastic``; by default :mod:`rectified_flow.randomness`.
         watch: called with time and ``x`` at the start and after each interval.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
             the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
-        step: called with ``velocity``, ``x``, the time and the length of the interval, in place of the solver's own
-            step: on a sphere or a torus, a straight step would leave the data's space.
     """
     if solver == "adaptive":
         return _adaptive(velocity, x, times, watch, evaluate_at_data)
+    method = {"euler": _euler, "midpoint": _midpoint, "heun": _heun, "stochastic": _stochastic}[solver]
+    if solver == "heun" and times[-1] == 0 and not evaluate_at_data:
+        method = _heun_before_data
+    return take_steps(partial(method, velocity), x, times, watch)
+
+
+def take_steps(
+    step: Callable[[Tensor, float, float], Tensor], x: Tensor, times: list[float], watch: Watch | None = None
+) -> Tensor:
+    """Replace ``x`` by ``step(x, t, t_next)`` in each interval of ``times``; ``watch`` is that of :func:`integrate`."""
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
-        if step is not None:
-            x = step(velocity, x, t, t_next - t)
-        elif solver == "stochastic":
-            x = _stochastic(velocity, x, t, t_next, generator)
-        elif solver == "heun" and t_next == 0 and not evaluate_at_data:
-            x = _euler(velocity, x, t, t_next - t)
-        else:
-            x = _STEPS[solver](velocity, x, t, t_next - t)
+        x = step(x, t, t_next)
         if watch is not None:
             watch(t_next, x)
     return x
 
 
-def _euler(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    return x + dt * velocity(x, t)
+def _euler(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    return x + (t_next - t) * velocity(x, t)
 
 
-def _midpoint(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
+def _midpoint(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    dt = t_next - t
     return x + dt * velocity(x + dt / 2 * velocity(x, t), t + dt / 2)
 
 
-def _heun(velocity: Velocity, x: Tensor, t: float, dt: float) -> Tensor:
-    start = velocity(x, t)
+def _heun(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    dt, start = t_next - t, velocity(x, t)
     return x + dt / 2 * (start + velocity(x + dt * start, t + dt))
 
 
-_STEPS: dict[FixedStep, Step] = {"euler": _euler, "midpoint": _midpoint, "heun": _heun}
+def _heun_before_data(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
+    return (_heun if t_next > 0 else _euler)(velocity, x, t, t_next)
 
 
-def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float, generator: torch.Generator | None) -> Tensor:
+def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tensor:
     v = velocity(x, t)
     clean, noise = x - t * v, x + (1 - t) * v
-    renewed = 1 - exp(-CHURN * (t - t_next) / t)
-    if generator is None:
-        fresh = randomness.randn(f"solver noise at {t_next:.6f}", x.shape, x.device)
-    else:
-        fresh = torch.randn(x.shape, device=x.device, generator=generator)
+    renewed = 1 - exp((t_next - t) / t)
+    fresh = randomness.randn(f"solver noise at {t_next:.6f}", x.shape, x.device)
     noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh
     return (1 - t_next) * clean + t_next * noise
 
@@ -124,7 +117,7 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     options = {"step_t": stops}
     path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
     if ends_at_data:
-        path[-1] = _euler(velocity, path[-1], end, -end)
+        path[-1] = _euler(velocity, path[-1], end, 0.0)
     if watch is not None:
         for t, there in zip(times, path, strict=True):
             watch(t, there)
@@ -150,6 +143,9 @@ class Guidance:
         return self.scale != 1 and earliest <= t <= latest
 
 
+NO_GUIDANCE = Guidance()
+
+
 def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
     """Return the velocity field of ``predict`` under guidance: one call a time, on twice the rows where guidance acts.
 
@@ -159,7 +155,12 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
         kinds: kinds of the conditions by name.
         conditions: values by name ``[b, ...]``, for all times.
         guidance: scale and interval of the guidance.
+
+    Raises:
+        ValueError: if there is guidance, but no kind of condition to guide by.
     """
+    if guidance.scale != 1 and not chosen(kinds):
+        raise ValueError("guidance needs a network that takes conditions")
 
     def velocity(x: Tensor, t: float) -> Tensor:
         if not conditions or not guidance.acts_at(t):

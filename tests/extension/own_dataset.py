@@ -18,10 +18,7 @@ class Level:
     def none(self, count: int, device: torch.device) -> Tensor:
         return torch.full((count,), -1.0, device=device)
 
-    def is_none(self, values: Tensor) -> Tensor:
-        return values < 0
-
-    def draw(self, name: str, count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         return randomness.rand(f"sample {name}", (count,), device)
 
     def embedding(self, dim: int) -> nn.Module:

@@ -267,9 +267,5 @@ def test_the_schedules() -> None:
     assert exponential_step(0.0) == 1
     assert exponential_step(0.5) == pytest.approx(3.1e-4**0.5)
     assert exponential_step(1.0) == pytest.approx(3.1e-4)
-    with pytest.raises(
-        ValueError, match="objective is 'best'; it must be one of mean_flow, improved_mean_flow, so_flow"
-    ):
-        MeanFlow(unet(), objective="best")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="mean_fraction is 2"):
         MeanFlow(unet(), mean_fraction=2)

@@ -12,13 +12,13 @@ from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from point_clouds import Points
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import FixedStep, Guidance, integrate
+from rectified_flow.flows.solvers import Guidance, take_steps
 from rectified_flow.flows.times import Uniform
 from rectified_flow.load import build_flow
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import describe, register
 from rectified_flow.runs.config import GlobalBatch
-from riemannian import STEPS, PointCoupling, RiemannianFlow
+from riemannian import STEPS, FixedStep, PointCoupling, RiemannianFlow
 
 GEOMETRIES = [Euclidean(2), Sphere(3), FlatTorus(2)]
 
@@ -119,7 +119,7 @@ def test_orders_of_the_solvers_on_the_sphere(solver: FixedStep, order: int) -> N
     errors = []
     for steps in (16, 32):
         times = [1 - i / steps for i in range(steps + 1)]
-        there = integrate(turn, x, times, step=partial(STEPS[solver], Sphere(3)))
+        there = take_steps(partial(STEPS[solver], Sphere(3), turn), x, times)
         errors.append((there - exact).norm(dim=-1).max().item())
     assert errors[0] / errors[1] == pytest.approx(2**order, rel=0.15)
 
