@@ -75,10 +75,10 @@ def deterministic(rows: Rows, device: torch.device | str = "cpu") -> Iterator[No
     # The rows decide the first side of what is drawn.
     _draws.dropout_keys = randint("dropout", 2**31 - 1, (1,), device).to(torch.int32)
     device = torch.device(device)
-    if isinstance(rows, Samples):
-        place: tuple[int | str, ...] = ("samples", *rows.index[:1])
-    else:  # differs between ranks, micro-batches and steps
-        place = (rows.step, rows.total, str(rows.index))
+    # Numbers that differ between ranks, micro-batches and steps, or between samples.
+    place: tuple[int | str, ...] = (
+        ("samples", *rows.index[:1]) if isinstance(rows, Samples) else (rows.step, rows.total, str(rows.index))
+    )
     devices = [device] if device.type == "cuda" else []
     try:
         with torch.random.fork_rng(devices):

@@ -264,14 +264,9 @@ def sample_batches(
         options: further arguments of ``flow.sample``.
     """
     to_picture = flow.space.render_with_alpha if with_alpha else flow.space.render
+    rows = {**(conditions or {}), **({} if start is None else {"start": start})}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
-        given = {name: values[_rows(values, some)] for name, values in (conditions or {}).items()}
-        if start is not None:
-            options["start"] = start[_rows(start, some)]
+        given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}
         with deterministic(Samples(seed, some), flow.device):
             yield some, to_picture(flow.sample(len(some), **given, **options))
-
-
-def _rows(values: Tensor, numbers: Sequence[int]) -> list[int]:
-    return [number % len(values) for number in numbers]

@@ -7,7 +7,7 @@ attention is written as matmul and softmax because the fused kernels have none.
 import math
 from collections.abc import Sequence
 from itertools import count
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
 """Limits of a level and of a side: a damaged description could ask for more than the memory holds."""
-Resample = Literal["down", "up"]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -84,7 +83,7 @@ class Unet(nn.Module):
 
         layers = count(1)
 
-        def block(dim_in: int, dim_out: int, side: int, resample: Resample | None = None) -> Block:
+        def block(dim_in: int, dim_out: int, side: int, resample: nn.Module | None = None) -> Block:
             heads = 0
             if side in attention_sides and resample is None:  # as many heads of at least that many channels as divide
                 most = max(1, dim_out // attention_head_dim)
@@ -97,7 +96,7 @@ class Unet(nn.Module):
         width, skips = dim, [dim]
         for level, level_width, side in levels:
             if level > 0:
-                self.down.append(block(width, width, side, "down"))
+                self.down.append(block(width, width, side, nn.AvgPool2d(2)))
                 skips.append(width)
             for _ in range(blocks_per_level):
                 self.down.append(block(width, level_width, side))
@@ -111,7 +110,7 @@ class Unet(nn.Module):
                 self.up.append(block(width + skips.pop(), level_width, side))
                 width = level_width
             if level > 0:
-                self.up.append(block(width, width, side, "up"))
+                self.up.append(block(width, width, side, nn.Upsample(scale_factor=2.0)))
 
         self.norm_out = GroupNorm(width)
         self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))
@@ -203,7 +202,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, then attention if ``heads`` is not zero; ``resample`` halves or doubles the side."""
+    """A residual block, then attention if ``heads`` is not zero; ``resample`` changes the side."""
 
     def __init__(
         self,
@@ -213,7 +212,7 @@ class Block(nn.Module):
         heads: int,
         dropout: float,
         layer: int,
-        resample: Resample | None,
+        resample: nn.Module | None,
     ) -> None:
         super().__init__()
         self.resample = resample
@@ -231,7 +230,7 @@ class Block(nn.Module):
         """Transform ``x`` ``[b, c, h, w]`` under a condition ``[b, condition_dim]``."""
         h = F.silu(self.norm1(x))
         if self.resample is not None:
-            x, h = resampled(x, self.resample), resampled(h, self.resample)
+            x, h = self.resample(x), self.resample(h)
         h = self.conv1(h)
         scale, shift = self.modulation(condition)[:, :, None, None].chunk(2, dim=1)
         h = F.silu(modulated(self.norm2(h), scale, shift))
@@ -261,13 +260,6 @@ class Attention(nn.Module):
 def _embedding_name(condition: str) -> str:
     """Return the name of the embedding module, such as ``label_embedding`` for ``labels``; checkpoints contain it."""
     return f"{condition.removesuffix('s')}_embedding"
-
-
-def resampled(x: Tensor, how: Resample) -> Tensor:
-    """Halve (mean of 2x2) or double (nearest) the sides of ``x`` ``[b, c, h, w]``."""
-    if how == "down":
-        return F.avg_pool2d(x, 2)
-    return F.interpolate(x, scale_factor=2.0, mode="nearest")
 
 
 def zero_init(module: M) -> M:

@@ -2,8 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
@@ -136,29 +135,30 @@ class PretrainedAutoencoder(Autoencoder):
         """The hash of the settings and weights."""
         return self._expected or _fingerprint_of(self.source)
 
-    @torch.no_grad()
     def encode(self, pictures: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the mean of the latents, and their standard deviation or None."""
-        module = self._module(pictures.device)
-        frames = _takes_frames(module)
-        with _float32(pictures):
-            encoded: Any = module.encode(pictures.float()[:, :, None] if frames else pictures.float())
+        encoded = self._call("encode", pictures)
         distribution = getattr(encoded, "latent_dist", None)
-        mean, std = (encoded[0], None) if distribution is None else (distribution.mode(), distribution.std)
-        return (mean[:, :, 0], None if std is None else std[:, :, 0]) if frames else (mean, std)
+        if distribution is None:
+            return _without_frames(encoded[0]), None
+        return _without_frames(distribution.mode()), _without_frames(distribution.std)
 
-    @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return pictures in about [-1, 1], float32."""
-        module = self._module(latents.device)
-        frames = _takes_frames(module)
-        with _float32(latents):
-            decoded: Tensor = module.decode(latents.float()[:, :, None] if frames else latents.float()).sample
-        return decoded[:, :, 0] if frames else decoded
+        return _without_frames(self._call("decode", latents).sample)
 
     def prepare(self, device: torch.device) -> None:
         """Load the weights onto ``device``."""
         self._module(device)
+
+    @torch.no_grad()
+    def _call(self, method: str, x: Tensor) -> Any:
+        """Call a method of the module in float32; one with 3D convolutions takes a picture as a video of one frame."""
+        module = self._module(x.device)
+        takes_frames = any(isinstance(each, nn.Conv3d) for each in module.modules())
+        # The meta device has no lower precision to leave.
+        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+            return getattr(module, method)(x.float()[:, :, None] if takes_frames else x.float())
 
     def _module(self, device: torch.device) -> Any:
         if device.type == "meta":
@@ -171,13 +171,9 @@ class PretrainedAutoencoder(Autoencoder):
         return _load(self.source).to(device)
 
 
-def _float32(x: Tensor) -> AbstractContextManager[None]:
-    """Return a context without lower precision, which the meta device does not have."""
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
-
-
-def _takes_frames(module: nn.Module) -> bool:
-    return any(isinstance(each, nn.Conv3d) for each in module.modules())
+def _without_frames(x: Tensor) -> Tensor:
+    """Return the only frame of a video ``[b, c, 1, h, w]``, and a picture as it is."""
+    return x[:, :, 0] if x.ndim == 5 else x
 
 
 @cache
@@ -258,17 +254,16 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
         f"--autoencoder {source} is not an autoencoder of diffusers: its {CONFIG_FILE} has the _class_name {name}, and "
         "not one such as AutoencoderKL",
     )
+    most = _largest([*config.values()])
     require(
-        _largest(config) <= LARGEST_NUMBER,
-        f"--autoencoder {source} has the number {_largest(config):g} in its {CONFIG_FILE}, above {LARGEST_NUMBER}",
+        most <= LARGEST_NUMBER,
+        f"--autoencoder {source} has the number {most:g} in its {CONFIG_FILE}, above {LARGEST_NUMBER}",
     )
     return kind, config, subfolder
 
 
 def _largest(value: object) -> float:
     """Return the largest number in a config; lists count by their lengths, too."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
     if isinstance(value, list):
         return max(len(value), *map(_largest, value), 0)
     return value if isinstance(value, int | float) else 0

@@ -48,7 +48,7 @@ class Pixels(Space):
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a random part of each row, mirrored and augmented if the space does so."""
-        data = self._random_part(data)
+        data = self._part(data, at_random=True)
         if self.horizontal_flip:
             mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
             data = torch.where(mirrored, data.flip(-1), data)
@@ -59,10 +59,8 @@ class Pixels(Space):
 
     def encode(self, data: Tensor) -> Tensor:
         """Return float32 in [-1, 1], the centre of larger pictures."""
-        data = self._centre(data)
-        if data.dtype == torch.uint8:
-            return data.float() / 127.5 - 1
-        return data.float()
+        data = self._part(data)
+        return data.float() / 127.5 - 1 if data.dtype == torch.uint8 else data.float()
 
     def decode(self, x: Tensor) -> Tensor:
         """Return float32 in [0, 1], with values outside clipped."""
@@ -110,28 +108,19 @@ class Pixels(Space):
         size = str(width) if width == height else f"{width}x{height}"
         return f"{size} px" + " with transparency" * (channels == RGBA)
 
-    def _margins(self, data: Tensor) -> tuple[int, int]:
-        """Return the excess height and width of stored pictures over the shape; 0 if they are smaller [px]."""
+    def _part(self, data: Tensor, *, at_random: bool = False) -> Tensor:
+        """Return the centre, or random parts, of pictures that are larger than the given shape; others as they are."""
         height, width = self._sides or data.shape[-2:]
         high, wide = data.shape[-2] - height, data.shape[-1] - width
-        return (high, wide) if min(high, wide) >= 0 else (0, 0)
-
-    def _centre(self, data: Tensor) -> Tensor:
-        high, wide = self._margins(data)
-        if high == wide == 0:
+        if min(high, wide) < 0 or high == wide == 0:
             return data
-        height, width = data.shape[-2] - high, data.shape[-1] - wide
-        return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
-
-    def _random_part(self, data: Tensor) -> Tensor:
-        high, wide = self._margins(data)
-        if high == wide == 0:
-            return data
+        if not at_random:
+            return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
         rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
         top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
         left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
-        y = top[:, None] + torch.arange(data.shape[-2] - high, device=data.device)
-        x = left[:, None] + torch.arange(data.shape[-1] - wide, device=data.device)
+        y = top[:, None] + torch.arange(height, device=data.device)
+        x = left[:, None] + torch.arange(width, device=data.device)
         return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
 
 
