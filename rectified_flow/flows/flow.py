@@ -125,12 +125,12 @@ class Flow(nn.Module):
                 "entry of the dataset's items"
             )
         data, paired = batch[self.space.key], "noise" in batch
-        data, told = (data, {}) if paired else self.space.augment(data)
+        data, described = (data, {}) if paired else self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = {name: batch[name] for name in self.conditions if name in batch}
         noise = batch["noise"].float() if paired else self._draw_noise(x_0, conditions, batch)
-        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout) | told
+        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout) | described
 
     @property
     def pairs(self) -> bool:

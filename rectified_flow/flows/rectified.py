@@ -29,8 +29,6 @@ class RectifiedFlow(Flow):
         settings: further arguments of :class:`Flow`.
     """
 
-    default_steps = 16
-
     def __init__(
         self,
         network: nn.Module,
@@ -139,8 +137,6 @@ class RectifiedFlow(Flow):
         """
         if solver == "stochastic":
             raise ValueError("the stochastic solver has no way back to the noise")
-        if not conditions and guidance.scale != 1:
-            raise ValueError("guidance needs the conditions of the data")
         x = self.space.encode(data).to(self.device)
         values = {name: value.to(x.device) for name, value in conditions.items()}
         field = guided(self.velocity, self.conditions, values, guidance)

@@ -113,9 +113,8 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     end = min(LAST_STEP, times[-2] / 2) if ends_at_data else times[-1]
     ways = [*times[:-1], end] if watch is not None else [times[0], end]
     stops = torch.tensor(ways, device=x.device)
-    # It would step past the end and interpolate back: no network knows what is beyond data and noise.
-    options = {"step_t": stops}
-    path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options=options)
+    # Without step_t it would step past the end and interpolate back, and no network is trained beyond data and noise.
+    path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options={"step_t": stops})
     if ends_at_data:
         path[-1] = _euler(velocity, path[-1], end, 0.0)
     if watch is not None:
@@ -137,11 +136,6 @@ class Guidance:
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
 
-    def acts_at(self, t: float) -> bool:
-        """Return whether guidance changes the velocity at ``t``."""
-        earliest, latest = self.interval
-        return self.scale != 1 and earliest <= t <= latest
-
 
 NO_GUIDANCE = Guidance()
 
@@ -157,13 +151,14 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
         guidance: scale and interval of the guidance.
 
     Raises:
-        ValueError: if there is guidance, but no kind of condition to guide by.
+        ValueError: if there is guidance, but no condition to guide by.
     """
-    if guidance.scale != 1 and not chosen(kinds):
-        raise ValueError("guidance needs a network that takes conditions")
+    if guidance.scale != 1 and not chosen(kinds).keys() & conditions.keys():
+        raise ValueError("guidance needs a network that takes conditions, and their values")
+    earliest, latest = guidance.interval
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        if not conditions or not guidance.acts_at(t):
+        if guidance.scale == 1 or not earliest <= t <= latest:
             return predict(x, x.new_full((len(x),), t), **conditions)
         none = none_of(kinds, conditions)
         both = {name: torch.cat((values, none[name].to(values))) for name, values in conditions.items()}

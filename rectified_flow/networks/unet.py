@@ -155,8 +155,7 @@ class Unet(nn.Module):
     def _evaluate(self, block: nn.Module, x: Tensor, condition: Tensor) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
             tangents.keep_no_more()
-            result: Tensor = checkpoint(block, x, condition, use_reentrant=False)
-            return result
+            return checkpoint(block, x, condition, use_reentrant=False)
         return block(x, condition)
 
     def check_shape(self, shape: Sequence[int]) -> None:

@@ -54,8 +54,8 @@ class Pixels(Space):
             data = torch.where(mirrored, data.flip(-1), data)
         if not self.augmentation:
             return data, {}
-        x, told = augmented(self.encode(data), self.augmentation)
-        return x, {"augmentation": told}
+        x, numbers = augmented(self.encode(data), self.augmentation)
+        return x, {"augmentation": numbers}
 
     def encode(self, data: Tensor) -> Tensor:
         """Return float32 in [-1, 1], the centre of larger pictures."""

@@ -89,16 +89,19 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        ({"architectures": ["BertModel"]}, "is not an autoencoder of diffusers"),
+        ({"architectures": 5}, "is not an autoencoder of diffusers"),
         ({"_class_name": "UNet2DModel"}, "is not an autoencoder of diffusers: .* has the _class_name UNet2DModel"),
         ({"_class_name": "AutoModel"}, "is not an autoencoder of diffusers: .* has the _class_name AutoModel"),
         ({"_class_name": "AutoencoderKL"}, "cannot be loaded"),
         ({"_class_name": 5}, "is not an autoencoder of diffusers"),
         (KL | {"block_out_channels": []}, "cannot be loaded"),
         (KL | {"block_out_channels": "wide"}, "cannot be loaded"),
-        (KL | {"layers_per_block": 100_000}, r"has the number 100000 in its config\.json, above 10000"),
-        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 20_000}, "has the number 20000"),
-        (KL | {"block_out_channels": [10**9]}, r"has the number 1e\+09"),
+        (KL | {"latent_channels": "4"}, "cannot be loaded"),
+        (KL | {"layers_per_block": 10_000}, r"has layers_per_block 10000 in its config\.json, above 100"),
+        (KL | {"encoder_layers_per_block": [2, 101]}, "has encoder_layers_per_block 101"),
+        (KL | {"num_res_blocks": 101}, "has num_res_blocks 101"),
+        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 20_000}, "has down_block_types 20000"),
+        (KL | {"block_out_channels": [10**9]}, r"has block_out_channels 1e\+09 in its config\.json, above 10000"),
         ({}, "is not an autoencoder of diffusers"),
         (None, "cannot be found"),
     ],
@@ -117,10 +120,20 @@ def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, 
     assert "\n" not in str(told.value)
 
 
-def test_a_pipe_in_the_place_of_its_config_is_refused(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(UsageError, match="is not a regular file"):
-        PretrainedAutoencoder(str(tmp_path)).shape_of(16)
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("config.json", "is not a regular file"),
+        ("diffusion_pytorch_model.safetensors.index.json", "is not a regular file"),
+        ("diffusion_pytorch_model.safetensors", "cannot be loaded"),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
+    save_tiny("AutoencoderKL", tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageError, match=sentence):
+        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
 
 
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
