@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line, require
@@ -240,7 +239,7 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
         root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
         subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
         config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
-    except (OSError, ValueError, HfHubHTTPError) as error:
+    except (OSError, ValueError) as error:  # errors of the hub are of these types
         raise UsageError(
             f"--autoencoder {source} cannot be found ({first_line(error)}): pass haar, or the folder or hub id of an "
             "autoencoder"
