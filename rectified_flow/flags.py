@@ -86,10 +86,10 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
         UsageError: if the values make no valid config, or the file of ``--config`` cannot be used.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    for word, value in pairwise([*arguments, "end"]):
-        empty = word.startswith("--") and (value == "" or word.endswith("="))  # as a path, the current folder
-        if empty:
-            raise UsageError(f"{word.rstrip('=')} is empty: is a variable not set?")
+    for word, value in pairwise(["", *arguments, "end"]):
+        flag = word if word.startswith("--") else "an argument"
+        if value == "" or flag.endswith("="):  # as a path, the current folder
+            raise UsageError(f"{flag.rstrip('=')} is empty: is a variable not set?")
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)

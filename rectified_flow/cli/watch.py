@@ -19,6 +19,7 @@ from rectified_flow.system.terminal import lines
 PACKAGE = Path(__file__).resolve().parent.parent
 PAGE = PACKAGE / "watch_page"
 ASSETS = {path.name: path for path in [*PAGE.iterdir(), PACKAGE / "page" / "style.css"]}
+ASSETS[""] = PAGE / "index.html"
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -72,12 +73,11 @@ class Handler(BaseHTTPRequestHandler):
             case ["samples", number, name]:
                 with self.server.lock:
                     run = {str(each): run for each, run in enumerate(self.server.runs.find())}.get(number)
-                self._send(None if run is None else run.sample(name), "image/png")
-            case [name] if (name or "index.html") in ASSETS:
-                asset = ASSETS[name or "index.html"]
-                self._send(asset.read_bytes(), mimetypes.guess_type(asset.name)[0] or "text/plain")
+                self._send(run.sample(name) if run else None, "image/png")
+            case [name] if name in ASSETS:
+                self._send(ASSETS[name].read_bytes(), mimetypes.guess_type(ASSETS[name])[0] or "text/plain")
             case _:
-                self._send(None, "")
+                self.send_error(404)
 
     def end_headers(self) -> None:
         """Add the headers of every answer, errors included."""
@@ -122,11 +122,10 @@ def serve(flags: WatchedConfig) -> Server:
         try:
             return Server((flags.host, port), WatchedRuns(flags.runs))
         except OSError as error:
+            problem = error
             if error.errno != errno.EADDRINUSE:
-                raise UsageError(
-                    f"--host {flags.host} --port {port} cannot be served ({error}): pass others"
-                ) from error
-    raise UsageError(f"--port {flags.port} and the {PORTS - 1} after it are taken: pass another")
+                break
+    raise UsageError(f"--host {flags.host} and --port {flags.port} to {port} cannot be served ({problem}): pass others")
 
 
 def watch(config: WatchConfig) -> None:

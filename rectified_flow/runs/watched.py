@@ -1,7 +1,8 @@
 """Runs as a page shows them, read from their folders while other processes write there.
 
 Any file may be missing, half written, replaced, or none of ours. A file that cannot be read makes its run's report a
-sentence and leaves the other runs as they are.
+sentence and leaves the other runs as they are. Sizes are bounded: a report reads at most :data:`CHUNK` bytes of each
+file, and shows at most :data:`MOST_CURVES` curves of it.
 """
 
 import json
@@ -9,17 +10,15 @@ import os
 import platform
 import time
 from array import array
-from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
 
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import first_line
 from rectified_flow.runs.folder import STATUS_FILE, Status
 from rectified_flow.system.files import open_regular, parse_document
 
@@ -29,31 +28,27 @@ CHUNK = 2**24
 """Bytes of a file that one report reads; the next report continues there."""
 NO_MEASUREMENTS = {"step", "image_size", "num_real", "num_samples", "seed", "steps"}
 """Names of the numbers in a row that are settings, or the step, and not measurements."""
-LARGEST = 1e300
-"""Bound of the values of a curve; NaN and infinity are not below it."""
+LARGEST, LAST_STEP = 1e300, 2**53
+"""Bounds of the values and of the steps of a curve; NaN and infinity are not below any."""
+MOST_CURVES = 100
+"""Curves of a file that are shown; further names are left out."""
 SAMPLES = "samples"
 SHOWN_SAMPLES = 1000
 QUIET = 600
 """Seconds without a new line or status after which a running run is reported as silent."""
 
-Point = tuple[int, float]
+Points: TypeAlias = "array[float]"
+"""A curve as step, value, step, value: a list of pairs would take a second to thin after 100,000 lines."""
 
 
-@dataclass
-class Curve:
-    """The points of a curve in compact arrays; a list of pairs would take a second to thin after 100,000 lines."""
-
-    steps: "array[int]" = field(default_factory=lambda: array("q"))
-    values: "array[float]" = field(default_factory=lambda: array("d"))
-
-    def thinned(self, count: int = POINTS) -> list[Point]:
-        """Return at most ``count`` points: means of as many neighbours, each at the last of their steps."""
-        size = len(self.steps)
-        if size <= count:
-            return list(zip(self.steps, self.values, strict=True))
-        bounds = np.arange(count + 1) * size // count  # [count + 1]
-        means = np.add.reduceat(np.array(self.values), bounds[:-1]) / np.diff(bounds)
-        return list(zip(np.array(self.steps)[bounds[1:] - 1].tolist(), means.tolist(), strict=True))
+def thinned(curve: Points, count: int = POINTS) -> list[tuple[int, float]]:
+    """Return at most ``count`` points of a curve: means of as many neighbours, each at the last of their steps."""
+    points = np.array(curve).reshape(-1, 2)  # [n, step and value]
+    if len(points) > count:
+        bounds = np.arange(count + 1) * len(points) // count  # [count + 1]
+        means = np.add.reduceat(points[:, 1], bounds[:-1]) / np.diff(bounds)
+        points = np.stack([points[bounds[1:] - 1, 0], means], axis=1)
+    return [(int(step), value) for step, value in points.tolist()]
 
 
 class Curves:
@@ -65,7 +60,7 @@ class Curves:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.curves: dict[str, Curve] = defaultdict(Curve)
+        self.curves: dict[str, Points] = {}
         self._file, self._offset = 0, 0
 
     def read_on(self) -> None:
@@ -96,16 +91,17 @@ class Curves:
         row: Any = None
         with suppress(ValueError, RecursionError):
             row = json.loads(line)
-        if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) >= 2**63:
+        if not isinstance(row, dict) or type(row.get("step")) is not int or abs(row["step"]) >= LAST_STEP:
             return
         for name, value in row.items():
-            if type(value) in (int, float) and abs(value) < LARGEST and name not in NO_MEASUREMENTS:
-                self.curves[name].steps.append(row["step"])
-                self.curves[name].values.append(value)
+            is_number = type(value) in (int, float) and abs(value) < LARGEST and name not in NO_MEASUREMENTS
+            if is_number and (name in self.curves or len(self.curves) < MOST_CURVES):
+                self.curves.setdefault(name, array("d")).extend((row["step"], value))
 
-    def last(self, name: str) -> Point:
+    def last(self, name: str) -> tuple[int, float]:
         """Return the newest point of a curve, or 0 at step 0 if the curve has none."""
-        return (self.curves[name].steps[-1], self.curves[name].values[-1]) if name in self.curves else (0, 0.0)
+        step, value = self.curves.get(name, (0, 0.0))[-2:]
+        return int(step), value
 
 
 class WatchedRun:
@@ -119,29 +115,27 @@ class WatchedRun:
         """Return the values that a page shows of the run, as JSON can hold them.
 
         ``step`` and ``total_steps`` are optimizer steps, ``seconds_left`` and ``silent`` seconds. ``curves`` has lists
-        of ``[step, value]`` by file and name, of at most :data:`POINTS`. ``message`` is the run's own, and names the
-        files that cannot be read.
+        of ``[step, value]`` by file and name, of at most :data:`POINTS`. ``message`` is the run's own.
+
+        Raises:
+            OSError: if a file is there and cannot be read.
+            UsageError: if ``status.json`` is damaged.
         """
-        status, message = self._status()
-        messages = [message]
+        status, last = self._status(), self._files["metrics"].last
         for file in self._files.values():
-            try:
-                file.read_on()
-            except OSError as error:
-                messages.append(f"{file.path.name} cannot be read ({error.strerror or error})")
-        last = self._files["metrics"].last
-        step, running = max(status.step if status else 0, last("loss")[0]), _state(status) == "running"
+            file.read_on()
+        state, step = _state(status), max(status.step if status else 0, last("loss")[0])
         return {
-            "state": _state(status),
-            "message": "; ".join(filter(None, messages)),
+            "state": state,
+            "message": status.message if status else "",
             "step": step,
             "total_steps": status.total_steps if status else None,
-            "silent": self._silence() if running else None,
-            "seconds_left": self._seconds_left(status.total_steps - step) if status and running else None,
+            "silent": self._silence() if state == "running" else None,
+            "seconds_left": self._seconds_left(status.total_steps - step) if status and state == "running" else None,
             "bad_steps": int(last("bad_steps")[1]),
             "samples": self.samples(),
             "curves": {
-                name: {curve: points.thinned() for curve, points in file.curves.items()}
+                name: {curve: thinned(points) for curve, points in file.curves.items()}
                 for name, file in self._files.items()
             },
         }
@@ -152,21 +146,15 @@ class WatchedRun:
 
     def sample(self, name: str) -> bytes | None:
         """Return the PNG file of a grid; None if there is none, or it is a link that leads out of the folder."""
-        path = self.folder / SAMPLES / name
+        path, folder = (os.path.realpath(each) for each in (self.folder / SAMPLES / name, self.folder))
         with suppress(OSError):
-            if name in self.samples() and path.resolve().is_relative_to(self.folder.resolve()):
-                return _read(path)
+            return _read(Path(path)) if name in self.samples() and Path(path).is_relative_to(folder) else None
         return None
 
-    def _status(self) -> tuple[Status | None, str]:
-        """Return the status, and its message or the reason why it cannot be read."""
-        try:
-            status = parse_document(_read(self.folder / STATUS_FILE), Status, STATUS_FILE)
-            return status, status.message
-        except FileNotFoundError:
-            return None, ""
-        except (OSError, UsageError) as error:
-            return None, f"{STATUS_FILE} cannot be read ({error})"
+    def _status(self) -> Status | None:
+        with suppress(FileNotFoundError):
+            return parse_document(_read(self.folder / STATUS_FILE), Status, STATUS_FILE)
+        return None
 
     def _silence(self) -> float | None:
         """Return the seconds since the run wrote a file, if they exceed :data:`QUIET`."""
@@ -233,9 +221,9 @@ def _json(run: WatchedRun, number: int, name: str) -> str:
     card = {"id": number, "name": name}
     try:
         return json.dumps(card | run.report(), allow_nan=False)
-    except (ArithmeticError, OSError, ValueError) as error:
-        sick = WatchedRun(run.folder / "nowhere").report() | {"state": "waiting"}
-        return json.dumps(card | sick | {"message": f"{run.folder} cannot be shown ({first_line(error)})"})
+    except (ArithmeticError, OSError, ValueError) as error:  # numbers too great or near 0, too, and a damaged status
+        empty = WatchedRun(run.folder / "nowhere").report()
+        return json.dumps(card | empty | {"message": f"{run.folder} cannot be shown ({first_line(error)})"})
 
 
 def short_names(folders: list[Path]) -> list[str]:

@@ -19,6 +19,7 @@ import pytest
 from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
 from rectified_flow.cli.watch import Handler, Server, serve, watch
 from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
 from tests.patience import PATIENCE
 from tests.watched_runs import begin_run, write_status
 
@@ -178,16 +179,18 @@ def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rectified_flow.cli.watch.PORTS", 1)
     with served(run) as server:
         port = server.server_address[1]
-        with pytest.raises(UsageError, match=f"--port {port} and the 0 after it are taken: pass another"):
+        with pytest.raises(UsageError, match=f"--port {port} to {port} cannot be served .*: pass others"):
             serve(WatchedConfig((run,), port=port))
 
 
 def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere is no folder: pass the --output_dir of a run, or a folder of runs"):
         serve(WatchedConfig((tmp_path / "nowhere",)))
+    with pytest.raises(UsageError, match="an argument is empty: is a variable not set"):
+        parse(WatchConfig, "Watch.", [""])
     with pytest.raises(UsageError, match="--port is 70000; it must be at most 65535"):
         WatchedConfig(port=70000)
-    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 --port 0 cannot be served"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 and --port 0 to 0 cannot be served"):
         serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=0))
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from array import array
 from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from rectified_flow.runs import watched
-from rectified_flow.runs.watched import POINTS, Curve, Curves, WatchedRun, WatchedRuns
+from rectified_flow.runs.watched import MOST_CURVES, POINTS, Curves, WatchedRun, WatchedRuns, thinned
 from tests.watched_runs import add, begin_run, metrics, write_status
 
 
@@ -100,22 +101,15 @@ def test_nothing_of_a_run_need_be_there(tmp_path: Path) -> None:
     assert (report["state"], report["step"], report["total_steps"]) == ("waiting", 0, None)
     write_status(tmp_path / "half")
     (tmp_path / "half" / "status.json").write_text('{"state": "runn')
-    assert WatchedRun(tmp_path / "half").report()["state"] == "waiting"
-
-
-def curve(points: list[tuple[int, float]]) -> Curve:
-    made = Curve()
-    for step, value in points:
-        made.steps.append(step)
-        made.values.append(value)
-    return made
+    [report] = json.loads(WatchedRuns((tmp_path / "half",)).report())
+    assert (report["state"], "status.json cannot be read" in report["message"]) == ("waiting", True)
 
 
 def test_long_curves_are_thinned_to_means() -> None:
-    points = [(step, float(step % 2)) for step in range(10 * POINTS)]
-    assert curve(points[:POINTS]).thinned() == points[:POINTS]
-    assert curve(points).thinned() == [(step, 0.5) for step in range(9, 10 * POINTS, 10)]
-    assert curve(points[:7]).thinned(3) == [(1, 0.5), (3, 0.5), (6, pytest.approx(1 / 3))]
+    curve = array("d", [number for step in range(10 * POINTS) for number in (step, step % 2)])
+    assert thinned(curve[: 2 * POINTS]) == [(step, step % 2) for step in range(POINTS)]
+    assert thinned(curve) == [(step, 0.5) for step in range(9, 10 * POINTS, 10)]
+    assert thinned(curve[:14], 3) == [(1, 0.5), (3, 0.5), (6, pytest.approx(1 / 3))]
 
 
 def test_only_new_lines_are_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,14 +160,28 @@ def zeros_as_status(folder: Path) -> None:
     os.truncate(folder / "status.json", 2**40)
 
 
+def link_to_itself(folder: Path) -> None:
+    for name in ("metrics.jsonl", "samples/step_00000020.png"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(folder / name)
+    assert WatchedRun(folder).sample("step_00000020.png") is None
+
+
+def million_keys(folder: Path) -> None:
+    add(folder, "metrics", {"step": 40} | dict.fromkeys(map(str, range(10**6)), 0))
+    assert len(WatchedRun(folder).report()["curves"]["metrics"]) == MOST_CURVES
+
+
 def status_text(folder: Path, name: str, value: str) -> None:
     text = (folder / "status.json").read_text()
     (folder / "status.json").write_text(re.sub(rf'"{name}": [^,]*', f'"{name}": {value}', text))
 
 
 SICK: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a FIFO": (fifo, "metrics.jsonl cannot be read"),
-    "a link to /dev/zero": (zeros, "metrics.jsonl cannot be read"),
+    "a FIFO": (fifo, "metrics.jsonl is not a regular file"),
+    "a link to /dev/zero": (zeros, "metrics.jsonl is not a regular file"),
+    "links to themselves": (link_to_itself, "metrics.jsonl"),
+    "a line of a million keys": (million_keys, ""),
     "infinitely many steps": (lambda folder: status_text(folder, "total_steps", "1e400"), "status.json"),
     "steps beyond a float": (lambda folder: status_text(folder, "total_steps", "9" * 400), ""),
     "steps beyond an integer": (lambda folder: status_text(folder, "total_steps", "9" * 5000), ""),
@@ -202,10 +210,10 @@ def test_a_long_file_is_read_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatc
     lengths = []
     for _ in range(5):
         curves.read_on()
-        lengths.append(len(curves.curves["loss"].steps))
+        lengths.append(len(thinned(curves.curves["loss"])))
     assert lengths[0] == 1
     assert lengths[-1] == 3
     add(run, "metrics", {"step": 35, "text": 1000 * "x"}, metrics(40))
     for _ in range(12):
         curves.read_on()
-    assert list(curves.curves["loss"].steps) == [10, 20, 30, 40]
+    assert [step for step, _ in thinned(curves.curves["loss"])] == [10, 20, 30, 40]
