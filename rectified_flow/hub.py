@@ -1,6 +1,7 @@
 """Save flows for the Hugging Face hub, load them again, and write their model cards."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping
 from functools import partial
@@ -9,18 +10,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # which its documentation names
 
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.flags import command_line
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.load import RESULTS_FILE, Trained, build_flow
+from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags
-from rectified_flow.system.files import read_document, replace_file
+from rectified_flow.system.files import replace_file
 
 LIBRARY = "rectified-flow-trainer"
 TASK = "unconditional-image-generation"
@@ -131,57 +130,54 @@ def model_card(
 
 
 def card_of_run(
-    trained: Trained, license_name: str | None, weights: str, program: str, defaults: Mapping[str, Any]
+    trained: Trained, license_name: str | None, program: str, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return arguments of :func:`model_card` on the data, the training command, and the evaluation of the weights.
 
     Args:
         trained: the checkpoint.
         license_name: the licence of the model, as the hub names it.
-        weights: the name of the weights that are saved, by :meth:`Trained.weights_name`.
         program: the program that trains this kind of flow.
         defaults: the defaults of that program's flags, by name.
 
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
-    data = data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE)
-    hub_dataset = data.dataset if data is not None and _is_on_hub(data) else None
-    path = trained.run_folder / RESULTS_FILE
+    dataset, hub_dataset = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
     results = [
         result
-        for result in (read_document(path, list[dict[str, Any]]) if path.exists() else [])
-        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == weights
+        for result in read_results(trained.run_folder)
+        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == trained.weights
     ]
-    metadata: dict[str, Any] = {
+    measured = [
+        EvalResult(
+            task_type=TASK,
+            dataset_type=hub_dataset or "imagefolder",
+            dataset_name=dataset or "unknown",
+            dataset_split=result.get("split"),
+            metric_type=metric,
+            metric_value=round(value, 6),
+            metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
+        )
+        for result in results
+        for metric, value in result["distances"].items()
+        if not metric.endswith("_std")
+    ]
+    metadata = {
         "license": license_name,
         "datasets": [hub_dataset] if hub_dataset else None,
         "tags": ["flow-matching", "mean-flow" if isinstance(trained.flow, FlowMap) else "rectified-flow"],
+        "model_name": trained.run_folder.resolve().name if measured else None,
+        "eval_results": measured or None,
     }
-    if results:
-        metadata["model_name"] = trained.run_folder.resolve().name
-        metadata["eval_results"] = [
-            EvalResult(
-                task_type=TASK,
-                dataset_type=hub_dataset or "imagefolder",
-                dataset_name=_dataset_name(data) or "unknown",
-                dataset_split=result.get("split"),
-                metric_type=metric,
-                metric_value=round(value, 6),
-                metric_args={name: result[name] for name in SETTINGS_OF_RESULTS if name in result},
-            )
-            for result in results
-            for metric, value in result["distances"].items()
-            if not metric.endswith("_std")
-        ]
     changed = {
         name: Path(value).name if name in NAMES_OR_PATHS and value and _is_path(value) else value
         for name, value in program_flags(trained.config).items()
         if name in defaults and value != defaults[name] and name not in OF_THIS_MACHINE
     }
     return {
-        "metadata": {name: value for name, value in metadata.items() if value is not None},
-        "dataset": _dataset_name(data),
+        "metadata": metadata,
+        "dataset": dataset,
         "command": shlex.join(["python", program, *command_line(changed)]) if "flags" in trained.config else None,
         "results": results,
     }
@@ -189,21 +185,18 @@ def card_of_run(
 
 def _is_path(name: str) -> bool:
     """Return whether ``name``, which may also be an id on the hub, is a file or folder."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return Path(name).exists()
+    return Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
 
 
-def _dataset_name(data: DataArguments | None) -> str | None:
-    """Return the name of the data for a reader; of a folder, the last part of its path only."""
+def _dataset_names(data: DataArguments | None) -> tuple[str | None, str | None]:
+    """Return the name of the data for a reader, of a folder the last part of its path; and its id if it is on the hub.
+
+    Either is None if there is none.
+    """
     if data is None:
-        return None
+        return None, None
     if data.dataset_path is None and data.dataset == SYNTHETIC_FLOWERS:
-        return "flowers drawn by the program"
-    return data.dataset if _is_on_hub(data) else f"own pictures, {Path(data.dataset_path or data.dataset).name}"
-
-
-def _is_on_hub(data: DataArguments) -> bool:
-    return data.dataset_path is None and data.dataset != SYNTHETIC_FLOWERS and not _is_path(data.dataset)
+        return "flowers drawn by the program", None
+    if data.dataset_path is None and not _is_path(data.dataset):
+        return data.dataset, data.dataset
+    return f"own pictures, {Path(data.dataset_path or data.dataset).name}", None

@@ -2,13 +2,12 @@
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
-from torch import nn
 from typing_extensions import TypeVar
 
 from rectified_flow.condition import chosen
@@ -21,7 +20,7 @@ from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the clas
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import to_device
-from rectified_flow.registry import DescriptionError, build
+from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
@@ -30,13 +29,14 @@ from rectified_flow.runs.snapshots import synthesize
 from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.system.artifact import read_manifest
+from rectified_flow.system.files import read_document
 
 RESULTS_FILE = "evaluation.json"
 """The results of evaluate.py, in a run's folder."""
-F = TypeVar("F", bound=nn.Module, default=Flow)
+F = TypeVar("F", bound=Flow, default=Flow)
 
 
-def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assignment]  # Flow is a module
+def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assignment]
     """Load the flow of a checkpoint, or of a run's newest, ready to sample.
 
     Args:
@@ -47,39 +47,29 @@ def load_flow(path: str | Path, kind: type[F] = Flow) -> F:  # type: ignore[assi
         UsageError: if there is no checkpoint, it is damaged, its flow is of another class, or a class that it names is
             not registered.
     """
-    return checkpoint.read(Path(path), lambda source: _read_flow(source, kind))
+    trained = checkpoint.read(Path(path), read_trained)
+    if not isinstance(trained.flow, kind):
+        raise UsageError(f"{trained.source} holds a {type(trained.flow).__name__}, not a {kind.__name__}")
+    return trained.flow
 
 
-def build_flow(description: Mapping[str, Any], source: Path | str, kind: type[F] = Flow) -> F:  # type: ignore[assignment]
+def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
     """Build the flow of a description with fresh weights.
 
     Args:
         description: the description, by :func:`rectified_flow.registry.describe`.
         source: the file or folder that an error names.
-        kind: the class that the flow must have.
 
     Raises:
-        UsageError: if the description is of another class, or a class that it names is not registered.
+        UsageError: if the description is of something else, or a class that it names is not registered.
     """
     try:
         flow = build(description)
-    except DescriptionError as error:
+    except UsageError as error:
         raise UsageError(f"{source}: {error}") from error
-    if not isinstance(flow, kind):
-        wanted = "flow" if kind in (Flow, nn.Module) else kind.__name__
-        raise UsageError(f"{source} describes a {type(flow).__name__}, not a {wanted}")
+    if not isinstance(flow, Flow):
+        raise UsageError(f"{source} describes a {type(flow).__name__}, not a flow")
     return flow
-
-
-def _read_flow(source: Path, kind: type[F]) -> F:
-    require(
-        (source / FLOW_FILE).exists(),
-        f"checkpoint {source} has no {FLOW_FILE}, as its flow or network was not registered in training: build the "
-        "flow by hand and load its weights with rectified_flow.runs.checkpoint.load_averaged",
-    )
-    flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE, kind)
-    checkpoint.load_averaged(network_of(flow), source)
-    return flow.eval()
 
 
 @dataclass(frozen=True)
@@ -88,8 +78,8 @@ class Trained:
 
     flow: Flow
     source: Path
-    averaged: bool
-    """Whether the flow has averaged weights."""
+    weights: str
+    """The name of the weights in reports: averaged or last ones, or the average of a length."""
     config: Mapping[str, Any]
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
@@ -100,11 +90,9 @@ class Trained:
         """The folder of the run that wrote the checkpoint, or of a ``--checkpoint_dir`` outside of it."""
         return self.source.parent.parent if self.source.parent.name == CHECKPOINTS else self.source.parent
 
-    def weights_name(self, ema_length: float | None = None) -> str:
-        """Return the name of the weights in reports: by default those loaded, else the EMA of that length."""
-        if ema_length is not None:
-            return f"average of length {ema_length:g}"
-        return "averaged weights" if self.averaged else "last weights"
+    def __str__(self) -> str:
+        millions = sum(parameter.numel() for parameter in self.flow.parameters()) / 1e6
+        return f"{type(self.flow).__name__}, {millions:.1f} M parameters, {self.weights} of {self.source}"
 
 
 def load_trained(path: Path, state: PartialState, *, autoencoder: str | None = None, precision: str = "no") -> Trained:
@@ -143,22 +131,27 @@ def read_trained(source: Path) -> Trained:
         UsageError: if it is damaged, or holds no :class:`Flow`.
     """
     files = read_manifest(source).files  # not the files in the folder: the run may be removing some
+    require(FLOW_FILE in files, f"checkpoint {source} has no {FLOW_FILE}: register its network and flow in training")
+    flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE)
+    checkpoint.load_averaged(network_of(flow), source)
     return Trained(
-        flow=_read_flow(source, Flow),
+        flow=flow.eval(),
         source=source,
-        averaged=checkpoint.EMA_FILE in files,
+        weights="averaged weights" if checkpoint.EMA_FILE in files else "last weights",
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
         run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
     )
 
 
-def load_average(flow: Flow, snapshots: Mapping[Path, int], length: float) -> None:
-    """Give ``flow`` the power-function EMA of this length at the last of these snapshots.
+def load_average(trained: Trained, snapshots: Mapping[Path, int], length: float) -> Trained:
+    """Give a trained flow the power-function EMA of this length at the last of these snapshots, and return it.
 
     Raises:
         UsageError: if there are too few snapshots for that length.
     """
-    network_of(flow).load_state_dict(synthesize(snapshots, length), strict=False)  # snapshots contain no frozen weights
+    weights = synthesize(snapshots, length)
+    network_of(trained.flow).load_state_dict(weights, strict=False)  # snapshots contain no frozen weights
+    return replace(trained, weights=f"average of length {length:g}")
 
 
 def solver_options(
@@ -175,21 +168,19 @@ def solver_options(
     Raises:
         UsageError: if a flag has no effect on the flow of the checkpoint ``source``.
     """
-    guidance = Guidance(guidance_scale, guidance_interval)
-    defaults = {"solver": None, "grid": "uniform", "guidance": Guidance()}
-    options = {"solver": solver, "grid": time_grid, "guidance": guidance}
-    options = {name: value for name, value in options.items() if value != defaults[name]}
-    accepted = inspect.signature(flow.sample).parameters
-    unused = next((name for name in options if name not in accepted), None)
-    if unused is not None:
-        flag = {"solver": "solver", "grid": "time_grid", "guidance": "guidance_scale"}[unused]
-        trained_in = ", which is guided in training, by train_mean_flow.py --guidance_scale"
-        hint = trained_in if unused == "guidance" and isinstance(flow, FlowMap) else ""
-        raise UsageError(f"--{flag} has no effect: {source} holds a {type(flow).__name__}{hint}")
-    require(
-        guidance.scale == 1 or len(chosen(flow.conditions)) > 0,
-        f"--guidance_scale: {source} was trained without labels; train with --use_cfg for them",
-    )
+    options: dict[str, Any] = {}
+    if solver is not None:
+        options["solver"] = solver
+    if time_grid != "uniform":
+        options["grid"] = time_grid
+    if guidance_scale != 1:
+        options["guidance"] = Guidance(guidance_scale, guidance_interval)
+    flags = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
+    unused = [flags[name] for name in options if name not in inspect.signature(flow.sample).parameters]
+    hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
+    require(not unused, f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
+    labelled = len(chosen(flow.conditions)) > 0
+    require(labelled or "guidance" not in options, f"--guidance_scale needs labels: train {source} with --use_cfg")
     return options
 
 
@@ -202,3 +193,13 @@ def solver_name(flow: Flow, options: Mapping[str, Any]) -> str | None:
 def autocast(precision: str, device: torch.device) -> torch.autocast:
     """Return the context in which the network runs in ``precision``: ``no`` or ``bf16``."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def read_results(folder: Path) -> list[dict[str, Any]]:
+    """Return the results of evaluate.py in ``folder``, or none.
+
+    Raises:
+        UsageError: if they are damaged.
+    """
+    path = folder / RESULTS_FILE
+    return read_document(path, list[dict[str, Any]]) if path.exists() else []

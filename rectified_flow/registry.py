@@ -10,25 +10,23 @@
 """
 
 import inspect
+import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError, first_line, require
 
 Role = Literal["dataset", "optimizer", "metric", "degradation"]
 """The purpose of a registered function, or of a class that is called as one."""
 T = TypeVar("T", bound=Callable[..., Any])
-_KINDS: dict[str, type] = {}
-_BY_ROLE: dict[str, dict[str, Callable[..., Any]]] = {}
+_REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
+"""Functions by role and name; under None, the classes that checkpoints describe."""
 _FORMER_NAMES = {"Told": "AugmentationLabels"}
 """Names of classes in older checkpoints."""
 _Plain = bool | int | float | str | None
-
-
-class DescriptionError(UsageError):
-    """An object that cannot be described, or a description that cannot be built."""
 
 
 @overload
@@ -48,22 +46,20 @@ def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
     """
     if target is None:
         return partial(register, role=role)
-    registered: dict[str, Any] = _KINDS if role is None else _BY_ROLE.setdefault(role, {})
     name = target.__name__
-    known = registered.get(name)
-    if known is not None and _source(known) != _source(target):
+    known = _REGISTERED[role].get(name, target)
+    if _source(known) != _source(target):
         raise ValueError(f"{name} is registered already, by {known.__module__}: choose another name")
-    registered[name] = target
+    _REGISTERED[role][name] = target
     return target
 
 
 def names(role: Role | type, but: type | None = None) -> list[str]:
     """Return the registered names of a role, or of the subclasses of a class, without those of the class ``but``."""
     if isinstance(role, str):
-        return sorted(_BY_ROLE.get(role, ()))
-    return sorted(
-        name for name, kind in _KINDS.items() if issubclass(kind, role) and not (but and issubclass(kind, but))
-    )
+        return sorted(_REGISTERED[role])
+    kinds = _REGISTERED[None].items()
+    return sorted(name for name, kind in kinds if issubclass(kind, role) and not issubclass(kind, but or ()))
 
 
 def find(flag: str, role: Role | type, name: str, but: type | None = None) -> Any:
@@ -79,62 +75,52 @@ def find(flag: str, role: Role | type, name: str, but: type | None = None) -> An
         UsageError: if nothing of this role has that name; the sentence lists the names.
     """
     known = names(role, but)
-    require(
-        name in known,
-        f"--{flag} {name} is not registered: choose {' or '.join(known) or 'another'}, or pass --import MODULE with "
-        "the Python module that registers it",
-    )
-    return _BY_ROLE[role][name] if isinstance(role, str) else _KINDS[name]
+    choices = " or ".join(known) or "another"
+    require(name in known, f"--{flag} {name} is not registered: choose {choices}, or pass --import with its module")
+    return _REGISTERED[role if isinstance(role, str) else None][name]
 
 
 def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
     """Return the classes and functions that these modules register."""
-    registries: list[Mapping[str, Callable[..., Any]]] = [_KINDS, *_BY_ROLE.values()]
-    return [target for each in registries for target in each.values() if target.__module__ in modules]
+    return [target for each in _REGISTERED.values() for target in each.values() if target.__module__ in modules]
 
 
 def is_registered(value: object) -> bool:
     """Return whether the class of ``value`` is registered, as the classes in a description must be."""
-    return _KINDS.get(type(value).__name__) is type(value)
+    return _REGISTERED[None].get(type(value).__name__) is type(value)
 
 
 def describe(value: object) -> dict[str, Any]:
     """Describe an object of a registered class as JSON can hold it.
 
     Raises:
-        DescriptionError: if it, or one of its arguments, is neither registered nor plain data.
+        UsageError: if it, or one of its arguments, is neither registered nor plain data.
     """
-    if not is_registered(value):
-        raise DescriptionError(
-            f"{type(value).__name__} is not registered, so a checkpoint cannot describe it: decorate the class "
-            "with @rectified_flow.register"
-        )
-    return {"kind": type(value).__name__} | {
-        name: _plain(getattr(value, name, inspect.Parameter.empty), f"{type(value).__name__}.{name}")
-        for name in parameters_of(type(value))
-    }
+    kind = type(value).__name__
+    require(is_registered(value), f"{kind} is not registered: decorate it with @rectified_flow.register")
+    arguments = {}
+    for name in parameters_of(type(value)):
+        require(hasattr(value, name), f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
+        arguments[name] = _plain(getattr(value, name), f"{kind}.{name}")
+    return {"kind": kind} | arguments
 
 
 def build(description: Mapping[str, Any]) -> Any:
     """Build the object that :func:`describe` described.
 
     Raises:
-        DescriptionError: if a class is not registered, or the arguments do not fit it.
+        UsageError: if a class is not registered, or the arguments do not fit it.
     """
-    name = description.get("kind")
-    kind = _KINDS.get(_FORMER_NAMES.get(name, name)) if isinstance(name, str) else None
+    name = str(description.get("kind"))
+    kind = _REGISTERED[None].get(_FORMER_NAMES.get(name, name))
     if kind is None:
-        raise DescriptionError(
-            f"the kind {name!r} is not registered: pass --import MODULE with the Python module that defines it"
-        )
+        raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
     arguments = {name: _built(value) for name, value in description.items() if name != "kind"}
-    _check_arguments(kind, arguments)
     try:
+        _check_arguments(kind, arguments)
         return kind(**arguments)
-    except UsageError:
-        raise
     except Exception as error:  # of any type: the constructor may be a user's
-        raise DescriptionError(f"{kind.__name__} cannot be built from its description ({error})") from error
+        raise UsageError(f"{name} cannot be built from its description: {first_line(error)}") from error
 
 
 def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -165,21 +151,16 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
     Classes outside of the package may have loose annotations, and check the values themselves.
 
     Raises:
-        DescriptionError: if an argument is unknown or has another type.
+        UsageError: if an argument is unknown or has another type.
     """
     from rectified_flow.system.files import misfit  # loads pydantic, which model code does without
 
     parameters = parameters_of(kind)
     for name, value in arguments.items():
-        if name not in parameters:
-            raise DescriptionError(
-                f"{kind.__name__} cannot be built from its description: it has no argument {name!r}; if a newer "
-                "version wrote that, upgrade"
-            )
+        require(name in parameters, f"it has no argument {name!r}; if a newer version wrote that, upgrade")
         if kind.__module__.startswith(f"{__package__}."):
             problem = misfit(_with_tuples(value), parameters[name].annotation)
-            if problem is not None:
-                raise DescriptionError(f"{kind.__name__}.{name} is {problem}")
+            require(problem is None, f"{name} is {problem}")
 
 
 def _with_tuples(value: Any) -> Any:
@@ -196,11 +177,7 @@ def _plain(value: object, name: str) -> Any:
         return [_plain(each, name) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(each, name) for key, each in value.items()}
-    if value is inspect.Parameter.empty:
-        raise DescriptionError(f"{name} does not exist: keep each constructor argument in an attribute of its name")
-    raise DescriptionError(
-        f"{name} is a {type(value).__name__}, neither plain data nor registered by @rectified_flow.register"
-    )
+    raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a class that is registered")
 
 
 def _built(value: Any) -> Any:
@@ -213,7 +190,4 @@ def _built(value: Any) -> Any:
 
 def _source(target: Any) -> tuple[str, str | None]:
     """Return the place of a definition: a program's own module may be imported twice, once as ``__main__``."""
-    try:
-        return target.__qualname__, inspect.getsourcefile(target)
-    except (OSError, TypeError):
-        return target.__qualname__, None
+    return target.__qualname__, getattr(sys.modules.get(target.__module__), "__file__", None)

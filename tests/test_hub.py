@@ -39,9 +39,7 @@ def run_of(folder: Path, data: dict[str, Any], flags: dict[str, Any], results: S
 def card(path: Path, license_name: str | None = None) -> ModelCard:
     """Written and read again, which checks its metadata."""
     trained = read_trained(path)
-    written = model_card(
-        trained.flow, **card_of_run(trained, license_name, trained.weights_name(), "train_oxford.py", DEFAULTS)
-    )
+    written = model_card(trained.flow, **card_of_run(trained, license_name, "train_oxford.py", DEFAULTS))
     return ModelCard(str(written), ignore_metadata_errors=False)
 
 
@@ -94,7 +92,7 @@ def test_a_card_of_weights_alone_says_nothing_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ("--license mit", "--license needs --save_pretrained, whose model card names it: pass a folder"),
+        ("--license mit", "--license has no effect without --save_pretrained: pass both"),
         ("--license MIT --save_pretrained model", "such as mit or cc-by-4.0"),
     ],
 )

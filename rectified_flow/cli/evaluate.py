@@ -16,18 +16,18 @@ from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
-from rectified_flow.errors import DamageError, UsageError, require
+from rectified_flow.errors import UsageError, require
 from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import checked, plain, replaced
-from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
-from rectified_flow.system.files import locked, prepare_folder, read_document, replace_file, writing
+from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
@@ -55,14 +55,11 @@ def evaluate(config: EvaluateConfig) -> None:
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = prepare_folder("output_dir", measure.output_dir or trained.run_folder)
-    _known_results(folder)
+    read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    require(
-        flow.class_names in ([], dataset.class_names),
-        f"{source} was trained on different classes than {dataset.info.source}; pass its training images with "
-        "--dataset_path",
-    )
+    same = flow.class_names in ([], dataset.class_names)
+    require(same, f"{source} was trained on different classes than {dataset.info.source}: pass its --dataset_path")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):
@@ -80,7 +77,7 @@ def evaluate(config: EvaluateConfig) -> None:
     results = []
     for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
         if length is not None:
-            load_average(flow, snapshots, length)
+            trained = load_average(trained, snapshots, length)
         options["steps"] = steps
         with autocast(config.model.mixed_precision, state.device):
             generated = evaluator.generate(flow, **options)
@@ -90,7 +87,7 @@ def evaluate(config: EvaluateConfig) -> None:
             rows = evaluator.beside_neighbours(flow, generated, **options)
         result = {
             "checkpoint": str(source),
-            "weights": trained.weights_name(length),
+            "weights": trained.weights,
             "steps": steps,
             **plain(config.solver),
             "solver": config.solver.solver or "default",
@@ -165,14 +162,9 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
         return open_pictures(data, registered)
     arguments = data_arguments(trained.config, path)
     if arguments is None:
-        require(
-            measure.dataset_path is not None,
-            f"{trained.source} does not say how to open its training data: pass a folder with --dataset_path, or "
-            "--import MODULE with the Python module that registers its dataset",
-        )
         shape = flow.space.picture_shape
-        if shape is None:
-            raise UsageError(f"{trained.source} holds a flow of other data than pictures, which cannot be compared")
+        if shape is None or measure.dataset_path is None:
+            raise UsageError(f"{trained.source} names no pictures: pass --dataset_path, or --import with its dataset")
         channels, height, width = shape
         ratio = f"{width}:{height}"
         arguments = DataArguments("", None, min(height, width), SPLIT, aspect_ratio=ratio, alpha=channels == RGBA)
@@ -191,19 +183,11 @@ def _describe(result: dict[str, Any]) -> str:
     return "\n".join([did.format(**result, where=where), how.format(**result), *numbers])
 
 
-def _known_results(folder: Path) -> list[dict[str, Any]]:
-    path = folder / RESULTS_FILE
-    try:
-        return read_document(path, list[dict[str, Any]]) if path.exists() else []
-    except DamageError as error:
-        raise UsageError(f"{error}: move it away, or pass --output_dir") from error
-
-
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
     with writing(path), locked(folder / LOCK_FILE, LOCK_TIMEOUT, tqdm.write):
-        results = [each for each in _known_results(folder) if each | others != result | others]
+        results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))
 
 

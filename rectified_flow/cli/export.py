@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 from torch.nn.utils import parametrize
 
 from rectified_flow.cli.run_flags import ExportConfig
@@ -50,13 +50,13 @@ class NetworkCall(nn.Module):
         if any(name != "labels" or not isinstance(each, Labels) for name, each in conditions.items()):
             raise UsageError(f"--checkpoint has a network with {', '.join(conditions)}: only labels can be exported")
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
-        self.is_map = isinstance(flow, FlowMap)
-        self.shape = space.shape
+        self.is_map, self.shape, self.in_half = isinstance(flow, FlowMap), space.shape, False
         self.labels = conditions.get("labels")
-        self.told = {name: each for name, each in flow.conditions.items() if name != "labels"}
+        self.constants = {name: each for name, each in flow.conditions.items() if name != "labels"}
 
     def keep_in_half(self) -> None:
         """Store matrices and convolutions in float16. Vectors stay in float32, and so does the computation."""
+        self.in_half = True
         for module in list(self.flow.network.modules()):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.ndim > 1:
@@ -82,7 +82,7 @@ class NetworkCall(nn.Module):
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
         """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
         # len(x) would fix the batch size in a program of torch.export
-        values = {name: kind.none(x.shape[0], x.device) for name, kind in self.told.items()}
+        values = {name: kind.none(x.shape[0], x.device) for name, kind in self.constants.items()}
         if labels is not None:
             values["labels"] = labels
         if isinstance(self.flow, FlowMap):
@@ -98,8 +98,7 @@ class _Widened(nn.Module):
 
 
 Format = Literal["onnx", "torch", "page"]
-Inputs = dict[str, Tensor]
-Program = Callable[[Inputs], Tensor]
+Program = Callable[[dict[str, Tensor]], Tensor]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
 PAGE_FILES = Path(__file__).resolve().parent.parent / "page"
 CHECKED_BATCHES = (1, 3)
@@ -117,18 +116,15 @@ def export(config: ExportConfig) -> None:
     flags = config.model
     trained = checkpoint.read(flags.checkpoint, read_trained)
     call = NetworkCall(trained.flow)
-    require(
-        flags.format != "page" or call.shape[0] in (1, RGB),
-        f"--format page shows grey and RGB pictures, and those of {trained.source} have {call.shape[0]} channels: "
-        "pass --format onnx",
-    )
+    channels = call.shape[0]
+    shown = flags.format != "page" or channels in (1, RGB)
+    require(shown, f"--format page shows grey and RGB pictures, not {channels} channels: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()
-    content = _serialise(call, flags.format, half=flags.half)
-    difference = _check(_load(content, flags.format), call, expected, HALF_TOLERANCE if flags.half else TOLERANCE)
-    description = describe(call, flags.format, half=flags.half)
+    content, description = _serialise(call, flags.format), describe(call, flags.format)
+    difference = _check(_load(content, flags.format), call, expected)
     program = folder / FILES[flags.format]
     with writing(f"the program in --output_dir {folder}"):
         replace_file(program, content)
@@ -136,8 +132,8 @@ def export(config: ExportConfig) -> None:
         if flags.format == "page":
             write_page(folder)
     inputs = [f"{name} {each['type']} {each['shape']}".replace("'", "") for name, each in description["inputs"].items()]
-    texts = {
-        "model": f"{type(call.flow).__name__}, {trained.weights_name()} of {trained.source}",
+    texts: dict[str, object] = {
+        "model": trained,
         "program": f"{program}, {len(content) / 1e6:.1f} MB",
         "inputs": ", ".join(inputs),
         "output": description["output"],
@@ -159,7 +155,7 @@ def write_page(folder: Path) -> None:
             replace_file(target, content)
 
 
-def describe(call: NetworkCall, form: Format, *, half: bool) -> dict[str, Any]:
+def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
     flow = call.flow
     return {
@@ -170,7 +166,7 @@ def describe(call: NetworkCall, form: Format, *, half: bool) -> dict[str, Any]:
             for name, value in call.example(1).items()
         },
         "output": "average velocity" if call.is_map else "velocity",
-        "half": half,
+        "half": call.in_half,
         "channels": call.shape[0],
         "range": [-1, 1],
         "classes": flow.class_names,
@@ -181,43 +177,36 @@ def describe(call: NetworkCall, form: Format, *, half: bool) -> dict[str, Any]:
     }
 
 
-def _serialise(call: NetworkCall, form: Format, *, half: bool) -> bytes:
+def _serialise(call: NetworkCall, form: Format) -> bytes:
     """Return the program, with a dynamic batch size."""
     if form != "torch":  # named here if they are missing, before the work
-        import onnx  # noqa: F401
         import onnxruntime  # noqa: F401
         import onnxscript  # noqa: F401
 
     inputs, batch = call.example(2), Dim("batch")
     program = torch.export.export(call, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs})
-    if form != "torch":
-        return _to_onnx(program, half=half)
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            for node in module.graph.nodes:
+    if form == "torch":
+        written = BytesIO()
+        for module in program.graph_module.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
                 node.meta.pop("stack_trace", None)  # has paths of this machine
-    written = BytesIO()
-    torch.export.save(program, written)
-    return written.getvalue()
-
-
-def _to_onnx(program: ExportedProgram, *, half: bool) -> bytes:
+        torch.export.save(program, written)
+        return written.getvalue()
     from onnx import TensorProto, helper, numpy_helper
 
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)
-    exported = torch.onnx.export(program, dynamo=True, verbose=False)
-    assert exported is not None
+    exported: Any = torch.onnx.export(program, dynamo=True, verbose=False)
     model = exported.model_proto
     graph = model.graph
     for part in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
         part.ClearField("metadata_props")  # stack traces, several times as large as a small network
     # The exporter has folded the casts of matrices and convolutions to float32, so they get casts anew.
-    kept = [each for each in graph.initializer if half and each.data_type == TensorProto.FLOAT and len(each.dims) > 1]
-    for weight in kept:
-        name, values = weight.name, numpy_helper.to_array(weight).astype(np.float16)
-        weight.CopyFrom(numpy_helper.from_array(values, f"{name}_half"))
-        graph.node.insert(0, helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
-    return model.SerializeToString()
+    for weight in graph.initializer if call.in_half else ():
+        if weight.data_type == TensorProto.FLOAT and len(weight.dims) > 1:
+            name, values = weight.name, numpy_helper.to_array(weight).astype(np.float16)
+            weight.CopyFrom(numpy_helper.from_array(values, f"{name}_half"))
+            graph.node.insert(0, helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
+    return bytes(model.SerializeToString())
 
 
 def _load(content: bytes, form: Format) -> Program:
@@ -231,20 +220,19 @@ def _load(content: bytes, form: Format) -> Program:
 
 
 @torch.no_grad()
-def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor], tolerance: float) -> float:
-    """Return the greatest difference between the program and the flow.
+def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor]) -> float:
+    """Return the greatest difference between the program and the flow, relative to the flow's greatest output.
 
     Raises:
-        RunError: if it is above ``tolerance``.
+        RunError: if it is above the tolerance, or not a number.
     """
+    tolerance = HALF_TOLERANCE if call.in_half else TOLERANCE
     differences = [
         (program(call.example(count)) - outputs).abs().max() / outputs.abs().max().clamp(min=1e-6)
         for count, outputs in expected.items()
     ]
-    greatest = float(torch.stack(differences).max())  # not a number if one is none
+    greatest = float(torch.stack(differences).max())
     if not greatest <= tolerance:
-        raise RunError(
-            f"the program differs from the flow by {greatest:.2g} of its greatest output, above {tolerance:g}, and was "
-            "not written: try the other --format, or leave out --half"
-        )
+        remedy = "leave out --half" if call.in_half else "pass another --format"
+        raise RunError(f"the program differs from the flow by {greatest:.2g}, above {tolerance:g}: {remedy}")
     return greatest

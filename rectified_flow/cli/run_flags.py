@@ -45,12 +45,10 @@ class SolverConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        scale, (first, last) = self.guidance_scale, self.guidance_interval
-        require(first < last, f"--guidance_interval is {first:g} {last:g}; the first number must be the smaller one")
-        require(
-            scale != 1 or (first, last) == (0, 1),
-            f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1",
-        )
+        first, last = self.guidance_interval
+        require(first < last, f"--guidance_interval {first:g} {last:g} is empty: the first number must be the smaller")
+        acts = self.guidance_scale != 1 or self.guidance_interval == (0, 1)
+        require(acts, f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1")
 
 
 @dataclass(frozen=True)
@@ -82,18 +80,11 @@ class PicturesConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self.noise_level is None or self.from_images is not None,
-            "--noise_level needs --from_images: pass a picture or a folder",
-        )
-        require(
-            self.license is None or self.save_pretrained is not None,
-            "--license needs --save_pretrained, whose model card names it: pass a folder",
-        )
-        require(
-            self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license) is not None,
-            f"--license is {self.license!r}; the hub writes licences in small letters, such as mit or cc-by-4.0",
-        )
+        for flag, needed in {"noise_level": "from_images", "license": "save_pretrained"}.items():
+            useful = getattr(self, flag) is None or getattr(self, needed) is not None
+            require(useful, f"--{flag} has no effect without --{needed}: pass both")
+        spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
+        require(bool(spelled), f"--license {self.license} is not spelled as on the hub, such as mit or cc-by-4.0")
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,15 @@
 
 import difflib
 import inspect
-from collections.abc import Sized
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from filelock import Timeout
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.parts import open_trained
@@ -57,7 +56,7 @@ def sample(config: SampleConfig) -> None:
     state, trained, options = open_trained(config, flags.seed)
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source, tqdm.write))
-        load_average(trained.flow, snapshots, flags.ema_length)
+        trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
     card = {} if flags.save_pretrained is None else _prepare_card(flags.save_pretrained, flags, trained)
     folder = flags.output_dir or trained.run_folder / "generated"
@@ -94,8 +93,8 @@ def _write_samples(
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, flags.num_samples)), options, flags.path)
     # Other processes wrote most of the samples, so the grid reads them back.
-    shown = [np.asarray(over_white(open_picture(file))) for file in files[:GRID_PICTURES]]
-    grid = write_picture(folder / "grid.png", to_grid(torch.from_numpy(np.stack(shown)).permute(0, 3, 1, 2)))
+    shown = [pil_to_tensor(over_white(open_picture(file))) for file in files[:GRID_PICTURES]]
+    grid = write_picture(folder / "grid.png", to_grid(torch.stack(shown)))
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
@@ -124,15 +123,13 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
 
 def _prepare_card(folder: Path, flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     """Check that the model may be saved in ``folder``, and return the arguments of its card."""
-    require(
-        not any((folder / name).exists() for name in (MANIFEST, STATUS_FILE)),
-        f"--save_pretrained {folder} holds a run or a checkpoint, whose files it would overwrite: choose a folder of "
-        "its own",
-    )
+    for name in (MANIFEST, STATUS_FILE):
+        has_run = (folder / name).exists()
+        require(not has_run, f"--save_pretrained {folder} holds a run or a checkpoint: choose a folder of its own")
     prepare_folder("save_pretrained", folder)
     is_map = isinstance(trained.flow, FlowMap)
     program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
-    return card_of_run(trained, flags.license, trained.weights_name(flags.ema_length), program, plain(defaults()))
+    return card_of_run(trained, flags.license, program, plain(defaults()))
 
 
 def _claim(folder: Path, count: int, held: ExitStack) -> None:
@@ -145,25 +142,20 @@ def _claim(folder: Path, count: int, held: ExitStack) -> None:
             f"another process draws pictures into --output_dir {folder}: wait for its end, or choose another folder"
         ) from None
     require_disk(count * BLOCK, folder, f"--num_samples {count}", "draw fewer, or pass an --output_dir with more room")
-    stale = [file for file in {*folder.glob("*.png")} - {*_files_of(folder, count)} if file.stem.isdecimal()]
-    require(
-        not stale,
-        f"--output_dir {folder} holds {_count(stale)} of an earlier call that would stay among the new ones: "
-        "move them away, or choose another folder",
-    )
+    for file in {*folder.glob("*.png")} - {*_files_of(folder, count)}:
+        stale = file.stem.isdecimal()
+        require(not stale, f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")
 
 
 def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], state: PartialState) -> str:
     """Return lines on the model, the solver and the pictures."""
     flow, flags, steps = trained.flow, config.pictures, options["steps"]
-    parameters = sum(p.numel() for p in flow.parameters()) / 1e6
-    weights = f"{trained.weights_name(flags.ema_length)} of {trained.source}"
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
     if solver != "adaptive":
         grid = f"{config.solver.time_grid} grid"
         solver = ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid)))
-    texts = {
-        "model": f"{type(flow).__name__}, {parameters:.1f} M parameters, {weights}",
+    texts: dict[str, object] = {
+        "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver,
         "pictures": f"{flags.num_samples} of {flow.space.noun}, seed {flags.seed}",
@@ -172,27 +164,20 @@ def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], st
         labels = options["conditions"]["labels"].tolist()
         texts["classes"] = ", ".join(flow.class_names[label] for label in labels[:6]) + ", ..." * (len(labels) > 6)
     if "start" in options:
-        level = options["noise_level"]
-        texts["start"] = f"{_count(options['start'])} of {flags.from_images}, noise level {level:g}"
+        texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
     return lines(texts)
-
-
-def _count(pictures: Sized) -> str:
-    return f"{len(pictures)} picture{'s' * (len(pictures) > 1)}"
 
 
 def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
     """Return the numbers of classes that are given by name or number."""
     require(len(names) > 0, f"--classes: {source} was trained without labels; train with --use_cfg for them")
-    known = {name: number for number, name in [*enumerate(map(str, range(len(names)))), *enumerate(names)]}
+    known = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
     wanted = names if given.strip() == "all" else [name.strip() for name in given.split(",")]
     for name in wanted:
         if name not in known:
             close = difflib.get_close_matches(name, names, 3, cutoff=0.5)
             hint = f" (perhaps {' or '.join(close)}?)" if close else f", like {', '.join(names[:3])}"
-            raise UsageError(
-                f"--classes: there is no class {name}: pass names{hint}, or numbers up to {len(names) - 1}"
-            )
+            raise UsageError(f"--classes {name} does not exist: pass names{hint}, or numbers up to {len(names) - 1}")
     return [known[name] for name in wanted]
 
 
@@ -204,11 +189,10 @@ def _load_images(path: Path, count: int, shape: tuple[int, ...]) -> Tensor:
     pictures = []
     for file in files[:count]:
         try:
-            with open_picture(file) as image:
-                pictures.append(np.asarray(fit(image, (width, height), alpha=channels == RGBA)).transpose(2, 0, 1))
+            pictures.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
         except Exception as error:  # every decoder fails in its own way
-            raise UsageError(f"--from_images: {file} cannot be read ({first_line(error)})") from error
-    return torch.from_numpy(np.stack(pictures))
+            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): leave it out") from error
+    return torch.stack(pictures)
 
 
 def _files_of(folder: Path, count: int) -> list[Path]:

@@ -20,7 +20,7 @@ from pydantic import Field
 from rectified_flow.data.framing import Crop
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import plain
-from rectified_flow.registry import DescriptionError, describe
+from rectified_flow.registry import describe
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
@@ -136,7 +136,7 @@ def data_arguments(document: Mapping[str, Any], path: Path) -> DataArguments | N
 def _described(part: "nn.Module") -> dict[str, Any]:
     try:
         return describe(part)
-    except DescriptionError:
+    except UsageError:
         return {"description": type(part).__name__}
 
 

@@ -19,7 +19,7 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal, check_shared
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import plain
-from rectified_flow.registry import DescriptionError, describe
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
@@ -158,7 +158,7 @@ class Run:
         self.flow_description: dict[str, Any] | None = None
         try:
             self.flow_description = describe(flow)
-        except DescriptionError as error:  # a part is not registered
+        except UsageError as error:  # a part is not registered
             self._undescribed = error
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
 

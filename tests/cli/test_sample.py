@@ -110,16 +110,16 @@ def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
 
 REFUSED = [
     ("--checkpoint {tmp}/nowhere", "no checkpoint at"),
-    ("--classes cat,dgo", "there is no class dgo: pass names (perhaps dog?), or numbers up to 1\n"),
-    ("--classes 2", "there is no class 2: pass names, like cat, dog, or numbers up to 1\n"),
+    ("--classes cat,dgo", "--classes dgo does not exist: pass names (perhaps dog?), or numbers up to 1\n"),
+    ("--classes 2", "--classes 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples 1000000000000000 would need at least"),
     ("--noise_level 2", "--noise_level is 2.0"),
-    ("--noise_level 0.5", "--noise_level needs --from_images: pass a picture"),
+    ("--noise_level 0.5", "--noise_level has no effect without --from_images: pass both"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
-    ("--guidance_interval 0.8 0.2", "--guidance_interval is 0.8 0.2"),
+    ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
     ("--solver adaptive --steps 4", "exclude each other"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
     ("--from_images {tmp}/nowhere", "is no picture and no folder with pictures"),
@@ -136,7 +136,9 @@ def test_bad_input(run: Path, tmp_path: Path, flags: str, sentence: str) -> None
 
 def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --classes tulip --output_dir {tmp_path}"
-    assert_refused("sample.py", 2, flags, "there is no class tulip: pass names, like cat, dog, or numbers up to 1\n")
+    assert_refused(
+        "sample.py", 2, flags, "--classes tulip does not exist: pass names, like cat, dog, or numbers up to 1\n"
+    )
 
 
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
 def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
     assert program("sample.py", f"{flags} 3".split())[0] == 0
-    assert_refused("sample.py", 1, f"{flags} 2", "holds 1 picture of an earlier call")
+    assert_refused("sample.py", 1, f"{flags} 2", "holds 00002.png of an earlier call")
     assert program("sample.py", f"{flags} 4".split())[0] == 0
     assert len(pictures(tmp_path)) == 5
 
@@ -186,5 +188,5 @@ def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Pa
     [path] = checkpoint.list_checkpoints(run / "checkpoints")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
-    assert_refused("sample.py", 1, flags, "holds a run or a checkpoint, whose files it would overwrite")
+    assert_refused("sample.py", 1, flags, "holds a run or a checkpoint: choose a folder of its own")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before

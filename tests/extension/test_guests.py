@@ -190,7 +190,7 @@ def test_without_its_module_the_kind_is_named(runs: tuple[str, Path], tmp_path: 
 def test_a_hostile_checkpoint_imports_and_calls_nothing(tmp_path: Path) -> None:
     for kind in ("os.system", "subprocess.Popen", "eval", "tests.extension.own_network:build"):
         description: dict[str, Any] = {"kind": "RectifiedFlow", "network": {"kind": kind, "command": "touch hacked"}}
-        with pytest.raises(UsageError, match=f"'{kind}' is not registered"):
+        with pytest.raises(UsageError, match=f"the kind {kind} is not registered"):
             build_flow(description, "a test")
     assert not Path("hacked").exists()
 
