@@ -9,8 +9,12 @@ class DamageError(UsageError):
     """A file that was written earlier and is now missing, damaged or altered; the sentence names it."""
 
 
-class NewerError(DamageError):
+class NewerError(UsageError):
     """A file of a newer version of this project: not damaged, and to be left as it is."""
+
+
+class BusyError(UsageError):
+    """A file or folder that another process is writing."""
 
 
 class RunError(RuntimeError):

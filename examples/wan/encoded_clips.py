@@ -70,8 +70,9 @@ def encode_clips(wan: Wan, clips: Sequence[Clip], state: PartialState) -> ClipDa
         more = {"source": str(config.dataset_path), "image_size": config.height, "latents": latents}
         writer.complete(np.full(writer.length, -1), **more)
 
-    with claimed(writer, state) as done:
-        fill(writer, state, done, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
+    with claimed(writer, state) as missing:
+        if missing:
+            fill(writer, state, _Encoder(wan, clips).rows, finish, doing="encoding", batch_size=1)
     return ClipDataset(writer.path)
 
 

@@ -186,7 +186,8 @@ def _describe(result: dict[str, Any]) -> str:
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
-    with writing(path), locked(folder / LOCK_FILE, LOCK_TIMEOUT, tqdm.write):
+    busy = f"another process writes in {folder}"
+    with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT, tqdm.write):
         results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from filelock import Timeout
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
@@ -135,12 +134,8 @@ def _prepare_card(folder: Path, flags: PicturesConfig, trained: Trained) -> dict
 def _claim(folder: Path, count: int, held: ExitStack) -> None:
     """Make the output folder, lock others out, and check that ``count`` pictures fit and will be the only ones."""
     prepare_folder("output_dir", folder)
-    try:
-        held.enter_context(locked(folder / LOCK_FILE, 0, tqdm.write))
-    except Timeout:
-        raise UsageError(
-            f"another process draws pictures into --output_dir {folder}: wait for its end, or choose another folder"
-        ) from None
+    busy = f"another process draws pictures into --output_dir {folder}"
+    held.enter_context(locked(folder / LOCK_FILE, busy, 0, tqdm.write))
     require_disk(count * BLOCK, folder, f"--num_samples {count}", "draw fewer, or pass an --output_dir with more room")
     for file in {*folder.glob("*.png")} - {*_files_of(folder, count)}:
         stale = file.stem.isdecimal()

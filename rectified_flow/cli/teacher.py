@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from accelerate import PartialState
-from filelock import Timeout
 from torch import Tensor
 
 from rectified_flow import randomness
@@ -183,11 +182,10 @@ def open_drawn(
     )
     writer = StoreWriter(taught.folder, taught.count, files_of(taught, space), taught.rows, asdict(recipe))
     with ExitStack() as held:
-        done = on_main(state, lambda: _begin(writer, recipe, taught, held))
-        if done is not None:
+        if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
             generator = _Generator(recipe, writer, pictures, state.device)
             with interruptible(generator.teacher):
-                fill(writer, state, done, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
+                fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.arguments), space
 
 
@@ -206,38 +204,32 @@ def recipe_of(taught: TeacherData) -> Recipe | None:
     return next((read_document(each, Recipe) for each in recipes if each.exists()), None)
 
 
-def _begin(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> int | None:
-    """Lock other runs out; return the number of rows that exist, or None if the store is whole.
+def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> bool:
+    """Lock other runs out, and return whether the store is whole.
 
     Raises:
         UsageError: if another run writes the store, or its data differ from those that the flags ask for.
     """
     rows, flag, path = taught.rows, f"{taught.rows}_dir", writer.path
     prepare_folder(flag, path.parent)
-    try:
-        held.enter_context(writer.locked(f"choose a --{flag}", LOCK_TIMEOUT))
-    except Timeout as error:
-        raise UsageError(
-            f"another run draws the {rows} {path}: wait for its end, or choose another --output_dir"
-        ) from error
-    with writer.writable(f"choose a --{flag}"):
-        adopt(path, rows)
-        known, whole = recipe_of(taught), writer.is_whole
-        if known is not None:
-            # A whole store is used in whichever precision this machine would generate it.
-            for name, called in (COMPARED if whole else COMPARED | {"precision": "precision"}).items():
-                then, now = getattr(known, name), getattr(recipe, name)
-                if then != now:
-                    raise UsageError(
-                        f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): "
-                        f"choose another --output_dir, or --{flag}"
-                    )
-            if not whole and known.teacher != recipe.teacher:
+    held.enter_context(writer.locked(f"choose another --{flag}", LOCK_TIMEOUT))
+    adopt(path, rows)
+    known, whole = recipe_of(taught), writer.is_whole
+    if known is not None:
+        # A whole store is used in whichever precision this machine would generate it.
+        for name, called in (COMPARED if whole else COMPARED | {"precision": "precision"}).items():
+            then, now = getattr(known, name), getattr(recipe, name)
+            if then != now:
                 raise UsageError(
-                    f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose "
-                    f"another --{flag}"
+                    f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): "
+                    f"choose another --output_dir, or --{flag}"
                 )
-        return None if whole else writer.prepare()
+        if not whole and known.teacher != recipe.teacher:
+            raise UsageError(
+                f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose "
+                f"another --{flag}"
+            )
+    return whole
 
 
 class _Generator:

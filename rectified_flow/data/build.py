@@ -101,11 +101,10 @@ def open_store(
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
     store = Artifact(path, KIND, ())
-    with store.writable(REMEDY):
-        if not store.is_whole:  # else a cache that cannot be written is read without a lock
-            with store.locked(REMEDY):
-                if not store.is_whole:  # another process may have built it meanwhile
-                    _build(path, source, framing, skip_broken_images)
+    if not store.is_whole:  # else a cache that cannot be written is read without a lock
+        with store.locked(REMEDY):
+            if not store.is_whole:  # another process may have built it meanwhile
+                _build(path, source, framing, skip_broken_images)
     return path
 
 
@@ -121,8 +120,7 @@ def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images
     require_disk(store.length * needed, path.parent, what, remedy)
     labels, broken = list[int](), list[str]()
     sizes, contents, enlarged = set[tuple[int, int]](), set[bytes](), 0
-    store.begin()
-    try:
+    with store.building():
         # Not through a memory map: on a full disk, a write to a memory map crashes the process.
         with (store.stage / IMAGES_FILE).open("wb") as file:
             for index, decoded in enumerate(_decode_all(source, framing, skip_broken_images)):
@@ -150,9 +148,6 @@ def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images
             framing=asdict(framing),
             originals=asdict(OriginalInfo(width, height, enlarged, duplicates=len(labels) - len(contents))),
         )
-    except BaseException:
-        store.abandon()
-        raise
 
 
 def _decode_all(source: ImageSource, framing: Framing, skip_broken_images: bool) -> Iterator[Decoded | None]:

@@ -117,8 +117,9 @@ def encode_pictures(
         more = {"source": info.source, "image_size": info.image_size, "class_names": info.class_names}
         writer.complete(np.asarray(pictures.labels), latents=asdict(latents), **more)
 
-    with claimed(writer, state) as done:
-        fill(writer, state, done, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
+    with claimed(writer, state) as missing:
+        if missing:
+            fill(writer, state, encode, finish, doing="encoding", batch_size=BATCH_SIZE)
     return LatentDataset(writer.path, pictures.arguments, mirrored=mirrored)
 
 

@@ -61,10 +61,6 @@ class TrainerFile:
     optimizer: str | None = None
     optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.sums and self.summands == 0:
-            raise ValueError("there are sums of no summands")
-
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
@@ -131,8 +127,7 @@ def save(
         with suppress(OSError, UsageError):
             remove(abandoned, CHECKPOINT)
     artifact = Artifact(folder / step_name(step), CHECKPOINT, (*tensors, *documents))
-    artifact.begin()
-    try:
+    with artifact.building():
         for name, values in tensors.items():
             file = artifact.stage / name
             file.touch()
@@ -141,17 +136,14 @@ def save(
             file.chmod(S_IMODE(mode))
         for name, document in documents.items():
             (artifact.stage / name).write_text(json.dumps(document, indent=1))
-        artifact.seal(step)
+        artifact.seal()
         if best:  # before the checkpoint exists: a run that is killed in between resumes earlier and comes here again
             mark_best(artifact.path)
         artifact.publish()
-    except BaseException:
-        artifact.abandon()
-        raise
     return artifact.path
 
 
-def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
+def prune(newest: Path, keep: int, keep_every: int = 0, warn: Callable[[str], object] = print) -> None:
     """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
 
     Args:
@@ -159,12 +151,10 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
             ``keep``.
         keep: number of checkpoints to keep.
         keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
-
-    Raises:
-        UsageError: if a checkpoint holds something foreign, and is therefore kept; after the others were removed.
+        warn: function that is called with a line on each checkpoint that holds something foreign, and is therefore
+            kept.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
-    refused: UsageError | None = None
     for each in older[:-keep] if keep else []:
         is_milestone = keep_every > 0 and step_of(each) % keep_every == 0
         if is_milestone or each == best_of(newest.parent):
@@ -172,9 +162,7 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
         try:
             remove(each, CHECKPOINT)
         except UsageError as error:
-            refused = error
-    if refused is not None:
-        raise refused
+            warn(f"warning: {error}")
 
 
 def mark_best(path: Path) -> None:
@@ -301,12 +289,11 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
-        with reading(path / name):
-            open_regular(path / name).close()
-        try:
-            tensors |= load_file(path / name)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise DamageError(f"checkpoint {path} is damaged: {name} cannot be read ({first_line(error)})") from error
+        with reading(path / name), open_regular(path / name):  # safetensors would wait for a pipe
+            try:
+                tensors |= load_file(path / name)
+            except (RuntimeError, SafetensorError) as error:
+                raise DamageError(f"{path / name} cannot be read ({first_line(error)})") from error
     return tensors
 
 
@@ -362,7 +349,7 @@ def averaged_files(path: Path) -> list[str]:
     Raises:
         UsageError: if its manifest cannot be read, for example since the checkpoint was pruned.
     """
-    return [name for name in (MODEL_FILE, EMA_FILE) if name == MODEL_FILE or name in read_manifest(path).files]
+    return [MODEL_FILE] + [EMA_FILE] * (EMA_FILE in read_manifest(path).files)
 
 
 def own_weights(network: nn.Module) -> dict[str, Tensor]:
@@ -371,17 +358,13 @@ def own_weights(network: nn.Module) -> dict[str, Tensor]:
     Frozen parameters are left out if the network has a ``frozen_source``, from which its constructor loads them.
     """
     keeps_all = getattr(network, "frozen_source", None) is None
-    return network.state_dict() if keeps_all else without(network.state_dict(), frozen_names(network))
+    frozen = set() if keeps_all else frozen_names(network)
+    return {name: value for name, value in network.state_dict().items() if name not in frozen}
 
 
 def frozen_names(module: nn.Module) -> set[str]:
     """Return the names of the parameters that are not trained."""
     return {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
-
-
-def without(tensors: Mapping[str, Tensor], names: set[str]) -> dict[str, Tensor]:
-    """Return the tensors that have none of these names."""
-    return {name: value for name, value in tensors.items() if name not in names}
 
 
 def load_document(path: Path, name: str) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from filelock import Timeout
 from pydantic import Field
 
 from rectified_flow.data.framing import Crop
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
 from rectified_flow.runs.config import TrainingConfig
@@ -56,17 +55,13 @@ class DataArguments:
 
     dataset: str
     dataset_path: Path | None = None
-    image_size: int | None = None
+    image_size: Annotated[int, Field(gt=0)] | None = None
     split: str | None = None
     cache_dir: Path | None = None
     skip_broken_images: bool = False
     aspect_ratio: str = "1:1"
     crop: Crop = "center"
     alpha: bool = False
-
-    def __post_init__(self) -> None:
-        if self.image_size is not None and self.image_size < 1:
-            raise ValueError("an image has a side above 0")
 
 
 def describe_run(
@@ -172,6 +167,12 @@ class StatusFile:
         return None
 
     @property
+    def writer(self) -> str:
+        """The process that wrote the status, in words."""
+        known = self.read()
+        return "another process" if known is None else f"process {known.pid} on {known.host}"
+
+    @property
     def run_id(self) -> str:
         """The run's name in trackers, which is the same after every restart."""
         known = self.read()
@@ -213,20 +214,10 @@ def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> I
             prepare_folder(flag, folder)
             if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
                 continue
+            lock, busy = folder / LOCK_FILE, f"{StatusFile(folder).writer} is training in --{flag} {folder}"
             try:
-                _lock(locks, folder, report)
-            except Timeout:
-                holder = StatusFile(folder).read() if flag == "output_dir" else None
-                who = "another process" if holder is None else f"process {holder.pid} on {holder.host}"
-                raise UsageError(
-                    f"{who} is training in --{flag} {folder}: wait for its end, or choose another folder"
-                ) from None
+                locks.enter_context(locked(lock, busy, 0, report))
+            except BusyError:
+                report(f"waiting for another run to release {folder}")
+                locks.enter_context(locked(lock, busy, LOCK_TIMEOUT, report))
         yield
-
-
-def _lock(locks: ExitStack, folder: Path, report: Callable[[str], object]) -> None:
-    try:
-        locks.enter_context(locked(folder / LOCK_FILE, 0, report))
-    except Timeout:
-        report(f"waiting for another run to release {folder}")
-        locks.enter_context(locked(folder / LOCK_FILE, LOCK_TIMEOUT, report))

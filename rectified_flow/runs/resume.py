@@ -13,7 +13,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
@@ -85,69 +85,71 @@ def choose_checkpoint(
         if config.origin is None:
             return None, run
         named = checkpoint.resolve(config.origin, warn=report, names=None)
-        _compare_flows(flow, named, report, refuse=False)
+        for change in _flow_changes(flow, named).values():
+            report(f"note: {change}")
         return named, run
     before = checkpoint.load_state(own).run
     places = (own, config.checkpoints, config.output_dir)
-    require(
-        run.origin in {"new", before.origin, *(str(place.resolve()) for place in places)},
-        f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
-        "choose another --output_dir to start from there",
-    )
-    require(
-        run.dataset == before.dataset,
-        f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
-        f"with --resume {own} there, training starts from its weights",
-    )
-    _compare_flows(flow, own, report, refuse=True)
+    if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
+        raise UsageError(
+            f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
+            "choose another --output_dir to start from there"
+        )
+    if run.dataset != before.dataset:
+        raise UsageError(
+            f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
+            f"with --resume {own} there, training starts from its weights"
+        )
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:
             report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
-    flags_then, flags_now = program_flags(read_config(own / checkpoint.CONFIG_FILE)), plain(config)
-    optimizer = flags_then.get("optimizer", config.optimizer)
-    require(
-        optimizer == config.optimizer,
-        f"checkpoint {own} was trained with --optimizer {optimizer}: pass that, or choose another --output_dir",
-    )
-    for name in SHAPING:
-        if name in flags_then and flags_then[name] != flags_now[name]:
-            report(f"note: {name} was {flags_then[name]} and is now {flags_now[name]}")
+    for name, change in (_flow_changes(flow, own) | _flag_changes(config, own)).items():
+        if name not in (*MAY_CHANGE, *SHAPING):
+            raise UsageError(
+                f"cannot resume from {own}: {change}; pass the flags of its config.json, or choose another --output_dir"
+            )
+        report(f"note: {change}")
     return own, replace(run, origin=before.origin)
 
 
 def _own_checkpoints(config: TrainingConfig) -> list[Path]:
     """Return the checkpoints in the run's folder, of which ``--resume never`` allows none."""
     found = checkpoint.list_checkpoints(config.checkpoints)
-    require(
-        config.resume != "never" or not found,
-        f"{config.checkpoints} already holds checkpoints: pass --resume auto to resume, or another --output_dir",
-    )
+    if found and config.resume == "never":
+        raise UsageError(f"{config.checkpoints} already holds checkpoints: pass --resume auto, or another --output_dir")
     return found
 
 
-def _compare_flows(
-    flow: Mapping[str, Any] | None, path: Path, report: Callable[[str], object], *, refuse: bool
-) -> None:
-    """Compare the flow with the one of a checkpoint, except for the network, which is compared with its weights.
-
-    Raises:
-        UsageError: if the flows differ in a part that may not change, and ``refuse`` is given.
-    """
+def _flow_changes(flow: Mapping[str, Any] | None, path: Path) -> dict[str, str]:
+    """Compare the flow with that of a checkpoint, except for the network, which is compared with its weights."""
     if flow is None or not (path / FLOW_FILE).exists():
-        return
-    then, now = (flat(each) for each in (checkpoint.load_document(path, FLOW_FILE), flow))
-    for name in dict.fromkeys([*then, *now]):
-        absent = not then.get(name) and not now.get(name)  # an older version lacked the option, so it was off
-        if then.get(name) == now.get(name) or absent or name == "space.shape" or name.startswith("network."):
-            continue
-        called = {"kind": "flow"}.get(name, name)
-        if refuse and name not in MAY_CHANGE:
-            raise UsageError(
-                f"checkpoint {path} was trained with {called} {then.get(name)}, and this run has {called} "
-                f"{now.get(name)}: choose another --output_dir, or pass the flags of its config.json"
-            )
-        report(f"note: {called} was {then.get(name)} and is now {now.get(name)}")
+        return {}
+    then = checkpoint.load_document(path, FLOW_FILE)
+    return _changes(_compared_parts(then), _compared_parts(flow))
+
+
+def _compared_parts(flow: Mapping[str, Any]) -> dict[str, Any]:
+    parts = {name: value for name, value in flow.items() if name not in ("kind", "network")}
+    values = flat({"flow": flow.get("kind"), **parts})
+    values.pop("space.shape", None)  # learned from the data
+    return values
+
+
+def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
+    """Compare the flags that shape the training with those of a checkpoint."""
+    known, given = program_flags(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
+    then = {name: known[name] for name in ("optimizer", *SHAPING) if name in known}
+    return _changes(then, {name: given[name] for name in then})
+
+
+def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """Return a clause for each value that changed. An option that an older version lacked was off."""
+    return {
+        name: f"{name} was {then.get(name)} and is now {now.get(name)}"
+        for name in dict.fromkeys([*then, *now])
+        if then.get(name) != now.get(name) and (then.get(name) or now.get(name))
+    }
 
 
 def flat(description: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

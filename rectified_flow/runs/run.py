@@ -27,6 +27,7 @@ from rectified_flow.runs.folder import RunState, StatusFile, locked_folders
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
 from rectified_flow.runs.snapshots import drop_snapshots, keep_snapshots
+from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import Silent, line
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -44,8 +45,9 @@ class BackgroundSaver:
     def __init__(self, config: TrainingConfig, draw: Callable[[], object], warn: Callable[[str], object]) -> None:
         self.config, self.draw, self.warn = config, draw, warn
         self._thread = ThreadPoolExecutor(1, "saver")
-        self._writing: Future[Path] | None = None
-        self._skipped = False
+        self._writing: Future[Path | None] | None = None
+        self._problem = ""
+        """The cause if the last step is not saved."""
         self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(
@@ -67,13 +69,13 @@ class BackgroundSaver:
             self.wait(self.config.rank_timeout / 2)
         except TimeoutError:
             self.warn(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
-            self._skipped = True
+            self._problem = "the disk is too slow"
             return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
         copies = {
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
-        self._skipped = False
+        self._problem = ""
         self._writing = self._thread.submit(self._write, step, copies, documents, best, prune)
 
     def wait(self, seconds: float | None = None) -> Path | None:
@@ -82,9 +84,7 @@ class BackgroundSaver:
         Raises:
             TimeoutError: if it takes longer than ``seconds``.
         """
-        if self._writing is None or self._writing.exception(seconds) is not None:
-            return None
-        return self._writing.result()
+        return None if self._writing is None else self._writing.result(seconds)
 
     def finish(self) -> Path | None:
         """Wait for the last checkpoint, which must not be missing, and return its path.
@@ -93,10 +93,9 @@ class BackgroundSaver:
             RunError: if it could not be written.
         """
         path = self.wait()
-        if self._skipped or (path is None and self._writing is not None):
-            reason = "the disk is too slow" if self._writing is None or path else self._writing.exception()
+        if self._problem:
             raise RunError(
-                f"could not save the last step to {self.config.checkpoints} ({reason}): make room, "
+                f"could not save the last step to {self.config.checkpoints} ({self._problem}): make room, "
                 "and run the same command to resume from the checkpoint before"
             )
         return path
@@ -111,18 +110,19 @@ class BackgroundSaver:
             self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
         return self._copies[file, name].copy_(value)
 
-    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool, prune: bool) -> Path:
+    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool, prune: bool) -> Path | None:
         folder = self.config.checkpoints
         self.draw()
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
-            raise
+            self._problem = str(error)
+            return None
         try:
             keep_snapshots(folder)
             if prune:  # after the snapshots, which are links to the averages of checkpoints
-                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every)
+                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every, self.warn)
         except (OSError, UsageError) as error:
             self.warn(f"warning: older checkpoints of {folder} are kept for now ({error})")
         return path
@@ -217,7 +217,7 @@ class Run:
                 raise
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
+    def opened(self) -> Iterator[None]:
         """Open the log and the trackers, and close them however the block ends."""
         try:
             on_main(self.accelerator, self._open)
@@ -263,10 +263,8 @@ class Run:
             RunError: if the last checkpoint or the last lines could not be written.
         """
         path = self.saver.finish()
-        try:
+        with writing(f"the last lines of {self.log.folder / 'metrics.jsonl'}"):
             self.log.flush()
-        except OSError as error:
-            raise RunError(f"could not write the last lines of {self.log.folder}/metrics.jsonl ({error})") from error
         step, total_steps = self.progress()
         self.write_status()
         if step != total_steps:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
-from rectified_flow.system.artifact import CHECKPOINT, Artifact, find_damage, read_manifest, remove
+from rectified_flow.system.artifact import CHECKPOINT, Artifact, find_damage, remove
 
 LENGTHS = (0.05, 0.10)
 """Lengths of the two averages that are kept."""
@@ -31,7 +31,7 @@ def file_of(length: float) -> str:
 
 
 def keep_snapshots(checkpoints: Path) -> None:
-    """Link the averages of every checkpoint in the folder to a snapshot, which stays when the checkpoint is pruned.
+    """Link the averages of every intact checkpoint to a snapshot, which stays when the checkpoint is pruned.
 
     Raises:
         OSError: if they cannot be linked or copied.
@@ -40,23 +40,16 @@ def keep_snapshots(checkpoints: Path) -> None:
     names = (*map(file_of, LENGTHS), checkpoint.STATE_FILE)
     for each in checkpoint.list_checkpoints(checkpoints):
         snapshot = Artifact(checkpoints / SNAPSHOTS / each.name, CHECKPOINT, names)
-        if snapshot.path.exists():
+        has_averages = all((each / name).exists() for name in names)
+        if snapshot.path.exists() or not has_averages or find_damage(each, names=names) is not None:
             continue
-        try:
-            manifest = read_manifest(each)
-        except DamageError:
-            continue
-        if not manifest.files.keys() >= set(names):
-            continue
-        snapshot.begin()
-        for name in names:
-            source, target = each / name, snapshot.stage / name
-            try:
-                os.link(source, target)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(source, target)
-        snapshot.seal(manifest.step, known=manifest.files)
-        snapshot.publish()
+        with snapshot.building():
+            for name in names:
+                try:
+                    os.link(each / name, snapshot.stage / name)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(each / name, snapshot.stage / name)
+            snapshot.finish()
 
 
 def drop_snapshots(checkpoints: Path, after: int) -> None:

@@ -35,19 +35,19 @@ from filelock import Timeout
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import DamageError, NewerError, UsageError, require
+from rectified_flow.errors import BusyError, DamageError, NewerError, UsageError
 from rectified_flow.system.files import flush, hash_file, lock_of, read_document, reading, replace_file
 
 MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
 """Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
 CHECKPOINT = "checkpoint"
-"""Kind of an artifact whose manifest names no kind, like the manifest of a checkpoint."""
+"""Kind of a checkpoint, and of an artifact whose manifest names no kind, as in commit 2b575ae."""
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""
 SMALL = 2**20
 """Size below which a file is hashed at each verification, whatever its time [bytes]."""
-LEFTOVER = re.compile(r"\.tmp\w{6}|\.building\.json\.[0-9a-f]{8}\.tmp")
+LEFTOVER = re.compile(r"\.tmp\w{6}|\.(building|manifest)\.json\.[0-9a-f]{8}\.tmp")
 """Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
@@ -59,8 +59,8 @@ FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
 class FileRecord:
     """Size [bytes], hash and time of modification [s] of a finished file.
 
-    A file whose time is still the recorded one is not hashed again. Manifests of checkpoints record no times: copies
-    of a checkpoint have others, and all that is read of one is hashed.
+    A large file whose time is still the recorded one is not hashed again. Manifests of checkpoints record no times:
+    every file that is read of a checkpoint is hashed.
     """
 
     size: Natural
@@ -70,12 +70,12 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of ``manifest.json``. The defaults are not written."""
+    """The contents of ``manifest.json``."""
 
     files: dict[FileName, FileRecord]
     kind: str = CHECKPOINT
     step: Natural | None = None
-    """Optimizer steps before a checkpoint."""
+    """Optimizer steps before a checkpoint of commit 2b575ae."""
     format: Natural = FORMAT
 
 
@@ -116,7 +116,7 @@ class Artifact:
     @property
     def is_whole(self) -> bool:
         """Whether the artifact exists and is undamaged."""
-        return self.path.exists() and find_damage(self.path, self.kind) is None
+        return find_damage(self.path, self.kind) is None
 
     @contextmanager
     def locked(self, remedy: str, timeout: float = -1) -> Iterator[None]:
@@ -127,26 +127,16 @@ class Artifact:
             timeout: time to wait for another builder [s]; negative waits as long as it takes.
 
         Raises:
-            Timeout: if another builder still holds the lock.
+            BusyError: if another builder still holds the lock.
             UsageError: if the folder cannot be written, or the file system has no locks.
         """
-        with self.writable(remedy):
+        try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with lock_of(self.path.with_name(f"{self.path.name}.lock")).acquire(timeout=timeout):
                 yield
-
-    @contextmanager
-    def writable(self, remedy: str) -> Iterator[None]:
-        """Turn an error of the operating system into a sentence that ends with the ``remedy``.
-
-        Raises:
-            UsageError: on any error of the operating system.
-        """
-        try:
-            yield
+        except Timeout as error:
+            raise BusyError(f"another run writes the {self.kind} {self.path}: wait for its end, or {remedy}") from error
         except (OSError, NotImplementedError) as error:
-            if isinstance(error, Timeout):
-                raise
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
@@ -167,7 +157,8 @@ class Artifact:
             owned_files(place, self.kind)
         damage = find_damage(self.path, self.kind) if owned_files(self.path, self.kind) else None
         if damage is not None:
-            require(self.replaceable, f"{self.path} is damaged ({damage}): move the folder away, or choose another")
+            if not self.replaceable:
+                raise UsageError(f"{self.path} is damaged ({damage}): move the folder away, or choose another")
             tqdm.write(f"warning: the {self.kind} {self.path} is damaged ({damage}) and is made again")
         self._source = dict(source or {})
         with suppress(DamageError):  # there is no stage yet
@@ -178,6 +169,17 @@ class Artifact:
         self.stage.mkdir(parents=True)
         self.reached({})
         return {}
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Make the stage for a build that does not resume: it is removed if the block fails."""
+        self.begin()
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError, UsageError):
+                remove(self.stage, self.kind)
+            raise
 
     def reached(self, progress: Mapping[str, Any]) -> None:
         """Record the progress of the build, whose files must be flushed before. Call in one process only."""
@@ -194,17 +196,12 @@ class Artifact:
         self.seal()
         self.publish()
 
-    def seal(self, step: int | None = None, known: Mapping[str, FileRecord] | None = None) -> None:
-        """Write the manifest of the stage, and flush everything.
-
-        Args:
-            step: optimizer steps before a checkpoint.
-            known: records of files that need not be hashed again.
-        """
+    def seal(self) -> None:
+        """Write the manifest of the stage, and flush everything."""
         for path in owned_files(self.stage, self.kind):
             if path.name not in (*self.files, MARKER):  # a leftover of a killed build
                 path.unlink()
-        write_manifest(self.stage, self.kind, self.files, step, known)
+        write_manifest(self.stage, self.kind, self.files)
         for path in (*self.stage.iterdir(), self.stage):
             flush(path)
 
@@ -215,32 +212,17 @@ class Artifact:
         flush(self.path.parent)
         (self.path / MARKER).unlink()
 
-    def abandon(self) -> None:
-        """Remove the stage of a build that failed and is not to be resumed."""
-        with suppress(OSError, UsageError):
-            remove(self.stage, self.kind)
+
+def write_manifest(folder: Path, kind: str, names: Sequence[str]) -> None:
+    """Write the manifest of the named files of ``folder``."""
+    document = {"kind": kind, "format": FORMAT, "files": {name: _record(folder / name, kind) for name in names}}
+    replace_file(folder / MANIFEST, json.dumps(document, indent=1))
 
 
-def write_manifest(
-    folder: Path,
-    kind: str,
-    names: Sequence[str],
-    step: int | None = None,
-    known: Mapping[str, FileRecord] | None = None,
-) -> None:
-    """Write the manifest of the named files of ``folder``; arguments as in :meth:`Artifact.seal`."""
-    files = {name: (known or {}).get(name) or _record(folder / name, timed=kind != CHECKPOINT) for name in names}
-    document = asdict(Manifest(files, kind, step), dict_factory=_without_defaults)
-    (folder / MANIFEST).write_text(json.dumps(document, indent=1))
-
-
-def _record(path: Path, *, timed: bool) -> FileRecord:
+def _record(path: Path, kind: str) -> dict[str, Any]:
     stat = path.stat()
-    return FileRecord(stat.st_size, hash_file(path), int(stat.st_mtime) if timed else None)
-
-
-def _without_defaults(items: Collection[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in items if value not in (None, CHECKPOINT)}
+    time = {} if kind == CHECKPOINT else {"time": int(stat.st_mtime)}
+    return {"size": stat.st_size, "sha256": hash_file(path), **time}
 
 
 def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
@@ -253,10 +235,7 @@ def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
     """
     manifest = read_document(folder / MANIFEST, Manifest)
     if manifest.format > FORMAT:
-        raise NewerError(
-            f"{folder} was written by a newer version of this project (in format {manifest.format}; this version knows "
-            f"{FORMAT}): upgrade"
-        )
+        raise NewerError(f"{folder} was written by a newer version of this project (format {manifest.format}): upgrade")
     if manifest.kind != kind:
         raise DamageError(f"{folder} holds the {manifest.kind}, not the {kind}")
     return manifest
@@ -278,8 +257,6 @@ def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | N
     try:
         with reading(folder):
             return _compare(folder, read_manifest(folder, kind).files, names)
-    except NewerError:
-        raise
     except DamageError as error:
         return str(error)
 
@@ -318,12 +295,7 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
         return []
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder} is in the way of the {kind}, and is no folder: move it away")
-    known = set[str]()
-    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
-    for name, schema in proofs.items():
-        with suppress(DamageError):  # a document that cannot be read proves nothing
-            document = read_document(folder / name, schema)
-            known |= {name, *document.files} if document.kind == kind else set()
+    known = _known_files(folder, kind)
     entries = sorted(folder.iterdir())
     for entry in entries:
         leftover = LEFTOVER.fullmatch(entry.name) and MANIFEST not in known
@@ -333,6 +305,17 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
                 "move it away, or choose another folder"
             )
     return entries
+
+
+def _known_files(folder: Path, kind: str) -> set[str]:
+    """Return the names of the files that the manifest and the marker in ``folder`` prove to be the project's."""
+    known = set[str]()
+    proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
+    for name, schema in proofs.items():
+        with suppress(DamageError):  # a document that cannot be read proves nothing
+            document = read_document(folder / name, schema)
+            known |= {name, *document.files} if document.kind == kind else set()
+    return known
 
 
 def remove(folder: Path, kind: str) -> None:

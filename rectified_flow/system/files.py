@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
-from rectified_flow.errors import DamageError, NewerError, RunError, UsageError
+from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 
 if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as long as all of it
     from pydantic import TypeAdapter
@@ -44,24 +44,27 @@ def lock_of(path: Path) -> FileLock:
 
 
 @contextmanager
-def locked(path: Path, timeout: float, warn: Callable[[str], object]) -> Iterator[None]:
+def locked(path: Path, busy: str, timeout: float, warn: Callable[[str], object]) -> Iterator[None]:
     """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
 
     Args:
         path: the lock's file.
+        busy: beginning of the error message, such as "another process writes in FOLDER".
         timeout: time to wait for another process that holds the lock [s].
         warn: called with a line.
 
     Raises:
-        Timeout: if another process still holds the lock.
-        PermissionError: if the file may not be opened: another process may hold it.
+        BusyError: if another process still holds the lock.
+        UsageError: if the file may not be opened: another process may hold it.
     """
     lock = lock_of(path)
     try:
         lock.acquire(timeout=timeout)
+    except Timeout as error:
+        raise BusyError(f"{busy}: wait for its end, or choose another folder") from error
+    except PermissionError as error:
+        raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
     except (OSError, NotImplementedError) as error:
-        if isinstance(error, Timeout | PermissionError):
-            raise
         warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
     try:
         yield
@@ -252,7 +255,7 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
         raise _damage(error.errors(include_url=False), source) from None
 
 
-def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> DamageError:
+def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> UsageError:
     """Return an error about the unknown key of a newer version if there is one, else about the first problem."""
     problem = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), problems[0])
     key = ".".join(map(str, problem["loc"]))

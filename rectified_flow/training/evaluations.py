@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
-from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import Flow
@@ -187,7 +187,7 @@ class HeldOutHook(Measurement):
         """Return the undamaged measurements of these pictures; on the main process."""
         measured = []
         for row in self.file.rows():
-            with suppress(DamageError):
+            with suppress(UsageError):
                 measured.append(check_document(row, HeldOutLoss, self.file.path))
         return [each for each in measured if len(each.losses) == self.pictures.count]
 

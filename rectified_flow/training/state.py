@@ -189,7 +189,10 @@ class TrainingState:
         if self.ema is not None:
             averages[checkpoint.EMA_FILE] = network_of(self.ema.ema_model)
         frozen = checkpoint.frozen_names(network_of(self.flow))  # the averages themselves require no gradient
-        return {file: checkpoint.without(average.state_dict(), frozen) for file, average in averages.items()}
+        return {
+            file: {name: value for name, value in average.state_dict().items() if name not in frozen}
+            for file, average in averages.items()
+        }
 
     def _moments(self) -> dict[str, Any]:
         """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None."""

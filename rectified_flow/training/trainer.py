@@ -158,7 +158,7 @@ class Trainer:
                 )
                 on_main(self.accelerator, self.run.write_status)
                 return True
-            with explain_loader_errors(), self.run.writing():
+            with explain_loader_errors(), self.run.opened():
                 batches = self._start(path)
                 done, disable = self.state.step, not self.accelerator.is_main_process
                 with progress_bar(total=self.total_steps, initial=done, unit="step", disable=disable) as bar:

@@ -150,7 +150,8 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
         for average in (*kept.values(),) * 10:
             average.update()
         frozen = checkpoint.frozen_names(network)
-        files = {file: checkpoint.without(each.ema_model.state_dict(), frozen) for file, each in kept.items()}
+        averages = {file: each.ema_model.state_dict() for file, each in kept.items()}
+        files = {file: {name: each[name] for name in each.keys() - frozen} for file, each in averages.items()}
         files[checkpoint.MODEL_FILE] = network.state_dict()
         documents = {
             checkpoint.CONFIG_FILE: config,

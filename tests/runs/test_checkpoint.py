@@ -200,7 +200,7 @@ def test_no_python_object_is_ever_loaded(tmp_path: Path) -> None:
     victim = tmp_path / "executed"
     weights = path / "model.safetensors"
     weights.write_bytes(b"cos\nsystem\n(S'touch " + str(victim).encode() + b"'\ntR.")
-    write_manifest(path, CHECKPOINT, ("model.safetensors", "trainer.json"), step=1)
+    write_manifest(path, CHECKPOINT, ("model.safetensors", "trainer.json"))
     assert find_damage(path) is None
     with pytest.raises(UsageError, match=r"(?i)model.safetensors cannot be read .*header"):
         checkpoint.load_tensors(path, "model.safetensors")

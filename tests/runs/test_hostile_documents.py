@@ -53,7 +53,7 @@ def rewrite(run: Path, name: str, content: bytes) -> None:
     """Put it in the place of a document, with its hash in the manifest."""
     (run / STEP / name).write_bytes(content)
     names = [each.name for each in (run / STEP).iterdir() if each.name != MANIFEST]
-    write_manifest(run / STEP, CHECKPOINT, names, step=2)
+    write_manifest(run / STEP, CHECKPOINT, names)
 
 
 def put(document: Any, key: str, value: Any) -> bytes:

@@ -56,7 +56,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[float,
         for average in (*kept.values(), *true.values()):
             average.update()
         if update % EVERY == 0:
-            files = {file: checkpoint.without(each.ema_model.state_dict(), {"frozen"}) for file, each in kept.items()}
+            averages = {file: each.ema_model.state_dict() for file, each in kept.items()}
+            files = {file: {name: each[name] for name in ("moving", "constant")} for file, each in averages.items()}
             path = checkpoint.save(folder, update, files, {checkpoint.STATE_FILE: counters(update, update)})
             keep_snapshots(folder)
             checkpoint.prune(path, keep=1)

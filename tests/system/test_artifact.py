@@ -191,7 +191,7 @@ def test_what_killed_builds_leave_goes(tmp_path: Path) -> None:
     (tmp_path / "store.removing/info.json").unlink()
     artifact = artifact_in(tmp_path)
     artifact.begin()
-    for name in (".tmpaB3dE9", ".building.json.0123abcd.tmp"):
+    for name in (".tmpaB3dE9", ".building.json.0123abcd.tmp", ".manifest.json.0123abcd.tmp"):
         (artifact.stage / name).write_text("half")
     assert artifact.begin() == {}
     assert build(tmp_path).is_whole

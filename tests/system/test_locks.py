@@ -100,18 +100,18 @@ def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
     monkeypatch.setattr(FileLock, "acquire", fail)
     warnings: list[str] = []
     if refused:
-        with pytest.raises(PermissionError):
-            locked(tmp_path / ".lock", 0, warnings.append).__enter__()
+        with pytest.raises(UsageError, match=r"\.lock cannot be opened \(Permission denied\): change its rights"):
+            locked(tmp_path / ".lock", "another process writes", 0, warnings.append).__enter__()
     else:
-        with locked(tmp_path / ".lock", 0, warnings.append):
+        with locked(tmp_path / ".lock", "another process writes", 0, warnings.append):
             pass
     assert len(warnings) == (0 if refused else 1)
 
 
 def test_a_lock_is_held_for_the_block_alone(tmp_path: Path) -> None:
-    with locked(tmp_path / ".lock", 0, print), pytest.raises(Timeout):
+    with locked(tmp_path / ".lock", "another process writes", 0, print), pytest.raises(Timeout):
         lock_of(tmp_path / ".lock").acquire(timeout=0)
-    with suppress(ZeroDivisionError), locked(tmp_path / ".lock", 0, print):
+    with suppress(ZeroDivisionError), locked(tmp_path / ".lock", "another process writes", 0, print):
         1 / 0  # noqa: B018
     lock_of(tmp_path / ".lock").acquire(timeout=0)
 
