@@ -11,6 +11,7 @@ from pathlib import Path
 from stat import S_IMODE
 from typing import Annotated, Any, TypeVar
 
+import torch
 from accelerate import PartialState
 from pydantic import Field
 from safetensors import SafetensorError
@@ -90,12 +91,9 @@ def list_steps(folder: Path) -> list[Path]:
     Raises:
         UsageError: if the folder may not be read.
     """
-    try:
-        with reading(folder):
-            names = os.listdir(folder)
-    except DamageError:  # it is missing, or no folder
-        return []
-    return [folder / name for name in sorted(names) if NAME.fullmatch(name)]
+    with suppress(DamageError), reading(folder):  # it may be missing, or no folder
+        return [folder / name for name in sorted(os.listdir(folder)) if NAME.fullmatch(name)]
+    return []
 
 
 def save(
@@ -111,7 +109,7 @@ def save(
     Args:
         folder: folder of the run's checkpoints.
         step: number of optimizer steps made.
-        tensors: named tensors by file name.
+        tensors: named tensors by file name: contiguous, and each in memory of its own.
         documents: plain data by file name.
         best: mark the checkpoint as the best.
 
@@ -132,7 +130,7 @@ def save(
             file = artifact.stage / name
             file.touch()
             mode = file.stat().st_mode  # the rights that any new file has in the folder
-            save_file(_unshared(values), file)  # leaves a file that nobody else may read
+            save_file(dict(values), file)  # leaves a file that nobody else may read
             file.chmod(S_IMODE(mode))
         for name, document in documents.items():
             (artifact.stage / name).write_text(json.dumps(document, indent=1))
@@ -275,10 +273,9 @@ def read(
 
 def fingerprint(path: Path) -> str:
     """Return a hash of the contents of the checkpoint at ``path``; :data:`MISSING` if there is none."""
-    try:
+    with suppress(OSError):
         return blake2b((path / MANIFEST).read_bytes(), digest_size=6).hexdigest()
-    except OSError:
-        return MISSING
+    return MISSING
 
 
 def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
@@ -386,20 +383,8 @@ def load_state(path: Path) -> TrainerFile:
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the contents of a safetensors file of named tensors."""
-    return save_to_bytes(_unshared(tensors))
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return contiguous tensors, copied where two share memory (tied weights), which safetensors refuses."""
-    seen: set[int] = set()
-    result = {}
-    for key, tensor in tensors.items():
-        value = tensor.detach().contiguous()
-        memory = value.untyped_storage().data_ptr()
-        result[key] = value.clone() if memory in seen else value
-        seen.add(memory)
-    return result
+    """Return the contents of a safetensors file of named tensors, some of which may share memory (tied weights)."""
+    return save_to_bytes({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()})
 
 
 def _is_checkpoint(path: Path) -> bool:

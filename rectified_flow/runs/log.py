@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -74,7 +73,7 @@ class LineFile:
         """Return the complete and undamaged lines."""
         return [row for row in self._parsed() if row is not None]
 
-    def numbers(self, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> dict[int, float]:
+    def numbers(self, name: str, /, **settings: Any) -> dict[int, float]:
         """Return the numbers called ``name`` by step, of the lines that have these ``settings``."""
         rows = [row for row in self.rows() if settings.items() <= row.items()]
         return {row["step"]: row[name] for row in rows if type(row.get(name)) in (int, float)}
@@ -145,13 +144,11 @@ class RunLog:
             file.flush()
 
     def start_trackers(self, run_id: str) -> None:
-        """Start the tracker that ``--log_with`` names, in which the run resumes as ``run_id``.
+        """Start the tracker that ``--log_with`` names, if it names one; the run resumes there as ``run_id``.
 
         Raises:
             UsageError: if it does not start, for example without an account or a network.
         """
-        if self.config.log_with == "none":
-            return
         flags = program_flags(self.document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings = {"wandb": {"id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": self.step + 1}}

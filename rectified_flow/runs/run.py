@@ -140,9 +140,6 @@ class Run:
         progress: returns the steps made, and those of the whole run.
     """
 
-    log: RunLog
-    saver: BackgroundSaver
-
     def __init__(
         self,
         accelerator: Accelerator,

@@ -112,7 +112,7 @@ class EvaluationHook(Measurement):
         """Report the new numbers, and compare them with those of the best checkpoint."""
         run, step, name = trainer.run, trainer.state.step, self.evaluator.headline
         _wait_for_disk(trainer)  # the best so far is known when its checkpoint is written
-        before = self.file.numbers(name, self._settings(trainer))
+        before = self.file.numbers(name, **self._settings(trainer))
         before.pop(step, None)
         least = min(before.values(), default=inf)
         with suppress(UsageError):  # the disk does not respond now

@@ -51,7 +51,7 @@ def test_numbers_by_step(tmp_path: Path) -> None:
     for row in ({"step": 1, "d": 2.0, "of": [1]}, {"step": 2, "d": "3", "of": [1]}, {"step": 3, "d": 4, "of": [2]}):
         log.add(row)
     assert log.numbers("d") == {1: 2.0, 3: 4}
-    assert log.numbers("d", {"of": [1]}) == {1: 2.0}
+    assert log.numbers("d", of=[1]) == {1: 2.0}
     assert log.numbers("e") == {}
 
 
