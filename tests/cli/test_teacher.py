@@ -12,13 +12,12 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.cli import teacher as drawn
 from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data.store import StoreDataset
+from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -174,10 +173,10 @@ def begin_to_draw(teacher: Path, output_dir: Path) -> None:
     def killed(*_: Any, **__: Any) -> None:
         raise KilledError
 
-    fill, drawn.fill = drawn.fill, killed  # type: ignore[attr-defined]
-    with pytest.raises(KilledError):
-        draw_paths(teacher, output_dir)
-    drawn.fill = fill  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StoreWriter, "write", killed)
+        with pytest.raises(KilledError):
+            draw_paths(teacher, output_dir)
 
 
 def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: Path) -> None:
