@@ -32,9 +32,6 @@ METRICS = ("kernel", "copies")
 """The metrics beside the Fréchet distance that cost little."""
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
 
-Generated = Sequence[Tensor]
-"""Features of generated samples ``[n, d]``, by feature network."""
-
 
 class Evaluator:
     """A comparison of the samples of a flow with its training data, by the features of both.
@@ -73,7 +70,6 @@ class Evaluator:
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
         self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
-        self._widths: list[int] = []
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -108,19 +104,14 @@ class Evaluator:
         held_out = None if self.held_out is None else reference_features(self.held_out, self.features[0], **how)
         return RealFeatures(self.features, training, held_out, self.seed)
 
-    def generate(self, flow: Flow, **how: Any) -> Generated:
-        """Generate samples and extract their features. Collective.
-
-        Args:
-            flow: the flow to sample from.
-            how: options of ``flow.sample``.
+    def generate(self, flow: Flow, **how: Any) -> Tensor:
+        """Generate all samples, and return their features as :meth:`sample_features` does. Collective.
 
         Raises:
             Interrupted: on every process, if a stop was requested on one.
         """
         self.prepare()
-        rows = map_over_ranks(self.state, self.num_samples, lambda numbers: self.sample_features(flow, numbers, **how))
-        return self.split(rows)
+        return map_over_ranks(self.state, self.num_samples, lambda numbers: self.sample_features(flow, numbers, **how))
 
     def sample_features(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Tensor:
         """Generate some samples, and return their features by all networks side by side, ``[n, d_1 + d_2]``.
@@ -141,19 +132,15 @@ class Evaluator:
                 [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
                 with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
                     features = [each.extract(images).cpu() for each in self.features]
-                self._widths = [each.shape[1] for each in features]
                 parts.append(torch.cat(features, dim=1))
         return torch.cat(parts)
 
-    def split(self, rows: Tensor) -> Generated:
-        """Split the rows of :meth:`sample_features` by feature network."""
-        return [part.contiguous() for part in rows.cpu().split(self._widths, dim=1)]
+    def compute(self, generated: Tensor) -> dict[str, float]:
+        """Return the numbers of all metrics by name, from the features of samples. Main process only."""
+        features = self._by_network(generated)
+        return {name: number for metric in self.metrics for name, number in metric(self.real, features).items()}
 
-    def compute(self, generated: Generated) -> dict[str, float]:
-        """Return the numbers of all metrics by name, on the main process."""
-        return {name: number for metric in self.metrics for name, number in metric(self.real, generated).items()}
-
-    def beside_neighbours(self, flow: Flow, generated: Generated, **how: Any) -> Tensor:
+    def beside_neighbours(self, flow: Flow, generated: Tensor, **how: Any) -> Tensor:
         """Render the samples that are most like copies, each before the training images that are nearest to it.
 
         Main process only. The samples are generated again, with the same result.
@@ -166,13 +153,18 @@ class Evaluator:
         Returns:
             Images, uint8 ``[n, 1 + k, c, h, w]``.
         """
-        features, real = generated[0], self.real.features[0]
+        features, real = self._by_network(generated)[0], self.real.features[0]
         worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
         options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
         [(_, sampled)] = sample_batches(flow, worst.tolist(), **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((sampled.cpu()[:, None], shown), dim=1)
+
+    def _by_network(self, features: Tensor) -> list[Tensor]:
+        """Split features of all networks side by side into those of each, ``[n, d]``."""
+        widths = [each.shape[1] for each in self.real.features]
+        return [part.contiguous() for part in features.cpu().split(widths, dim=1)]
 
     def _conditions(self, flow: Flow) -> dict[str, Tensor]:
         """Return conditions of the training data in a random order, so that any number of rows has their shares."""

@@ -82,7 +82,7 @@ class EvaluationHook(Measurement):
 
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Compute the metrics, and return them with the settings."""
-        self._numbers = self.evaluator.compute(self.evaluator.split(rows))
+        self._numbers = self.evaluator.compute(rows)
         return self._numbers | self._settings(trainer)
 
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:

@@ -1,7 +1,7 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from math import inf
@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from rectified_flow.data.stream import Batches, StreamSampler
@@ -162,8 +162,7 @@ class Trainer:
                 batches = self._start(path)
                 done, disable = self.state.step, not self.accelerator.is_main_process
                 with progress_bar(total=self.total_steps, initial=done, unit="step", disable=disable) as bar:
-                    stop = False
-                    while self.state.step < self.total_steps and not stop:
+                    while self.state.step < self.total_steps:
                         if hasattr(self.flow, "progress"):
                             self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
                         step = self.state.step
@@ -185,7 +184,8 @@ class Trainer:
                             if self.is_due(self.config.sample_every):
                                 sample_preview(self)
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
-                        stop = any_rank(self.accelerator, stop_requested() is not None)
+                        if any_rank(self.accelerator, stop_requested() is not None):
+                            break
                 self._finish()
         return self.state.step == self.total_steps
 
@@ -239,9 +239,9 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return batches
         check_equal_weights(self.accelerator, self.flow.parameters())
-        first, undo = next(batches), self._undo()
+        first, buffers = next(batches), self._copied_buffers()
         self.stepper.backward(first, self.batch.accumulation - 1)
-        undo()
+        self._undo_passes(buffers)
         set_collective_timeout(self.config.rank_timeout)
         return chain([first], batches)
 
@@ -257,26 +257,25 @@ class Trainer:
         alone = self.device.type == "cpu" and self.accelerator.num_processes == 1 and not self.config.compile
         began = time.perf_counter()
         if alone and self._step_seconds > LONG_STEP:
-            undo = self._undo()
+            buffers = self._copied_buffers()
             try:
                 with interruptible(self.flow):
                     yield
             except Interrupted:
-                undo()
+                self._undo_passes(buffers)
         else:
             yield
         self._step_seconds = time.perf_counter() - began
 
-    def _undo(self) -> Callable[[], None]:
-        """Return a function that drops gradients, and restores buffers, such as running means, to their values now."""
-        buffers = [buffer.clone() for buffer in self.flow.buffers()]
+    def _copied_buffers(self) -> list[Tensor]:
+        """Return copies of the flow's buffers, such as running means, which every forward pass may change."""
+        return [buffer.clone() for buffer in self.flow.buffers()]
 
-        def undo() -> None:
-            self.state.optimizer.zero_grad()
-            for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
-        return undo
+    def _undo_passes(self, buffers: list[Tensor]) -> None:
+        """Drop the gradients, and give the flow's buffers the values that they had before the passes."""
+        self.state.optimizer.zero_grad()
+        for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
+            buffer.copy_(before)
 
     # At intervals
 

@@ -104,8 +104,9 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     assert {"copies", "copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
     training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     evaluator = Evaluator(training, "efficientnet_lite0", PartialState(), num_samples=2, held_out=held_out)
-    assert evaluator.compute([each[:5] + 1e-4 for each in evaluator.real.features])["copies"] == 1
-    chance = evaluator.compute([reference_features(held_out, each, PartialState()) for each in evaluator.features])
+    assert evaluator.compute(torch.cat([*evaluator.real.features], dim=1)[:5] + 1e-4)["copies"] == 1
+    features = [reference_features(held_out, each, PartialState()) for each in evaluator.features]
+    chance = evaluator.compute(torch.cat(features, dim=1))
     assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
 
 
