@@ -130,9 +130,7 @@ class Evaluator:
         with interruptible(flow):
             for some in in_batches(numbers, self.batch_size, doing):
                 [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
-                with torch.no_grad(), torch.autocast(self.state.device.type, enabled=False):
-                    features = [each.extract(images).cpu() for each in self.features]
-                parts.append(torch.cat(features, dim=1))
+                parts.append(torch.cat([each.of(images) for each in self.features], dim=1))
         return torch.cat(parts)
 
     def compute(self, generated: Tensor) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Features:
         frechet_name: name of the Fréchet distance of these features.
         kernel_name: name of the kernel distance of these features.
         resize: how images are resized to the network's input size, in words.
-        extract: the map itself; call it without gradients.
+        extract: the map itself, for :meth:`of`.
     """
 
     name: str
@@ -45,6 +45,11 @@ class Features:
     kernel_name: str
     resize: str
     extract: Callable[[Tensor], Tensor]
+
+    def of(self, images: Tensor) -> Tensor:
+        """Return the features of images on any device: on the CPU, without gradients, and not rounded by autocast."""
+        with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+            return self.extract(images).cpu()
 
 
 def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequence[int]]:
@@ -185,12 +190,8 @@ def reference_features(
             return torch.from_numpy(np.load(path / FEATURES_FILE)) if state.is_main_process else torch.empty(0)
 
     def extract(numbers: list[int]) -> Tensor:
-        parts = []
-        for some in in_batches(numbers, batch_size, f"features of {dataset.info.source}, {features.name}"):
-            images = dataset.read_pictures(some).to(state.device)
-            with torch.no_grad(), torch.autocast(state.device.type, enabled=False):
-                parts.append(features.extract(images).cpu())
-        return torch.cat(parts)
+        batches = in_batches(numbers, batch_size, f"features of {dataset.info.source}, {features.name}")
+        return torch.cat([features.of(dataset.read_pictures(some).to(state.device)) for some in batches])
 
     everything = map_over_ranks(state, len(dataset), extract).cpu()
     if saved is not None and state.is_main_process:
