@@ -125,16 +125,15 @@ def manifold_scores(real: Tensor, generated: Tensor) -> dict[str, float]:
     """
     real_reach, real_gap = _reach(real)
     generated_reach, _ = _reach(generated)
-    precise, authentic, covered = [], [], torch.zeros(len(real), dtype=torch.bool)
-    recalled = torch.zeros(len(real), dtype=torch.bool)
+    precise, authentic = torch.zeros(2, len(generated), dtype=torch.bool)
+    recalled, covered = torch.zeros(2, len(real), dtype=torch.bool)
     for rows, distances in _by_block(generated, real):
-        precise.append((distances <= real_reach).any(dim=1))
+        precise[rows] = (distances <= real_reach).any(dim=1)
         gap, nearest = distances.min(dim=1)
-        authentic.append(gap > real_gap[nearest])
+        authentic[rows] = gap > real_gap[nearest]
         covered |= (distances <= real_reach).any(dim=0)
         recalled |= (distances <= generated_reach[rows, None]).any(dim=0)
-    shares = {"precision": torch.cat(precise), "recall": recalled, "coverage": covered}
-    shares["authenticity"] = torch.cat(authentic)
+    shares = {"precision": precise, "recall": recalled, "coverage": covered, "authenticity": authentic}
     return {name: share.float().mean().item() for name, share in shares.items()}
 
 

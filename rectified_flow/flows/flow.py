@@ -206,7 +206,7 @@ class Flow(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the network."""
-        return next((p.device for p in self.parameters()), torch.device("cpu"))
+        return _device_of(self)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -225,6 +225,10 @@ def network_of(flow: nn.Module) -> nn.Module:
     if isinstance(network, nn.Module) and len(network.state_dict()) == len(flow.state_dict()):
         return network
     return flow
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def expand(t: Tensor, x: Tensor) -> Tensor:
@@ -254,7 +258,7 @@ def sample_batches(
     """Generate samples, and yield their numbers and pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
 
     Args:
-        flow: the flow to sample from.
+        flow: the flow to sample from, or a module with such a method ``sample``.
         numbers: numbers of the samples to generate.
         seed: seed of all samples.
         batch_size: largest number of samples in a batch.
@@ -263,10 +267,11 @@ def sample_batches(
         with_alpha: yield RGBA ``[b, 4, h, w]`` for pictures with transparency, instead of RGB over white.
         options: further arguments of ``flow.sample``.
     """
-    to_picture = flow.space.render_with_alpha if with_alpha else flow.space.render
+    space = getattr(flow, "space", None) or Pixels()
+    to_picture = space.render_with_alpha if with_alpha else space.render
     rows = {**(conditions or {}), **({} if start is None else {"start": start})}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
         given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}
-        with deterministic(Samples(seed, some), flow.device):
+        with deterministic(Samples(seed, some), _device_of(flow)):
             yield some, to_picture(flow.sample(len(some), **given, **options))

@@ -12,12 +12,9 @@ from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
-from rectified_flow.flows.flow import Flow
-from rectified_flow.randomness import Samples, deterministic
+from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.log import columns
-from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Line, Panel, draw_panels
 from rectified_flow.system.signals import Interrupted, interruptible
@@ -38,21 +35,15 @@ def sample_preview(trainer: "Trainer") -> None:
     They are the samples that sample.py generates with the same seed, on any number of processes. There is no grid if
     the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
     """
-    flow, config, accelerator = trainer.averaged_flow, trainer.config, trainer.accelerator
+    flow, config, accelerator = _averaged(trainer), trainer.config, trainer.accelerator
     if config.num_samples == 0 or not hasattr(flow, "sample"):
         return
     trainer.stepper.finish_pending()
-    space: Space = getattr(flow, "space", None) or Pixels()
-    steps = {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
-    at_once = min(MOST_AT_ONCE, trainer.batch.per_process)
+    how = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
+    how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
 
     def sample(numbers: list[int]) -> Tensor:
-        images = []
-        for start in range(0, len(numbers), at_once):
-            part = numbers[start : start + at_once]
-            with deterministic(Samples(config.seed, part), accelerator.device):
-                images.append(space.render(flow.sample(len(part), **steps)))  # type: ignore[operator]
-        return torch.cat(images)
+        return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
 
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
         trainer.run.log.samples(trainer.state.step, map_over_ranks(accelerator, config.num_samples, sample))
