@@ -2,7 +2,6 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,27 +100,28 @@ class Measurement(Callback):
         """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
         is_due = trainer.is_due(self.every) and (trainer.state.step > 0 or self.untrained)
         is_recorded = on_main(trainer.accelerator, lambda: self._open(trainer))
-        self._run(trainer, measures=is_due and not is_recorded)
+        self.conclude(trainer, new=is_due and not is_recorded and self._measure_all(trainer))
 
     def on_step(self, trainer: "Trainer") -> None:
         """Measure if it is due."""
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
-            self._run(trainer, measures=True)
+            self.conclude(trainer, new=self._measure_all(trainer))
 
     def _open(self, trainer: "Trainer") -> bool:
         """Open the file, and return whether it has a line of this step."""
         self.file = trainer.run.log.open(self.name)
         return any(row["step"] == trainer.state.step for row in self.file.rows())
 
-    def _run(self, trainer: "Trainer", *, measures: bool) -> None:
-        rows = None
-        if measures:
-            with suppress(Interrupted), torch.no_grad(), trainer.accelerator.autocast():
+    def _measure_all(self, trainer: "Trainer") -> bool:
+        """Measure all items and record a line, and return whether no stop was requested meanwhile."""
+        try:
+            with torch.no_grad(), trainer.accelerator.autocast():
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
-        if rows is not None:
-            on_main(trainer.accelerator, lambda: self._record(trainer, rows.cpu()))
-        self.conclude(trainer, new=rows is not None)
+        except Interrupted:
+            return False
+        on_main(trainer.accelerator, lambda: self._record(trainer, rows.cpu()))
+        return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:
         try:
