@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import PartialState
 
 from rectified_flow import EvaluationHook, Evaluator, ImageDataset, MeanFlow, Pixels, RectifiedFlow, Unet
 from rectified_flow.data.stream import permuted
@@ -86,7 +85,7 @@ def train(row: Row, name: str, count: int) -> None:
         network.load_state_dict(load_trained(related(row)).network.state_dict(), strict=False)
     flow = MeanFlow(network, space=space) if setting.mean_flow else RectifiedFlow(network, space=space)
     every = max(1, int(row.budget) // BATCH // EVALUATIONS)
-    evaluator = Evaluator(seen, FEATURES, PartialState(), num_samples=row.num_samples, held_out=unseen)
+    evaluator = Evaluator(seen, FEATURES, num_samples=row.num_samples, held_out=unseen)
     hooks = (HeldOutHook(HeldOutPictures(seen, unseen, seed=0), every), EvaluationHook(evaluator, every))
     options = {"batch_size": BATCH, "sample_steps": 4, "save_every": every, **setting.run}
     train_flow(row, flow, seen, images=int(row.budget), callbacks=hooks, **options)

@@ -67,7 +67,6 @@ def evaluate(config: EvaluateConfig) -> None:
     evaluator = Evaluator(
         dataset,
         measure.feature_network,
-        state,
         num_samples=measure.num_samples,
         seed=measure.seed,
         batch_size=config.model.batch_size,
@@ -81,7 +80,7 @@ def evaluate(config: EvaluateConfig) -> None:
         options["steps"] = steps
         with autocast(config.model.mixed_precision, state.device):
             generated = evaluator.generate(flow, **options)
-            losses = {} if compared is None else compared.measure(flow, state)
+            losses = {} if compared is None else compared.measure(flow)
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(flow, generated, **options)
@@ -117,7 +116,7 @@ def _split(
     settings = checked(TrainConfig, {"holdout": 0.0, "seed": 0} | flags, path)
     if settings["holdout"] == 0:
         return pictures, None, None
-    split = hold_out(pictures, settings["holdout"], settings["seed"], state)
+    split = hold_out(pictures, settings["holdout"], settings["seed"])
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None

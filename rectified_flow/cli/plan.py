@@ -44,7 +44,7 @@ def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
         RunError: if the disk is full.
     """
     state = PartialState()
-    colours = reference_features(pictures, average_colours(), state)
+    colours = reference_features(pictures, average_colours())
 
     def report() -> None:
         tqdm.write(lines(describe_pictures(pictures, count_near_duplicates(colours))))

@@ -175,7 +175,7 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
     if share == 0:
         return None
     state = PartialState()
-    split = hold_out(pictures, share, seed, state)
+    split = hold_out(pictures, share, seed)
     if split.problem is not None:
         if asked:
             raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
@@ -258,5 +258,5 @@ def build_evaluations(
     if config.evaluate_every == 0:
         return []
     network, count = config.feature_network, config.evaluation_samples
-    evaluator = Evaluator(pictures, network, PartialState(), num_samples=count, seed=seed, held_out=held_out)
+    evaluator = Evaluator(pictures, network, num_samples=count, seed=seed, held_out=held_out)
     return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]

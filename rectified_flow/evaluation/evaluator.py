@@ -41,7 +41,6 @@ class Evaluator:
     Args:
         dataset: the training data: pictures, or the items of another dataset, which the flow's space renders.
         feature_network: the network whose features are compared.
-        state: Accelerate's state of the processes.
         num_samples: samples to generate for each comparison.
         seed: seed of the samples, and of the subsets of the kernel distance.
         batch_size: samples that each process generates at once.
@@ -57,7 +56,6 @@ class Evaluator:
         self,
         dataset: ImageDataset | RenderedItems,
         feature_network: FeatureNetwork,
-        state: PartialState,
         *,
         num_samples: int,
         seed: int = 0,
@@ -65,11 +63,11 @@ class Evaluator:
         held_out: ImageDataset | None = None,
         metrics: Sequence[str] = METRICS,
     ) -> None:
-        self.dataset, self.held_out, self.state = dataset, held_out, state
+        self.dataset, self.held_out, self.state = dataset, held_out, PartialState()
         require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
-        self.features: list[Features] = [load_features(feature_network, state.device), average_colours()]
+        self.features: list[Features] = [load_features(feature_network, self.state.device), average_colours()]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -99,10 +97,10 @@ class Evaluator:
     @cached_property
     def real(self) -> RealFeatures:
         """Features of the real data; extracted by all processes, kept by the main one."""
-        how: dict[str, Any] = {"state": self.state, "batch_size": self.batch_size}
-        training = [reference_features(self.dataset, each, **how) for each in self.features]
-        held_out = None if self.held_out is None else reference_features(self.held_out, self.features[0], **how)
-        return RealFeatures(self.features, training, held_out, self.seed)
+        training = [reference_features(self.dataset, each, self.batch_size) for each in self.features]
+        held_out, network = self.held_out, self.features[0]
+        unseen = None if held_out is None else reference_features(held_out, network, self.batch_size)
+        return RealFeatures(self.features, training, unseen, self.seed)
 
     def generate(self, flow: Flow, **how: Any) -> Tensor:
         """Generate all samples, and return their features as :meth:`sample_features` does. Collective.

@@ -165,9 +165,7 @@ class RenderedItems:
         return {name: batch[name] for name in self.conditions}
 
 
-def reference_features(
-    dataset: ImageDataset | RenderedItems, features: Features, state: PartialState, *, batch_size: int = 64
-) -> Tensor:
+def reference_features(dataset: ImageDataset | RenderedItems, features: Features, batch_size: int = 64) -> Tensor:
     """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
     Each process extracts its share of the whole store. Saved features are loaded instead. The main process saves new
@@ -176,11 +174,11 @@ def reference_features(
     Args:
         dataset: the images.
         features: the features to extract.
-        state: Accelerate's state of the processes.
         batch_size: images per batch.
     """
+    state = PartialState()
     if isinstance(dataset, ImageDataset) and dataset.rows is not None:
-        whole = reference_features(ImageDataset(dataset.path), features, state, batch_size=batch_size)
+        whole = reference_features(ImageDataset(dataset.path), features, batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
     saved = None
     if isinstance(dataset, ImageDataset):

@@ -54,7 +54,7 @@ class Split:
         return f"{self}; {FEWEST} held-out pictures and 2 others are needed"
 
 
-def hold_out(pictures: ImageDataset, share: float, seed: int, state: PartialState) -> Split:
+def hold_out(pictures: ImageDataset, share: float, seed: int) -> Split:
     """Split pictures into training pictures and held-out pictures, which may be too few. Collective.
 
     The side of a picture is a function of the seed and of a hash of its content. So a picture that is added to the
@@ -65,10 +65,9 @@ def hold_out(pictures: ImageDataset, share: float, seed: int, state: PartialStat
         pictures: all pictures.
         share: expected share of the held-out pictures.
         seed: seed of the run.
-        state: Accelerate's state of the processes.
     """
-    colours = reference_features(pictures, average_colours(), state)
-    return on_main(state, lambda: split_rows(colours, share, seed))
+    colours = reference_features(pictures, average_colours())
+    return on_main(PartialState(), lambda: split_rows(colours, share, seed))
 
 
 def split_rows(colours: Tensor, share: float, seed: int) -> Split:
@@ -143,9 +142,9 @@ class HeldOutPictures:
         error = flow.velocity(torch.lerp(x_0, noise, expand(t, x_0)), t, **conditions) - (noise - x_0)
         return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)
 
-    def measure(self, flow: Flow, state: PartialState) -> dict[str, float]:
+    def measure(self, flow: Flow) -> dict[str, float]:
         """Measure the losses of all pictures, a share on every process, and return their :meth:`means`. Collective."""
-        return self.means(map_over_ranks(state, 2 * self.count, lambda numbers: self.losses(flow, numbers)))
+        return self.means(map_over_ranks(PartialState(), 2 * self.count, lambda numbers: self.losses(flow, numbers)))
 
     def means(self, losses: Tensor) -> dict[str, float]:
         """Return the mean losses of both kinds and their gap, from the losses of all pictures ``[2 * count]``."""

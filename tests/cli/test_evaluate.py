@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.evaluate import _training_data, evaluate
@@ -93,7 +92,7 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
     pictures = _training_data(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
     assert isinstance(pictures, ImageDataset)
-    split = hold_out(pictures, 0.5, 3, PartialState())
+    split = hold_out(pictures, 0.5, 3)
     distances = result["distances"]
     assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
     compared = HeldOutPictures(pictures.subset(split.training), pictures.subset(split.held_out), seed=3)
@@ -103,9 +102,9 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     assert {name: distances[name] for name in means} == pytest.approx(means, rel=1e-4, abs=1e-5)
     assert {"copies", "copies_by_chance", "heldout_efficientnet_lite0_kernel_distance"} <= distances.keys()
     training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
-    evaluator = Evaluator(training, "efficientnet_lite0", PartialState(), num_samples=2, held_out=held_out)
+    evaluator = Evaluator(training, "efficientnet_lite0", num_samples=2, held_out=held_out)
     assert evaluator.compute(torch.cat([*evaluator.real.features], dim=1)[:5] + 1e-4)["copies"] == 1
-    features = [reference_features(held_out, each, PartialState()) for each in evaluator.features]
+    features = [reference_features(held_out, each) for each in evaluator.features]
     chance = evaluator.compute(torch.cat(features, dim=1))
     assert chance["copies"] == chance["copies_by_chance"] == distances["copies_by_chance"] < 1
 

@@ -5,7 +5,6 @@ import io
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
@@ -80,7 +79,7 @@ def test_no_copy_of_a_training_picture_is_held_out(images: Tensor) -> None:
 
 
 def test_too_few_on_either_side(flowers: ImageDataset) -> None:
-    few, all_of_them, enough = (hold_out(flowers, share, 0, PartialState()) for share in (0.005, 1.0, 0.3))
+    few, all_of_them, enough = (hold_out(flowers, share, 0) for share in (0.005, 1.0, 0.3))
     assert few.problem == f"{few}; 8 held-out pictures and 2 others are needed"
     assert all_of_them.problem is not None
     assert all_of_them.problem.startswith("0 pictures to train on, 200 held out")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from accelerate import PartialState
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.evaluation import evaluator
@@ -117,7 +116,7 @@ def test_the_best_so_far_is_told_where_another_measure_names_the_best(tmp_path: 
 def train_by_given_distances(config: TrainingConfig, dataset: ImageDataset, distances: list[float]) -> str:
     evaluator.load_features = lambda _name, _device: average_colours()  # type: ignore[attr-defined,assignment]
     given = iter(distances)
-    measures = Evaluator(dataset, "efficientnet_lite0", PartialState(), num_samples=4)
+    measures = Evaluator(dataset, "efficientnet_lite0", num_samples=4)
     measures.compute = lambda _generated: {HEADLINE: next(given)}  # type: ignore[method-assign,assignment]
     with redirect_stdout(StringIO()) as said:
         train(config, dataset, callbacks=[EvaluationHook(measures, 3, keeps_best=False), FirstIsBest()])
