@@ -39,7 +39,7 @@ def sample_preview(trainer: "Trainer") -> None:
     if config.num_samples == 0 or not hasattr(flow, "sample"):
         return
     trainer.stepper.finish_pending()
-    how = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
+    how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
     how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
 
     def sample(numbers: list[int]) -> Tensor:
