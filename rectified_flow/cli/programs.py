@@ -4,7 +4,6 @@ The command line is parsed before torch is imported, so that ``--help`` and a mi
 itself imports no other package: until :func:`run` handles errors and signals, either would end in a traceback.
 """
 
-import argparse
 import atexit
 import errno
 import os
@@ -21,10 +20,8 @@ from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_signals
 from rectified_flow.system.terminal import open_missing_streams, tolerant_streams
 
-EXPLANATION_TIMEOUT = 10.0
-"""Seconds for which torchrun's other workers wait while rank 0 explains an error, before they exit too."""
 LEAVING_TIMEOUT = 10.0
-"""Seconds for which a process that exits waits for an answer of the others."""
+"""Seconds for which a process that exits waits for an answer of the others, or for the explanation of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
@@ -87,8 +84,9 @@ def _parse(config_class: str, description: str) -> Any:
     share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+    # The flag of torch.distributed.launch, which sets LOCAL_RANK, too.
+    arguments = [each for each in sys.argv[1:] if not each.startswith(("--local-rank=", "--local_rank="))]
     try:
-        arguments = _without_local_rank(sys.argv[1:])
         config = parse(resolve_name(config_class), description, arguments, quiet=not _is_first_worker())
     except SystemExit as explained:
         if explained.code:
@@ -96,16 +94,6 @@ def _parse(config_class: str, description: str) -> Any:
         raise
     allow_open_files()
     return config
-
-
-def _without_local_rank(arguments: list[str]) -> list[str]:
-    """Return the command line without the flag of torch.distributed.launch, whose value becomes ``LOCAL_RANK``."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--local-rank", "--local_rank", type=int)
-    found, others = finder.parse_known_args(arguments)
-    if found.local_rank is not None:
-        os.environ.setdefault("LOCAL_RANK", str(found.local_rank))
-    return others
 
 
 def _program() -> str:
@@ -126,14 +114,13 @@ def _describe(error: Exception) -> str:
     """Return a sentence for an error that a person can remedy, or else its traceback."""
     if isinstance(error, RunError):
         return f"{_program()}: {error}"
-    dist, torch = sys.modules.get("torch.distributed"), sys.modules.get("torch")
-    rank = f"rank {dist.get_rank()}: " if dist is not None and _in_group() else ""
-    # torch has no class for a full memory of the CPU.
-    full = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
-    if full or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+    group = _group()
+    rank = "" if group is None else f"rank {group.get_rank()}: "
+    # Classes by name, as torch may not be loaded; it has none for a full memory of the CPU.
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {"MemoryError", "OutOfMemoryError"} or "can't allocate memory" in str(error):
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, --image_size or --dim"
-    lost = isinstance(error, RuntimeError) and "gloo" in str(error)
-    if lost or (dist is not None and isinstance(error, dist.DistError)):
+    if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
     if isinstance(error, OSError) and error.filename is not None:
         file = error.filename2 or error.filename  # if renaming failed, the new name
@@ -145,12 +132,13 @@ def _describe(error: Exception) -> str:
 
 def _explain(sentence: str, code: int) -> int:
     """Print the sentence in the first process that gets here; return the exit code of that process in all."""
-    if _in_group():
+    if _group() is not None:
         first, code = _agree_on_exit(code)
+    elif code in (1, 2):
+        first = True
+        _await_explanation()
     else:
-        first = _is_first_worker() or code in (1, 2)
-        if code in (1, 2):
-            _await_explanation()
+        first = _is_first_worker()
     if first:
         print(sentence, file=sys.stderr, flush=True)
     return code
@@ -163,13 +151,13 @@ def _is_first_worker() -> bool:
 def _await_explanation() -> None:
     """Give rank 0 the time to explain an error of all: torchrun ends all workers with the first that exits."""
     if not _is_first_worker() and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(EXPLANATION_TIMEOUT)
+        time.sleep(LEAVING_TIMEOUT)
 
 
-def _in_group() -> bool:
-    """Return whether this process has joined a process group."""
+def _group() -> Any:
+    """Return the module ``torch.distributed`` if this process has joined a process group, else None."""
     dist = sys.modules.get("torch.distributed")
-    return dist is not None and bool(dist.is_initialized())
+    return dist if dist is not None and dist.is_initialized() else None
 
 
 def _agree_on_exit(code: int) -> tuple[bool, int]:
@@ -179,8 +167,7 @@ def _agree_on_exit(code: int) -> tuple[bool, int]:
     of the process group leads. (``torch.distributed.elastic``'s ``record`` reports errors to torchrun alone, from every
     process.)
     """
-    import torch.distributed as dist
-
+    dist = _group()
     mine, leader = f"{dist.get_rank()} {code}", ""
 
     def find_leader() -> None:
@@ -202,16 +189,13 @@ def _exit(code: int, together: bool) -> None:
     DDP keeps the threads of the process group for good, and one that releases the last message while the interpreter
     ends aborts the process. After an error, clean-up could wait for a device that waits for another process.
     """
-    if code == 2 or not _in_group():
+    dist = _group()
+    if code == 2 or dist is None:
         sys.exit(code)
-    import torch.distributed as dist
-
     if code != 1:
         atexit._run_exitfuncs()
         if together:  # else other processes may be in a collective, which this call would wait for
-            limit = Timer(LEAVING_TIMEOUT, os._exit, [code])
-            limit.daemon = True
-            limit.start()
+            Timer(LEAVING_TIMEOUT, os._exit, [code]).start()
             dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()

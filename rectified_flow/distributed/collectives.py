@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from einops import rearrange
 from torch import Tensor
 
@@ -118,11 +118,6 @@ def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device:
     return everything
 
 
-def join_lists(accelerator: Accelerator, items: list[T]) -> list[T]:
-    """Return the concatenated lists of all processes, in rank order."""
-    return items if accelerator.num_processes == 1 else list(gather_object(items))
-
-
 def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) -> None:
     """Compare a checksum of each parameter between the processes.
 
@@ -136,7 +131,5 @@ def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) 
     (most, count), *_ = Counter(by_rank).most_common()
     if count < len(by_rank):
         strangers = ", ".join(str(rank) for rank, row in enumerate(by_rank) if row != most)
-        raise RunError(
-            f"the weights on rank {strangers} differ from those on the others, so nothing is saved: check that "
-            "machine's memory and GPU, then run the same command to resume from the last checkpoint"
-        )
+        difference = f"the weights on rank {strangers} differ from those on the others, so nothing is saved"
+        raise RunError(f"{difference}: check that machine's memory and GPU, then run the same command to resume")

@@ -21,14 +21,13 @@ from secrets import token_hex
 from threading import Timer
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import gather_object, parse_flag_from_env
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from rectified_flow.distributed.collectives import join_lists, on_main
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import RunError, UsageError, first_line, require
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
@@ -40,7 +39,7 @@ POLL = 0.1
 """Seconds between two checks of a condition."""
 INTERVAL = 30.0
 """Seconds between two lines about a wait."""
-SHOWN_RANKS, SHOWN_FACTS = 8, 3
+SHOWN_FACTS = 3
 SHARDING = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 """Backends of Accelerate that shard the weights, by the name in their environment variable."""
 _meetings = count()
@@ -90,9 +89,8 @@ def meet(store: Store, name: str, rank: int, world_size: int, absent: str) -> No
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2, 3``; of many ranks the first ones and their number."""
-    shown = ", ".join(map(str, ranks[:SHOWN_RANKS])) + f", ... ({len(ranks)} in all)" * (len(ranks) > SHOWN_RANKS)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+    """Return ``rank 1``, or ``ranks 1, 2, 3``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def join_processes() -> PartialState:
@@ -143,7 +141,6 @@ def _create_group(cpu: bool, world_size: int) -> None:
     unconnected = f"rank {rank} on {platform.node()} cannot connect to the other processes"
     # gloo connects within a call that cannot poll, and may take until the timeout.
     slow = Timer(INTERVAL, lambda: print(f"{unconnected} yet: {_remedy()}", file=sys.stderr))
-    slow.daemon = True
     slow.start()
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
@@ -178,15 +175,9 @@ def _remedy() -> str:
     name, own = socket.gethostname(), "nothing"
     with suppress(OSError):
         own = socket.gethostbyname(name)
-    loopback = ", and no other machine can connect to that address" * own.startswith("127.")
-    interfaces = [
-        interface
-        for interface, addresses in psutil.net_if_addrs().items()
-        if any(each.family == socket.AF_INET and not each.address.startswith("127.") for each in addresses)
-    ]
+    interfaces = [interface for _, interface in socket.if_nameindex() if not interface.startswith("lo")]
     return (
-        f"they connect to random ports of the addresses that their hostnames resolve to ({name} resolves to {own} on "
-        f"its own machine{loopback}); open all ports between the machines, or set "
+        f"{name} resolves to {own} on its own machine; open all ports between the machines, or set "
         f"GLOO_SOCKET_IFNAME={' or '.join(interfaces)}, the network interface between the machines, on each"
     )
 
@@ -211,7 +202,7 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
     absent = "to start: reading data takes long there, or the process hangs"
     mine = {**_versions(), **facts()}
     meet(store, name, state.process_index, state.num_processes, absent)
-    (main_host, ours), *others = join_lists(state, [(platform.node(), mine)])
+    (main_host, ours), *others = gather_object([(platform.node(), mine)])
     for rank, (host, theirs) in enumerate(others, 1):
         pairs = {key: (theirs.get(key), ours.get(key)) for key in ours | theirs}
         shown = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
@@ -246,7 +237,7 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
         return f"the files of rank 0 in {places[0]} on {platform.node()}" if places else None
 
     awaited = wait_for(unseen, SHARED_TIMEOUT)
-    blind = join_lists(state, [(state.process_index, awaited)] if awaited else [])
+    blind = gather_object([(state.process_index, awaited)] if awaited else [])
     if state.is_main_process:
         for folder in folders.values():
             (folder / name).unlink(missing_ok=True)

@@ -4,7 +4,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
 from hashlib import file_digest
@@ -12,15 +12,11 @@ from io import BufferedReader
 from pathlib import Path
 from secrets import token_hex
 from stat import S_IRUSR, S_ISREG, S_IWUSR
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
-
-if TYPE_CHECKING:  # the command line imports this module, and pydantic takes as long as all of it
-    from pydantic import TypeAdapter
-
 
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Errors that do not mean a damaged file: missing rights, a busy network disk, or too many open files."""
@@ -57,29 +53,24 @@ def locked(path: Path, busy: str, timeout: float, warn: Callable[[str], object])
         BusyError: if another process still holds the lock.
         UsageError: if the file may not be opened: another process may hold it.
     """
-    lock = lock_of(path)
-    try:
-        lock.acquire(timeout=timeout)
-    except Timeout as error:
-        raise BusyError(f"{busy}: wait for its end, or choose another folder") from error
-    except PermissionError as error:
-        raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
-    except (OSError, NotImplementedError) as error:
-        warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
-    try:
+    with ExitStack() as held:
+        try:
+            held.enter_context(lock_of(path).acquire(timeout=timeout))
+        except Timeout as error:
+            raise BusyError(f"{busy}: wait for its end, or choose another folder") from error
+        except PermissionError as error:
+            raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
+        except (OSError, NotImplementedError) as error:
+            warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
         yield
-    finally:
-        lock.release()
 
 
 def flush(path: Path) -> None:
     """Have the operating system put a file, or a folder's list of names, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError:
-        if not path.is_dir():  # some file systems cannot flush a folder
-            raise
+        with suppress(OSError) if path.is_dir() else nullcontext():  # some file systems cannot flush a folder
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -194,9 +185,8 @@ def usable_path(name: str, path: Path) -> Path:
     try:
         str(path).encode()  # no JSON file can hold a name that is not UTF-8
         path = path.expanduser()
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home for ~; ValueError: a null byte
         reason = getattr(error, "strerror", None) or str(error).rstrip(".")
         reason = "its name is not UTF-8" if isinstance(error, UnicodeError) else reason
@@ -247,7 +237,7 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
         NewerError: if it has a key that the schema does not know.
         DamageError: if it is no JSON, or does not fit the schema.
     """
-    from pydantic import ValidationError
+    from pydantic import ValidationError  # takes as long to load as the rest of a command line
 
     try:
         return cast(T, _adapter(schema).validate_json(content, strict=True, extra="forbid"))  # type: ignore[arg-type]
@@ -304,7 +294,7 @@ def _in_words(problem: Mapping[str, Any]) -> str:
 
 
 @cache
-def _adapter(schema: Any) -> "TypeAdapter[Any]":
+def _adapter(schema: Any) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(schema)

@@ -55,9 +55,7 @@ def require_memory(needed: float, what: str, remedy: str) -> None:
         what: the subject of the message.
         remedy: what to do instead.
     """
-    room = memory()
-    sizes = f"at least {_size(needed)} of memory, and this machine has {_size(room)}"
-    require(needed <= room, f"{what} would need {sizes}: {remedy}")
+    _require_room(needed, memory(), "memory, and this machine has", what, remedy)
 
 
 def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
@@ -67,8 +65,14 @@ def require_disk(needed: float, folder: Path, what: str, remedy: str) -> None:
     """
     with suppress(OSError):  # writing will show it
         room = shutil.disk_usage(next(each for each in (folder, *folder.absolute().parents) if each.exists())).free
-        sizes = f"at least {_size(needed)} of disk, and {folder} has {_size(room)} left"
-        require(needed <= room, f"{what} would need {sizes}: {remedy}")
+        _require_room(needed, room, f"disk, and {folder} has room for", what, remedy)
+
+
+def _require_room(needed: float, room: int, place: str, what: str, remedy: str) -> None:
+    from tqdm import tqdm  # the command line imports this module
+
+    least, there = (tqdm.format_sizeof(size, "B") for size in (needed, room))
+    require(needed <= room, f"{what} would need at least {least} of {place} {there}: {remedy}")
 
 
 def allow_open_files() -> None:
@@ -84,10 +88,8 @@ def allow_open_files() -> None:
         raised = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_OPEN_FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
-    require(
-        soft >= FEWEST_OPEN_FILES,
-        f"this process may have {soft} files open, and needs {FEWEST_OPEN_FILES} or more: raise the limit (ulimit -n)",
-    )
+    too_few = f"this process may have {soft} files open, and needs {FEWEST_OPEN_FILES}"
+    require(soft >= FEWEST_OPEN_FILES, f"{too_few}: raise the limit (ulimit -n)")
 
 
 def _limits(name: str) -> list[list[int]]:
@@ -98,9 +100,3 @@ def _limits(name: str) -> list[list[int]]:
         words = [file.read_text().split() for file in files]
         return [[int(word) for word in each] for each in words if "max" not in each]
     return []
-
-
-def _size(number: float) -> str:
-    from tqdm import tqdm  # the command line imports this module
-
-    return tqdm.format_sizeof(min(number, 10**24), "B")  # more would be too large for a float

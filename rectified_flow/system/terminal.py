@@ -6,16 +6,12 @@ A stream may be missing when the program starts, have any encoding, and be close
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from errno import EDQUOT, ENOSPC
-from io import TextIOWrapper
+from contextlib import contextmanager
+from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
-
-STREAMS = {0: ("stdin", "r"), 1: ("stdout", "w"), 2: ("stderr", "w")}
-"""Name and mode in :mod:`sys` by file descriptor."""
 
 
 def open_missing_streams() -> None:
@@ -23,13 +19,10 @@ def open_missing_streams() -> None:
 
     Otherwise the next file to be opened would get the stream's descriptor, and the output of libraries with it.
     """
-    for descriptor, (name, mode) in STREAMS.items():
-        try:
-            os.fstat(descriptor)
-        except OSError:
+    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
             os.set_inheritable(descriptor, True)
-        if getattr(sys, name) is None:
             setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
 
 
@@ -37,49 +30,40 @@ def open_missing_streams() -> None:
 def tolerant_streams() -> Iterator[None]:
     """Inside the block, output that cannot be written or encoded raises no error.
 
-    Output to a closed terminal or pipe is discarded. A character that the encoding lacks is written as its escape.
+    Output to a closed terminal or pipe, or to a full disk, is discarded. A character that the encoding lacks is written
+    as its escape.
     """
     before = sys.stdout, sys.stderr
-    safe = [_SafeStream(stream) for stream in before]
-    sys.stdout, sys.stderr = safe
+    sys.stdout, sys.stderr = map(_tolerant, before)
     try:
         yield
     finally:
-        for each in safe:  # Python flushes its streams once more at exit, which must not fail
-            with each.discarding_after():
-                each.stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         sys.stdout, sys.stderr = before
 
 
-class _SafeStream:
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        if isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of another class
-            with self.discarding_after():
-                stream.reconfigure(errors="backslashreplace")
+class _TolerantFile(FileIO):
+    """A file that discards bytes which cannot be written."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        with self.discarding_after(except_for=(ENOSPC, EDQUOT)):  # a full disk may have room later
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self.discarding_after(except_for=(ENOSPC, EDQUOT)):
-            self.stream.flush()
-
-    @contextmanager
-    def discarding_after(self, except_for: tuple[int, ...] = ()) -> Iterator[None]:
-        """After an error of the system inside the block, direct the stream to the null device."""
+    def write(self, data: Any) -> int:
         try:
-            yield
-        except OSError as error:
-            if error.errno not in except_for:
-                # The buffer is flushed at exit and needs a valid file descriptor.
-                with suppress(OSError), open(os.devnull, "wb") as nowhere:
-                    os.dup2(nowhere.fileno(), self.stream.fileno())
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def _tolerant(stream: TextIO) -> TextIO:
+    if not isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of other classes
+        return stream
+    stream.reconfigure(errors="backslashreplace")
+    if not isinstance(stream.buffer, BufferedWriter | FileIO):
+        return stream
+    # Not in the stream's own buffer, which Python would flush again at exit.
+    file = _TolerantFile(stream.fileno(), "w", closefd=False)
+    buffer = file if stream.write_through else BufferedWriter(file)
+    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+    return TextIOWrapper(buffer, stream.encoding, stream.errors, **options)
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":
@@ -90,13 +74,9 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
 
 
-WIDTH = 11
-"""Characters of a label, at least."""
-
-
 def line(label: str, text: object) -> str:
     """Return a line like ``samples     runs/demo/samples/step_00000900.png``."""
-    return f"{label:<{WIDTH}} {text}"
+    return f"{label:<11} {text}"
 
 
 def lines(texts: Mapping[str, object]) -> str:
@@ -113,6 +93,4 @@ class Silent:
     """Stand-in for an object that only the main process has: every method exists, does nothing and returns None."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
         return lambda *_arguments, **_options: None

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rectified_flow.data.stream import image_indices
-from rectified_flow.distributed.collectives import any_rank, join_lists
+from rectified_flow.distributed.collectives import any_rank
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.training.costs import items_of
@@ -140,7 +141,7 @@ class Stepper:
         rank, positions = self.accelerator.process_index, range(pending.position, pending.position + self.batch.total)
         guilty = [m for m, loss in enumerate(pending.losses) if not torch.isfinite(loss)]
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
-        guilty_positions = join_lists(self.accelerator, mine) or list(positions)
+        guilty_positions = gather_object(mine) or list(positions)
         images = sorted(image_indices(guilty_positions, self.trainer.length, self.config.seed).tolist())
         step, shown = pending.number + 1, ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
         self.trainer.run.print(

@@ -7,14 +7,13 @@ from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
 
-import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from rectified_flow.distributed import join as joining
 from rectified_flow.distributed import join as waiting
-from rectified_flow.distributed.join import in_words, meet, wait_for
+from rectified_flow.distributed.join import meet, wait_for
 from rectified_flow.errors import RunError
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
@@ -58,11 +57,6 @@ def test_the_lowest_rank_that_waits_names_those_that_are_missing(monkeypatch: py
     assert said == [f"{missing[0]} (of 4 processes) to come", "", f"{missing[2]} (of 4 processes) to come", None]
 
 
-def test_many_ranks_are_cut_short() -> None:
-    assert in_words([3]) == "rank 3"
-    assert in_words(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ... (20 in all)"
-
-
 def start_alone(rank: int, port: int) -> tuple[str, str, dict[str, str]]:
     """Join as one of two processes whose other one does not come."""
     joining.STARTUP_TIMEOUT, waiting.INTERVAL = BRIEF, SOON
@@ -86,30 +80,20 @@ def test_another_rank_says_that_nothing_answers(port: int) -> None:
     assert f"no answer from rank 0 at 127.0.0.1:{port} within 0:00:01" in end
 
 
-@pytest.mark.parametrize("own", ["127.0.1.1", "10.66.0.2"])
-def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, port: int, own: str) -> None:
+def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("Gloo connectFullMesh failed with ... remote=[127.0.1.1]:4711\nmore")
 
     monkeypatch.setattr(dist, "init_process_group", fail)
-    monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: "127.0.1.1")
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    addresses = {"lo": ["127.0.0.1"], "eth7": ["10.66.0.2"]}
-    found = {name: [FakeAddress(each) for each in all_] for name, all_ in addresses.items()}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     with pytest.raises(RunError) as end:
         joining._create_group(cpu=True, world_size=1)
     sentence = str(end.value)
     assert "rank 0 on" in sentence
     assert "set GLOO_SOCKET_IFNAME=eth7" in sentence
-    assert ("no other machine can connect to that address" in sentence) == (own == "127.0.1.1")
-
-
-class FakeAddress:
-    family = socket.AF_INET
-
-    def __init__(self, address: str) -> None:
-        self.address = address
+    assert " resolves to 127.0.1.1 " in sentence

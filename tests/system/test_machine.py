@@ -100,8 +100,6 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         require_memory(2 * 10**12, "--flag 1", "lower it")
     sentence = "--flag 1 would need at least 2.00TB of memory, and this machine has 100GB: lower it"
     assert str(refused.value) == sentence
-    with pytest.raises(UsageError, match="of memory"):
-        require_memory(10**400, "--flag 1", "lower it")
 
 
 def test_a_full_memory_is_a_sentence() -> None:
@@ -114,7 +112,7 @@ def test_a_full_memory_is_a_sentence() -> None:
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     require_disk(0, folder, "--flag 1", "lower it")
-    with pytest.raises(UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has"):
+    with pytest.raises(UsageError, match=rf"^--flag 1 would need at least .* of disk, and {folder} has room for "):
         require_disk(10**21, folder, "--flag 1", "lower it")
 
 
@@ -137,7 +135,5 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, hard: i
 
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (16, hard))
     monkeypatch.setattr(resource, "setrlimit", fail)
-    with pytest.raises(
-        UsageError, match=r"may have 16 files open, and needs 64 or more: raise the limit \(ulimit -n\)"
-    ):
+    with pytest.raises(UsageError, match=r"may have 16 files open, and needs 64: raise the limit \(ulimit -n\)"):
         allow_open_files()
