@@ -25,11 +25,11 @@ LEAVING_TIMEOUT = 10.0
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
-    "change its rights": ("EACCES", "EPERM"),
-    "choose another path": ("EROFS", "ENAMETOOLONG", "ELOOP"),
-    "check the disk": ("EIO", "ESTALE"),
-    "make room": ("ENOSPC", "EDQUOT"),
-    "raise the limit of open files (ulimit -n)": ("EMFILE", "ENFILE"),
+    "change its rights": (errno.EACCES, errno.EPERM),
+    "choose another path": (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP),
+    "check the disk": (errno.EIO, errno.ESTALE),
+    "make room": (errno.ENOSPC, errno.EDQUOT),
+    "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
 }
 """Errors of the operating system that can occur wherever a file is used, by their remedy."""
 
@@ -63,9 +63,8 @@ def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]
         interrupted = config.program.interrupted_exit_code
         with exit_on_signals(interrupted):
             import_modules(config.program.import_)
+            function = resolve_name(main)
         with stop_on_signals():
-            with exit_on_signals(interrupted):
-                function = resolve_name(main)
             return (interrupted if function(config) is False else 0), True
     except KeyboardInterrupt:
         return _explain(STOPPED, interrupted), False
@@ -124,21 +123,19 @@ def _describe(error: Exception) -> str:
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
     if isinstance(error, OSError) and error.filename is not None:
         file = error.filename2 or error.filename  # if renaming failed, the new name
-        for remedy, names in REMEDIES.items():
-            if errno.errorcode.get(error.errno or 0) in names:
+        for remedy, numbers in REMEDIES.items():
+            if error.errno in numbers:
                 return f"{_program()}: {rank}{file}: {error.strerror}; {remedy}"
     return rank + "".join(traceback.format_exception(error))
 
 
 def _explain(sentence: str, code: int) -> int:
     """Print the sentence in the first process that gets here; return the exit code of that process in all."""
+    first = _is_first_worker() or code in (1, 2)
     if _group() is not None:
         first, code = _agree_on_exit(code)
     elif code in (1, 2):
-        first = True
         _await_explanation()
-    else:
-        first = _is_first_worker()
     if first:
         print(sentence, file=sys.stderr, flush=True)
     return code

@@ -55,13 +55,13 @@ def _gathering_device(state: Accelerator | PartialState) -> torch.device:
     return torch.device("cpu") if is_cpu else state.device
 
 
-def _gather(share: Tensor) -> list[Tensor]:
-    """Return the tensors of all ranks, which have one shape."""
+def _gather(share: Tensor) -> Tensor:
+    """Return the tensors of all ranks, which have one shape, as ``[world, ...]``."""
     if not dist.is_initialized():
-        return [share]
+        return share[None]
     parts = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, share.contiguous())
-    return parts
+    return torch.stack(parts)
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -100,21 +100,17 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
     if any_rank(state, rows is None) or rows is None:
         raise Interrupted(request or "on another process")
     parts = _gather(rows.to(_gathering_device(state)))
-    return rearrange(torch.stack(parts), "world s ... -> (s world) ...")[:total]
+    return rearrange(parts, "world s ... -> (s world) ...")[:total]
 
 
 def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
     """Return the tensors of the global batch ``[total, ...]``, in order, gathered from all ranks' micro-batches."""
     everything = {}
     for key, value in micro_batches[0].items():
-        if not isinstance(value, Tensor):
-            continue
-        share = torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device)
-        rows = share.new_empty((batch.total, *share.shape[1:]))
-        for rank, part in enumerate(_gather(share)):
-            for micro_batch, values in enumerate(part.chunk(batch.accumulation)):
-                rows[batch.rows(rank, micro_batch)] = values
-        everything[key] = rows
+        if isinstance(value, Tensor):
+            parts = _gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
+            # The inverse of `GlobalBatch.rows`.
+            everything[key] = rearrange(parts, "world (m b) ... -> (b m world) ...", m=batch.accumulation)
     return everything
 
 
