@@ -12,8 +12,7 @@ from threading import Timer
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.distributed import join as agreement
-from rectified_flow.distributed import join as waiting
+from rectified_flow.distributed import join
 from rectified_flow.distributed.join import check_equal, check_shared
 from rectified_flow.errors import UsageError
 from tests.ranks import run_on_ranks
@@ -22,7 +21,7 @@ from tests.ranks import run_on_ranks
 def refusal(facts: list[dict[str, object]], code: list[str]) -> str:
     """The refusal of a rank that has these facts and runs this code; empty if there is none."""
     rank = PartialState().process_index
-    setattr(agreement, "_versions", lambda: {"the source": code[rank]})  # noqa: B010
+    setattr(join, "_versions", lambda: {"the source": code[rank]})  # noqa: B010
     try:
         check_equal(PartialState(), lambda: facts[rank])
         check_equal(PartialState(), lambda: facts[rank])  # as a second training in one program does
@@ -52,7 +51,7 @@ def test_ranks_that_differ_are_named(facts: list[dict[str, object]], code: list[
 
 
 def come_late() -> str:
-    waiting.INTERVAL = 0.1
+    join.INTERVAL = 0.1
     with redirect_stderr(StringIO()) as written:
         if os.environ["RANK"] == "1":
             time.sleep(0.5)
@@ -68,7 +67,7 @@ def test_a_rank_that_is_late_is_awaited_by_name() -> None:
 
 def share(folders: list[Path], appears: float) -> str:
     """The refusal of a rank to which ``output_dir`` is its own folder, in which rank 0's shows after some seconds."""
-    agreement.SHARED_TIMEOUT = timedelta(seconds=1)
+    join.SHARED_TIMEOUT = timedelta(seconds=1)
     rank = PartialState().process_index
     mine = folders[rank]
     if rank == 1 and appears:

@@ -11,8 +11,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from rectified_flow.distributed import join as joining
-from rectified_flow.distributed import join as waiting
+from rectified_flow.distributed import join
 from rectified_flow.distributed.join import meet, wait_for
 from rectified_flow.errors import RunError
 from tests.patience import PATIENCE
@@ -30,8 +29,8 @@ def port() -> int:
 
 
 def test_a_line_comes_after_each_interval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(waiting, "INTERVAL", SOON)
-    monkeypatch.setattr(waiting, "POLL", SOON / 10)
+    monkeypatch.setattr(join, "INTERVAL", SOON)
+    monkeypatch.setattr(join, "POLL", SOON / 10)
     texts = [*["rank 1"] * 60, *[""] * 60]
 
     assert wait_for(lambda: texts.pop() if texts else None, timedelta(seconds=PATIENCE)) is None
@@ -47,7 +46,7 @@ def test_the_lowest_rank_that_waits_names_those_that_are_missing(monkeypatch: py
         said.append(awaited())
         return said[-1]
 
-    monkeypatch.setattr(waiting, "wait_for", once)
+    monkeypatch.setattr(join, "wait_for", once)
     store = HashStore()
     for rank in (1, 2, 0):
         with pytest.raises(RunError, match="not all of 4 processes came"):
@@ -59,10 +58,10 @@ def test_the_lowest_rank_that_waits_names_those_that_are_missing(monkeypatch: py
 
 def start_alone(rank: int, port: int) -> tuple[str, str, dict[str, str]]:
     """Join as one of two processes whose other one does not come."""
-    joining.STARTUP_TIMEOUT, waiting.INTERVAL = BRIEF, SOON
+    join.STARTUP_TIMEOUT, join.INTERVAL = BRIEF, SOON
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with redirect_stderr(StringIO()) as written, pytest.raises(RunError) as end:
-        joining.join_processes()
+        join.join_processes()
     return str(end.value), written.getvalue(), dict(os.environ)
 
 
@@ -92,7 +91,7 @@ def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, por
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
     with pytest.raises(RunError) as end:
-        joining._create_group(cpu=True, world_size=1)
+        join._create_group(cpu=True, world_size=1)
     sentence = str(end.value)
     assert "rank 0 on" in sentence
     assert "set GLOO_SOCKET_IFNAME=eth7" in sentence
