@@ -145,23 +145,13 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        UsageError: if its rights forbid reading it.
-        DamageError: if it is missing or something else.
-    """
+    """Read a regular file, with the errors of :func:`reading`."""
     with reading(path), open_regular(path) as file:
         return file.read()
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a regular file.
-
-    Raises:
-        UsageError: if its rights forbid reading it.
-        DamageError: if it is missing or something else.
-    """
+    """Return the SHA-256 of a regular file, with the errors of :func:`reading`."""
     with reading(path), open_regular(path) as file:
         return file_digest(file, "sha256").hexdigest()
 
@@ -216,22 +206,17 @@ T = TypeVar("T")
 
 
 def read_document(path: Path, schema: type[T]) -> T:
-    """Read the JSON document at ``path``.
-
-    Args:
-        path: a regular file.
-        schema: dataclass, or another type of the whole document.
-
-    Raises:
-        UsageError: if the rights of the file forbid reading it.
-        NewerError: if it has a key that the schema does not know.
-        DamageError: if it is missing, is no JSON, or does not fit the schema.
-    """
+    """Read the JSON document at ``path``, with the errors of :func:`reading` and :func:`parse_document`."""
     return parse_document(read_bytes(path), schema, path)
 
 
 def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
-    """Parse a JSON document; errors name ``source``.
+    """Parse a JSON document.
+
+    Args:
+        content: JSON text.
+        schema: dataclass, or another type of the whole document.
+        source: file or place of the document, for error messages.
 
     Raises:
         NewerError: if it has a key that the schema does not know.
