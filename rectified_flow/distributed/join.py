@@ -21,6 +21,7 @@ from secrets import token_hex
 from threading import Timer
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
@@ -175,7 +176,11 @@ def _remedy() -> str:
     name, own = socket.gethostname(), "nothing"
     with suppress(OSError):
         own = socket.gethostbyname(name)
-    interfaces = [interface for _, interface in socket.if_nameindex() if not interface.startswith("lo")]
+    interfaces = [
+        interface
+        for interface, addresses in psutil.net_if_addrs().items()
+        if any(each.family == socket.AF_INET and not each.address.startswith("127.") for each in addresses)
+    ]
     return (
         f"{name} resolves to {own} on its own machine; open all ports between the machines, or set "
         f"GLOO_SOCKET_IFNAME={' or '.join(interfaces)}, the network interface between the machines, on each"

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -89,7 +91,9 @@ def test_a_failed_connection_names_the_cure(monkeypatch: pytest.MonkeyPatch, por
         monkeypatch.setenv(name, value)
     for name in ("TORCHELASTIC_USE_AGENT_STORE", "GROUP_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth7")])
+    addresses = {"lo": "127.0.0.1", "eth7": "10.66.0.2"}
+    found = {name: [SimpleNamespace(family=socket.AF_INET, address=each)] for name, each in addresses.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
     with pytest.raises(RunError) as end:
         join._create_group(cpu=True, world_size=1)
     sentence = str(end.value)
