@@ -62,8 +62,13 @@ def _tolerant(stream: TextIO) -> TextIO:
     # Not in the stream's own buffer, which Python would flush again at exit.
     file = _TolerantFile(stream.fileno(), "w", closefd=False)
     buffer = file if stream.write_through else BufferedWriter(file)
-    options = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-    return TextIOWrapper(buffer, stream.encoding, stream.errors, **options)
+    return TextIOWrapper(
+        buffer,
+        stream.encoding,
+        stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":
