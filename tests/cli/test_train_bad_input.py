@@ -31,9 +31,14 @@ def assert_refused(world_size: int, flags: str, *expected: str, mean: bool = Fal
     programs.assert_refused("train_mean_flow.py" if mean else "train_oxford.py", world_size, flags, *expected)
 
 
-def one_step(output_dir: Path) -> None:
-    flags = [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(output_dir)]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one step, which no test changes."""
+    folder = tmp_path_factory.mktemp("trained")
+    flags = [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(folder)]
     run_on_ranks(1, program, "train_oxford.py", flags)
+    assert (folder / "checkpoints/step_00000001/manifest.json").exists()
+    return folder
 
 
 both = pytest.mark.parametrize("world_size", [1, 2])
@@ -80,20 +85,18 @@ def test_batch_not_dividing(world_size: int) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--dataset_path {}/nowhere", "is not a folder"),
+        ("--dataset_path {tmp}/nowhere", "is not a folder"),
         ("--image_size 9", "--image_size 9 is not divisible by 2"),
         ("--mixed_precision fp16", "fp16 needs a GPU"),
         ("--guidance_scale 2", "need labels: pass --use_cfg"),
-        ("--init_from {}/nothing", "there is no checkpoint at"),
-        ("--init_from {}/wide", "of another architecture"),
+        ("--init_from {tmp}/nothing", "there is no checkpoint at"),
+        ("--init_from {trained} --dim 16", "of another architecture"),
         ("--objective best", "invalid choice"),
     ],
 )
-def test_mean_flow_refuses_alike(world_size: int, flags: str, sentence: str, tmp_path: Path) -> None:
-    if "wide" in flags:
-        wide = [*TINY.split(), "--dim", "16", "--train_num_steps", "1", "--output_dir", str(tmp_path / "wide")]
-        run_on_ranks(1, program, "train_oxford.py", wide)
-    assert_refused(world_size, f"{TINY} {flags.format(tmp_path)} --output_dir {tmp_path}/run", sentence, mean=True)
+def test_mean_flow_refuses_alike(world_size: int, flags: str, sentence: str, trained: Path, tmp_path: Path) -> None:
+    given = flags.format(tmp=tmp_path, trained=trained)
+    assert_refused(world_size, f"{TINY} {given} --output_dir {tmp_path}/run", sentence, mean=True)
 
 
 @both
@@ -122,13 +125,8 @@ def test_unwritable_output(world_size: int, tmp_path: Path) -> None:
 
 
 @both
-def test_checkpoint_of_another_architecture(world_size: int, tmp_path: Path) -> None:
-    run_on_ranks(
-        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
-    )
-    assert (tmp_path / "checkpoints/step_00000001/manifest.json").exists()
-    flags = f"{TINY} --dim 16 --output_dir {tmp_path}"
-    assert_refused(world_size, flags, "of another architecture")
+def test_checkpoint_of_another_architecture(world_size: int, trained: Path) -> None:
+    assert_refused(world_size, f"{TINY} --dim 16 --output_dir {trained}", "of another architecture")
 
 
 def test_a_stop_needs_pictures_that_are_held_out() -> None:
@@ -143,11 +141,8 @@ def test_no_network_names_the_ways_out() -> None:
     assert_refused(1, "--image_size 8 --dim_mults 1 2", "--dataset synthetic-flowers or your own --dataset_path")
 
 
-def test_starting_anew_over_checkpoints_is_refused(tmp_path: Path) -> None:
-    run_on_ranks(
-        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
-    )
-    assert_refused(1, f"{TINY} --resume never --output_dir {tmp_path}", "already holds checkpoints")
+def test_starting_anew_over_checkpoints_is_refused(trained: Path) -> None:
+    assert_refused(1, f"{TINY} --resume never --output_dir {trained}", "already holds checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -174,11 +169,8 @@ def test_what_can_be_refused_is_refused_before_pictures_are_decoded(tmp_path: Pa
     assert_refused(1, f"{TINY} {data} {flags.format(tmp=tmp_path)}", sentence)
 
 
-def test_resuming_on_other_pictures_is_refused(tmp_path: Path, pictures: Path) -> None:
-    run_on_ranks(
-        1, program, "train_oxford.py", [*TINY.split(), "--train_num_steps", "1", "--output_dir", str(tmp_path)]
-    )
-    flags = f"{TINY} --dataset_path {pictures} --output_dir {tmp_path}"
+def test_resuming_on_other_pictures_is_refused(trained: Path, pictures: Path) -> None:
+    flags = f"{TINY} --dataset_path {pictures} --output_dir {trained}"
     assert_refused(1, flags, "was trained on other data or at another size")
 
 
