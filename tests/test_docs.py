@@ -77,7 +77,7 @@ LAUNCHER_FLAGS = {
 """Flags of torchrun, accelerate launch and Slurm that prose mentions."""
 
 TINY_TRAINING = (
-    "--dataset_path pictures --image_size 8 --dim 8 --dim_mults 1 2 --batch_size 4 --gradient_accumulation_steps 1"
+    "--dataset_path pictures --image_size 8 --dim 8 --dim_mults 1 --batch_size 4 --gradient_accumulation_steps 1"
     " --num_samples 2 --sample_steps 1 --sample_every 0 --save_every 0 --log_with none --no_compile"
 )
 TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"

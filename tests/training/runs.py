@@ -44,6 +44,7 @@ class Tiny:
             conditions=dataset.conditions if self.use_cfg else None,
             image_size=IMAGE_SIZE,
             attention_sides=(4,),
+            blocks_per_level=1,
             dropout=self.dropout,
         )
         settings: dict[str, Any] = {"condition_dropout": 0.1, "coupling": self.coupling}

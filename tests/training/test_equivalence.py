@@ -126,11 +126,11 @@ def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
 
 
 def test_a_checkpoint_between_log_lines_loses_no_loss(runs: Runs) -> None:
-    interrupted = runs.get("between", 2, train_num_steps=STEPS, save_every=6, log_every=STEPS)
+    flags = {"train_num_steps": 16, "save_every": 6, "log_every": 16}
+    interrupted = runs.get("between", 2, **flags)
     again = shutil.copytree(interrupted, runs.folder / "between-again")
-    for step in (40, 36):
-        shutil.rmtree(again / f"checkpoints/step_{step:08d}")
-    runs.go(again, 2, save_every=6, log_every=STEPS)
+    shutil.rmtree(again / "checkpoints/step_00000016")
+    runs.go(again, 2, **flags)
     assert losses(again) == losses(interrupted)
 
 
@@ -177,12 +177,11 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch
 @either_flow
 @pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 3e-2)])
 def test_gradients_are_those_of_the_joined_batch(
-    tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
+    runs: Runs, tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
 ) -> None:
     """Of weights that are not at their start, where most gradients are zero."""
-    trained = tiny_config(tmp_path / "start", train_num_steps=8, num_samples=0)
-    run_on_ranks(1, train, trained, flowers, Tiny(kind))
-    settings = {"resume": str(tmp_path / "start"), "mixed_precision": precision}
+    start = runs.get(f"start-{kind}", 1, Tiny(kind), train_num_steps=8, num_samples=0)
+    settings = {"resume": str(start), "mixed_precision": precision}
     [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind))
     assert expected.norm() > 0.1
     for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):

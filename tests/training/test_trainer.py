@@ -117,7 +117,7 @@ def test_a_rank_with_other_weights_is_named(tmp_path: Path, flowers: ImageDatase
 def test_saved_weights_load_without_this_project(tmp_path: Path, flowers: ImageDataset) -> None:
     """The average's file lies over the model's, as it leaves out what is frozen."""
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2), flowers, Tiny(use_cfg=False))
-    network = Unet(8, (1, 2), image_size=8, attention_sides=(4,))
+    network = Unet(8, (1, 2), image_size=8, attention_sides=(4,), blocks_per_level=1)
     model, ema = (
         load_file(tmp_path / "checkpoints/step_00000002" / name) for name in ("model.safetensors", "ema.safetensors")
     )
@@ -157,11 +157,12 @@ def test_precision_left_unset_is_that_of_an_accelerator_made_before(tmp_path: Pa
 
 def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
     for precision in ("no", "bf16"):
-        run_on_ranks(1, train, tiny_config(tmp_path / precision, mixed_precision=precision), flowers)
+        config = tiny_config(tmp_path / precision, train_num_steps=20, mixed_precision=precision)
+        run_on_ranks(1, train, config, flowers)
     expected, got = losses(tmp_path / "no"), losses(tmp_path / "bf16")
     assert got != expected, "bf16 was not used"
     assert got == pytest.approx(expected, rel=0.03)
-    saved = load_file(tmp_path / "bf16/checkpoints/step_00000040/ema.safetensors")
+    saved = load_file(tmp_path / "bf16/checkpoints/step_00000020/ema.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
