@@ -126,7 +126,7 @@ def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
 
 
 def test_a_checkpoint_between_log_lines_loses_no_loss(runs: Runs) -> None:
-    flags = {"train_num_steps": 16, "save_every": 6, "log_every": 16}
+    flags: dict[str, Any] = {"train_num_steps": 16, "save_every": 6, "log_every": 16}
     interrupted = runs.get("between", 2, **flags)
     again = shutil.copytree(interrupted, runs.folder / "between-again")
     shutil.rmtree(again / "checkpoints/step_00000016")
