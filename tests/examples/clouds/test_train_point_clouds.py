@@ -27,7 +27,7 @@ def train(words: str) -> None:
 
 
 def run(output_dir: Path, flags: str = "", world_size: int = 1) -> Path:
-    run_on_ranks(world_size, train, f"--output_dir {output_dir} --batch_size {8 // world_size} {FLAGS} {flags}")
+    run_on_ranks(world_size, train, f"--output_dir {output_dir} --batch_size {16 // world_size} {FLAGS} {flags}")
     return output_dir
 
 
@@ -42,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_run_on_two_processes_with_accumulation(whole: Path, tmp_path: Path) -> None:
-    flags = "--geometry sphere --coupling ot --gradient_accumulation_steps 2 --batch_size 2 --num_workers 1"
+    flags = "--geometry sphere --coupling ot --gradient_accumulation_steps 2 --batch_size 4 --num_workers 1"
     two = run(tmp_path / "two", flags, world_size=2)
     assert losses(two) == pytest.approx(losses(whole), rel=1e-4)
     assert list(losses(two)) == [2, 4, 6, 8]
@@ -101,8 +101,7 @@ def test_flags_at_both_ends(flags: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_learns(tmp_path: Path) -> None:
     folder = run(
-        tmp_path,
-        "--geometry torus --train_num_steps 60 --measure_every 60 --measured_clouds 20 --ema_decay 0.9 --batch_size 16",
+        tmp_path, "--geometry torus --train_num_steps 60 --measure_every 60 --measured_clouds 20 --ema_decay 0.9"
     )
     before, after = rows(folder)
     assert after["wasserstein"] < 0.9 * before["wasserstein"]
