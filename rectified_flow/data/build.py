@@ -11,19 +11,18 @@ from dataclasses import asdict, astuple
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from PIL import Image
 from tqdm.auto import tqdm
 
-from rectified_flow.data import OXFORD_FLOWERS
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import as_plain
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import usable_path
@@ -133,7 +132,8 @@ def _build(path: Path, source: ImageSource, framing: Framing, skip_broken_images
                 sizes.add(size)
                 contents.add(blake2b(pixels, digest_size=16).digest())
                 enlarged += framing.enlarges(*size)
-        require(bool(labels), f"none of the {len(broken)} images in {source.name} could be read")
+        if not labels:
+            raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
         for note in getattr(source, "notes", ()):
             tqdm.write(note)
         if broken:
@@ -157,7 +157,8 @@ def _decode_all(source: ImageSource, framing: Framing, skip_broken_images: bool)
         try:
             image, label = source.load(index)
             classes = len(source.class_names)
-            require(-1 <= label < classes, f"its label is {label}, and the {classes} classes are numbered from 0")
+            if not -1 <= label < classes:
+                raise UsageError(f"its label is {label}, and the {classes} classes are numbered from 0")
             size = upright_size(image)
             image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
             return np.asarray(image).transpose(2, 0, 1).tobytes(), label, size
@@ -210,7 +211,8 @@ def open_dataset(
     """
     arguments = {name: as_plain(value) for name, value in locals().items() if name != "source"}  # nothing else is local
     empty = "" in (dataset_path, cache_dir)  # it would mean the current folder
-    require(not empty, "--dataset_path or --cache_dir is empty: is a variable not set?")
+    if empty:
+        raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
     folder, cache = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
     if source is None:
@@ -222,31 +224,12 @@ def open_dataset(
 def _find_source(dataset: str, folder: Path | None, side: int, split: str, skip: bool) -> ImageSource:
     if folder is not None:
         folder = usable_path("--dataset_path", folder).resolve()
-        require(folder.is_dir(), f"--dataset_path {folder} is not a folder")
+        if not folder.is_dir():
+            raise UsageError(f"--dataset_path {folder} is not a folder")
         is_table = find_dataset_file(folder) is not None
         return HuggingFaceSource(folder, split) if is_table else ImageFolder(folder, skip_unreadable=skip)
     if dataset == SYNTHETIC_FLOWERS:
         return SyntheticFlowers(2 * side)
-    require(not os.path.isdir(dataset), f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
+    if os.path.isdir(dataset):
+        raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     return HuggingFaceSource(dataset, split)
-
-
-class OxfordFlowersDataset(ImageDataset):
-    """Oxford Flowers 102 as uint8 images ``[3, image_size, image_size]`` with labels and true flower names.
-
-    Args:
-        image_size: side in pixels.
-        split: ``train`` or ``test``.
-        source: a hub id, or a local folder of the same layout.
-        options: further arguments of :func:`rectified_flow.open_dataset`, such as ``cache_dir``.
-
-    Raises:
-        UsageError: if the source cannot be read.
-    """
-
-    def __init__(
-        self, image_size: int = 64, split: str = "train", source: str | Path = OXFORD_FLOWERS, **options: Any
-    ) -> None:
-        folder = source if os.path.isdir(source) else None
-        opened = open_dataset(str(source), folder, image_size=image_size, split=split, **options)
-        super().__init__(opened.path, opened.arguments)
