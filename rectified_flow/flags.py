@@ -26,12 +26,12 @@ from rectified_flow.registry import Role, find, parameters_of, registered_in
 from rectified_flow.system.files import check_document, read_document, usable_path
 
 C = TypeVar("C")
-Positive = Annotated[int, Gt(0)]
-Natural = Annotated[int, Ge(0)]
-AtLeastTwo = Annotated[int, Ge(2)]
+Positive = Annotated[int, Interval(gt=0, lt=2**53)]  # beyond 2**53, JSON and float64 lose digits
+Natural = Annotated[int, Interval(ge=0, lt=2**53)]
+AtLeastTwo = Annotated[int, Interval(ge=2, lt=2**53)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
-PositiveNumber = Annotated[float, Gt(0)]
-NonNegative = Annotated[float, Ge(0)]
+PositiveNumber = Annotated[float, Interval(gt=0, le=1e30)]  # float32 ends at 3e38
+NonNegative = Annotated[float, Interval(ge=0, le=1e30)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
 NoiseLevel = Annotated[float, Gt(0), Le(1)]
@@ -162,7 +162,7 @@ def recorded(config: Any) -> dict[str, Any]:
 
 def names(config_class: type) -> list[str]:
     """Return the names of all flags of a config, also of those in nested configs."""
-    return list(_types(config_class))
+    return list(flag_types(config_class))
 
 
 def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dic
     """
     return {
         name: check_document({name: flags[name]}, dict[str, kind], source)[name]  # type: ignore[valid-type]
-        for name, kind in _types(config_class).items()
+        for name, kind in flag_types(config_class).items()
         if name in flags
     }
 
@@ -290,13 +290,13 @@ def import_modules(modules: Sequence[str]) -> None:
             ) from error
 
 
-def _types(config_class: Any) -> dict[str, Any]:
+def flag_types(config_class: Any) -> dict[str, Any]:
     """Return the types of all flags by name."""
     kinds: dict[str, Any] = {}
     hints = get_type_hints(config_class)
     for each in fields(config_class):
         kind = hints[each.name]
-        kinds |= _types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
+        kinds |= flag_types(kind) if is_dataclass(kind) else {flag_name(each.name): kind}
     return kinds
 
 

@@ -142,7 +142,7 @@ class TrainingConfig(Flags):
     """Also log to TensorBoard or Weights & Biases (WANDB_MODE=offline works without an account)."""
     rank_timeout: PositiveNumber = 300.0
     """Seconds to wait for other processes after the first step before failing."""
-    num_workers: Natural = 0
+    num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
     """Loader processes per rank; 0 is fastest for decoded images, which are read straight from the memory map."""
     multiprocessing_context: Annotated[Literal["fork", "spawn", "forkserver"] | None, default_is("the platform's")] = (
         None

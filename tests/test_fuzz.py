@@ -1,0 +1,264 @@
+"""Random flags of extreme values, and damaged run folders, end in a sentence and never in a traceback or a hang.
+
+``make fuzz`` tries :data:`CASES` of each kind by other random numbers every time; the other tests run a few of them.
+"""
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.flags import flag_types
+from tests.programs import program
+from tests.ranks import run_on_ranks
+
+CASES = int(os.environ.get("FUZZ_CASES", "25"))
+"""Number of cases of each kind."""
+TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1 --train_num_steps 1"
+SAMPLE = "--checkpoint trained --num_samples 2 --steps 1"
+PROGRAMS: dict[str, tuple[type, str]] = {
+    "train_oxford.py": (TrainRectifiedFlow, f"--dataset_path pictures --output_dir new {TINY}"),
+    "train_mean_flow.py": (TrainMeanFlow, f"--dataset_path pictures --output_dir new {TINY}"),
+    "sample.py": (SampleConfig, SAMPLE),
+    "evaluate.py": (EvaluateConfig, f"{SAMPLE} --feature_network efficientnet_lite0"),
+    "export.py": (ExportConfig, "--checkpoint trained --format torch"),
+    "watch.py": (WatchConfig, "trained --port 0"),
+}
+"""Each program with its flags, and words with which it runs for a second in the folder of :func:`sandbox`."""
+SLOW = ("open", "compile", "import", "config", "interrupted_exit_code")
+"""Flags that are not tried: they start a browser or a compiler, or have tests of their own."""
+SLOW_VALUES = ("wandb", "inception", "spawn", "forkserver")
+MEMORY, SECONDS = 4 * 2**30, 5.0
+"""Memory that a case may allocate [bytes], and the time after which it gets a SIGTERM [s]."""
+
+INTEGERS = ("0", "1", "-1", "3", "7", "2147483648", "18446744073709551616", "1" + "0" * 30, "1.5", "nan", "٣", "x")
+NUMBERS = ("0", "-0.0", "1", "0.5", "1e-320", "1e300", "-1", "nan", "inf", "-inf", "1e400", "1_0", "x")
+WORDS = ("x", "-", "1:1", "0:1", "🙂", "a" * 5000, "%s", "../x", "trained", "A=1", "\udcff", "all", "0", "1,2")
+PATHS = (
+    *("missing", "missing/deeper", "file.txt", "empty", "pictures", "trained", "pipe", "dangling", "circle", "trained"),
+    *("/dev/null", "/dev/zero", "x" * 300, "~nobody/x", "\udcff", "file.txt/below", "trained/config.json", "noise.png"),
+)
+
+
+def values(hint: Any) -> st.SearchStrategy[list[str]]:
+    """Words that a flag of this type may be given, good ones and bad ones."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return values(next(each for each in arguments if each is not type(None)))
+    if origin is Literal:
+        return st.sampled_from([*(each for each in arguments if each not in SLOW_VALUES), "x"]).map(lambda one: [one])
+    if origin is tuple:
+        return st.lists(values(arguments[0]).map(lambda words: words[0]), min_size=0, max_size=3)
+    words = {int: INTEGERS, float: NUMBERS, Path: PATHS}.get(hint, WORDS)
+    return st.sampled_from(words).map(lambda one: [one])
+
+
+@st.composite
+def calls(draw: Callable[..., Any]) -> tuple[str, list[str]]:
+    """A program and its words: those with which it runs, and one to four random flags."""
+    script = draw(st.sampled_from(sorted(PROGRAMS)))
+    config_class, base = PROGRAMS[script]
+    kinds = {name: kind for name, kind in flag_types(config_class).items() if name not in SLOW}
+    words = base.split()
+    for name in draw(st.lists(st.sampled_from(sorted(kinds)), min_size=1, max_size=4, unique=True)):
+        if kinds[name] is bool:
+            words.append(draw(st.sampled_from([f"--{name}", f"--no_{name}"])))
+        elif name == "runs":
+            words += [word for word in draw(values(kinds[name])) if not word.startswith("-")]
+        else:
+            words += [f"--{name}", *draw(values(kinds[name]))]
+    return script, words
+
+
+def sandbox(folder: Path, trained: Path) -> None:
+    """Make a current folder in which the paths of :data:`PATHS` are what their names say."""
+    shutil.copytree(trained, folder, symlinks=True)
+    (folder / "empty").mkdir()
+    (folder / "file.txt").write_text("some text")
+    (folder / "dangling").symlink_to("missing too")
+    (folder / "circle").symlink_to("circle")
+    os.mkfifo(folder / "pipe")
+    os.chdir(folder)
+
+
+def run_limited(folder: Path, trained: Path, script: str, words: list[str], damaged: tuple[Any, ...] = ()) -> Any:
+    """Run a program in a folder of its own with limits of memory and time; returns its exit code and stderr."""
+    sandbox(folder, trained)
+    if damaged:
+        damage(*damaged)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
+    seconds = 1.0 if script == "watch.py" else SECONDS
+    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.start()
+    try:
+        return program(script, words, {"WANDB_MODE": "offline", "HOME": str(folder)})
+    finally:
+        timer.cancel()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 2**53, 2**70, -0.5, 1e300, math.inf, "", "x", "../x", "a" * 300, "\x00", "Unet"),
+    *([], [[]], {}, {"kind": "Unet"}, {"x": 1}, [0, -1], ["x"]),
+)
+SHAPES = ("folder", "pipe", "dangling", "circle", "/dev/zero", "/dev/null", "missing", "empty")
+PLACES = tuple(
+    f"trained/{name}"
+    for name in (
+        *("config.json", "status.json", "metrics.jsonl", "loss.png", "samples", "checkpoints", "checkpoints/{step}"),
+        *(f"checkpoints/{{step}}/{name}.json" for name in ("config", "flow", "manifest", "trainer")),
+        *(f"checkpoints/{{step}}/{name}.safetensors" for name in ("model", "ema", "optimizer")),
+    )
+)
+READERS = (
+    ("sample.py", SAMPLE),
+    ("evaluate.py", f"{SAMPLE} --feature_network efficientnet_lite0"),
+    ("export.py", "--checkpoint trained --format torch"),
+    ("train_oxford.py", f"--dataset_path pictures --output_dir trained {TINY} --train_num_steps 2"),
+    ("train_oxford.py", f"--dataset_path pictures --output_dir new --init_from trained {TINY}"),
+    ("train_oxford.py", f"--dataset_path pictures --output_dir new --resume trained {TINY} --train_num_steps 2"),
+    ("train_oxford.py", "--output_dir new --config trained/config.json --num_samples 0"),
+    (
+        "train_oxford.py",
+        "--output_dir new --reflow_from trained --reflow_pairs 2 --reflow_steps 1 --train_num_steps 1 --batch_size 2",
+    ),
+    (
+        "train_mean_flow.py",
+        "--output_dir new --teacher trained --teacher_paths 2 --teacher_steps 1 --train_num_steps 1 --batch_size 2",
+    ),
+)
+"""Programs that read a run's folder, with their words."""
+
+
+def damage(place: str, how: str, number: int, value: Any) -> None:
+    """Damage a file or folder of the run in the current folder.
+
+    Args:
+        place: one of :data:`PLACES`.
+        how: ``replace`` or ``drop`` a value of a JSON document, ``cut`` or ``flip`` bytes, or one of :data:`SHAPES`.
+        number: selects the value or byte.
+        value: the value to set.
+    """
+    step = next(Path("trained/checkpoints").glob("step_*")).name
+    path = Path(place.format(step=step))
+    if how in SHAPES:
+        replace_by(path, how)
+        return
+    content = path.read_bytes() if path.is_file() else b""
+    if how in ("replace", "drop") and place.endswith("json"):
+        document = json.loads(content)
+        holders = [each for each in nodes(document) if isinstance(each, list | dict) and each]
+        holder: Any = holders[number % len(holders)]
+        key = sorted(holder)[number // 7 % len(holder)] if isinstance(holder, dict) else number // 7 % len(holder)
+        if how == "drop":
+            del holder[key]
+        else:
+            holder[key] = value
+        path.write_text(json.dumps(document))
+        if path.parent.name == step and path.name != "manifest.json":
+            seal(path)
+    elif content:
+        position = number % len(content)
+        flipped = content[:position] + bytes([content[position] ^ 0x55]) + content[position + 1 :]
+        path.write_bytes(flipped if how == "flip" else content[:position])
+
+
+def seal(path: Path) -> None:
+    """Make the manifest beside a file fit the file again, as somebody who means harm would."""
+    manifest = path.with_name("manifest.json")
+    document = json.loads(manifest.read_bytes())
+    content = path.read_bytes()
+    document["files"][path.name] |= {"size": len(content), "sha256": sha256(content).hexdigest()}
+    manifest.write_text(json.dumps(document))
+
+
+def nodes(document: Any) -> list[Any]:
+    """Return all values of a JSON document, itself included."""
+    inner = document.values() if isinstance(document, dict) else document if isinstance(document, list) else ()
+    return [document, *(each for value in inner for each in nodes(value))]
+
+
+def replace_by(path: Path, shape: str) -> None:
+    """Put something else in the place of a file or folder."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    match shape:
+        case "folder":
+            path.mkdir()
+        case "pipe":
+            os.mkfifo(path)
+        case "empty":
+            path.touch()
+        case "circle":
+            path.symlink_to(path.name)
+        case "dangling" | "/dev/zero" | "/dev/null":
+            path.symlink_to(shape)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``pictures`` in two classes, the run ``trained`` on them, and ``noise.png``."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    for number in range(8):
+        picture = folder / "pictures" / "ab"[number % 2] / f"{number}.png"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (number * 30, 255 - number * 30, 100)).save(picture)
+    Image.effect_noise((8, 8), 50).save(folder / "noise.png")
+    words = f"--dataset_path {folder}/pictures --output_dir {folder}/trained --use_cfg --holdout 0 {TINY}"
+    assert run_on_ranks(1, program, "train_oxford.py", words.split())[0][0] == 0
+    return folder
+
+
+def assert_in_words(result: tuple[int, str]) -> None:
+    code, text = result
+    assert code in (0, 1, 2), text
+    assert "Traceback" not in text, text
+
+
+tried = settings(
+    max_examples=CASES,
+    deadline=None,
+    derandomize="FUZZ_CASES" not in os.environ,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
+)
+
+
+@tried
+@given(call=calls())
+def test_flags_of_extreme_values(trained: Path, tmp_path_factory: pytest.TempPathFactory, call: Any) -> None:
+    folder = tmp_path_factory.mktemp("case") / "sandbox"
+    assert_in_words(run_on_ranks(1, run_limited, folder, trained, *call)[0])
+
+
+@tried
+@given(
+    reader=st.sampled_from(READERS),
+    damaged=st.tuples(
+        st.sampled_from(PLACES),
+        st.sampled_from(["replace", "replace", "replace", "drop", "cut", "flip", *SHAPES]),
+        st.integers(0, 2**16),
+        st.sampled_from(VALUES),
+    ),
+)
+def test_damaged_runs(
+    trained: Path, tmp_path_factory: pytest.TempPathFactory, reader: tuple[str, str], damaged: tuple[Any, ...]
+) -> None:
+    folder = tmp_path_factory.mktemp("case") / "sandbox"
+    script, words = reader
+    assert_in_words(run_on_ranks(1, run_limited, folder, trained, script, words.split(), damaged)[0])
