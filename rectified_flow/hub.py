@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
 
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
@@ -20,6 +22,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags
 from rectified_flow.system.files import replace_file
+from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
 TASK = "unconditional-image-generation"
@@ -49,10 +52,23 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
     description, folder = describe(flow), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = checkpoint.own_weights(network_of(flow))
+    claim_model(folder)
     replace_file(folder / checkpoint.MODEL_FILE, checkpoint.to_bytes(weights))
     replace_file(folder / CONFIG_FILE, json.dumps(description, indent=1))
     if not (folder / CARD_FILE).exists():
         replace_file(folder / CARD_FILE, str(model_card(flow, **card)))
+
+
+def claim_model(folder: Path) -> None:
+    """Claim the names of a model's files in ``folder``; a folder with the description of a flow is the project's own.
+
+    Raises:
+        UsageError: if one of them exists and is a file of the user's.
+    """
+    is_model = False
+    with suppress(UsageError):
+        is_model = "kind" in checkpoint.load_document(folder, CONFIG_FILE)
+    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE], ours=is_model)
 
 
 def load_pretrained(source: str | Path, **options: Any) -> Flow:
@@ -92,7 +108,8 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        return str(api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message="Upload the model"))
+        upload = partial(api.upload_folder, repo_id=repo_id, folder_path=folder, ignore_patterns=RECORD)
+        return str(upload(commit_message="Upload the model"))
 
 
 def model_card(

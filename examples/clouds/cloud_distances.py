@@ -14,7 +14,7 @@ from geometry import Geometry
 from rectified_flow import Measurement, Trainer, randomness
 from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.system.files import replace_file
+from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import Panel, draw_panels
 from riemannian import RiemannianFlow, shares
 from transport import cloud_costs
@@ -138,4 +138,4 @@ def draw_clouds(path: Path, digits: Digits, real: dict[str, Tensor], clouds: Ten
     figure.suptitle("held-out clouds (blue) and generated ones (orange)")
     content = BytesIO()
     figure.savefig(content, format="png", dpi=100)
-    replace_file(path, content.getvalue())
+    write_output(path, content.getvalue())

@@ -24,7 +24,7 @@ from point_clouds import Points
 from rectified_flow import Trainer, TrainingConfig
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import AtLeastTwo, Flags, Fraction, Positive, recorded
 from riemannian import PointCoupling, RiemannianFlow
 from set_transformer import HEAD, SetTransformer
@@ -57,11 +57,12 @@ class CloudConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.width % HEAD == 0, f"--width is {self.width}; it must be a multiple of {HEAD}")
-        require(
-            self.measured_clouds % DIGITS == 0 and self.measured_clouds <= 500,
-            f"--measured_clouds is {self.measured_clouds}; it must be a multiple of {DIGITS}, at most 500",
-        )
+        if self.width % HEAD != 0:
+            raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
+        if self.measured_clouds % DIGITS != 0 or self.measured_clouds > 500:
+            raise UsageError(
+                f"--measured_clouds is {self.measured_clouds}; it must be a multiple of {DIGITS}, at most 500"
+            )
 
 
 @dataclass(frozen=True)

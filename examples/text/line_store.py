@@ -16,9 +16,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from rectified_flow import UsageError
 from rectified_flow.data.build import default_cache_dir
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import Artifact, remove
 from rectified_flow.system.files import read_document, usable_path
 from rectified_flow.system.terminal import progress_bar
@@ -98,7 +97,8 @@ class _File:
         end = int(self.starts[number + 1]) if number + 1 < len(self.starts) else self.size
         # pread has no position that processes could share, and a file that was cut gives less: a map would crash.
         text = os.pread(self.text.fileno(), end - start, start)
-        require(len(text) == end - start, f"{self.path} was cut while it was read: start again")
+        if len(text) != end - start:
+            raise UsageError(f"{self.path} was cut while it was read: start again")
         return text.partition(b"\n")[0].removesuffix(b"\r").decode()  # empty lines may follow
 
 
@@ -121,9 +121,12 @@ def open_lines(*paths: Path, skip_empty: bool = True, cache_dir: Path | None = N
 
 
 def _open_index(path: Path, skip_empty: bool, cache_dir: Path | None) -> Path:
-    require(path.exists(), f"{path} is missing")
-    require(path.is_file(), f"{path} is a folder: name text files")
-    require(path.stat().st_size > 0, f"{path} is empty")
+    if not path.exists():
+        raise UsageError(f"{path} is missing")
+    if not path.is_file():
+        raise UsageError(f"{path} is a folder: name text files")
+    if path.stat().st_size <= 0:
+        raise UsageError(f"{path} is empty")
     index = Artifact(_place(path, skip_empty, cache_dir), KIND, (STARTS_FILE, INFO_FILE))
     if not _is_current(index, path):
         with index.locked("make room, or set RECTIFIED_FLOW_CACHE to a folder that can be written"):
@@ -173,8 +176,10 @@ def _build(index: Artifact, path: Path, skip_empty: bool) -> None:
                 bar.update(len(block))
         now = os.fstat(file.fileno())
     unchanged = (info.done, info.time) == (now.st_size, now.st_mtime_ns)
-    require(unchanged, f"{path} changed while it was read: start again when it is whole")
-    require(info.lines > 0, f"{path} has no lines but empty ones")
+    if not unchanged:
+        raise UsageError(f"{path} changed while it was read: start again when it is whole")
+    if info.lines <= 0:
+        raise UsageError(f"{path} has no lines but empty ones")
     (index.stage / INFO_FILE).write_text(json.dumps(asdict(info)))
     index.finish()
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from line_store import LineStore
 from masked_model import SPECIAL, UNKNOWN
-from rectified_flow.system.files import replace_file
+from rectified_flow.system.outputs import write_output
 from rectified_flow.system.terminal import progress_bar
 
 HELD_OUT_EVERY = 20
@@ -73,7 +73,7 @@ def read_tokenizer(path: Path, store: LineStore, count: int, vocabulary: int) ->
         trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[*SPECIAL], show_progress=False)
         tokenizer.train_from_iterator(_training_lines(store, min(count, TOKENIZER_LINES)), trainer)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, tokenizer.to_str())
+        write_output(path, tokenizer.to_str())
     return path.read_text()
 
 

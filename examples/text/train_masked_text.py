@@ -28,7 +28,7 @@ from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.parts import join
 from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.system.pictures import Panel, draw_panels
 from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
@@ -59,8 +59,10 @@ class TextConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.text), "--text is missing: pass one or more text files")
-        require(self.width % HEAD == 0, f"--width is {self.width}; it must be a multiple of {HEAD}")
+        if not self.text:
+            raise UsageError("--text is missing: pass one or more text files")
+        if self.width % HEAD != 0:
+            raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
 
 
 @dataclass(frozen=True)
@@ -99,11 +101,11 @@ class Accuracy(Measurement):
         super().__init__("accuracy", min(count, len(lines)), every)
         self.tokens = lines.read_batch(range(self.total))["tokens"]
         words = self.tokens[self.tokens >= len(SPECIAL)]
-        require(
-            len(words.unique()) > 1,
-            f"the {self.total} measured lines of {lines.description} have fewer than two different words, which leaves "
-            "nothing to predict: pass a longer text, or raise --measured_lines",
-        )
+        if len(words.unique()) <= 1:
+            raise UsageError(
+                f"the {self.total} measured lines of {lines.description} have fewer than two different words, which "
+                "leaves nothing to predict: pass a longer text, or raise --measured_lines"
+            )
         self.most_frequent = int(words.mode().values)
 
     def measure(self, trainer: Trainer, numbers: Sequence[int]) -> Tensor:
@@ -143,7 +145,8 @@ def train(flags: TextFlags) -> bool:
     store = on_main(state, lambda: open_lines(*text.text, skip_empty=text.skip_empty))
     count = min(len(store), text.max_samples or len(store))
     least = 2 * HELD_OUT_EVERY
-    require(count >= least, f"{count} lines are too few to hold some out: pass at least {least}")
+    if count < least:
+        raise UsageError(f"{count} lines are too few to hold some out: pass at least {least}")
     path = flags.run.output_dir / "tokenizer.json"
     tokenizer = on_main(state, lambda: read_tokenizer(path, store, count, text.vocabulary))
     lines, held_out = (TokenLines(store, tokenizer, text.length, count, held_out=each) for each in (False, True))

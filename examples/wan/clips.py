@@ -13,9 +13,8 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from rectified_flow import UsageError
 from rectified_flow.data.image_folder import IMAGE_SUFFIXES
-from rectified_flow.errors import first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
 
@@ -54,11 +53,11 @@ class Clip:
                     break
         except Exception as error:  # every decoder fails in its own way
             raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
-        require(
-            len(taken) == frames,
-            f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
-            "remove it, or lower --frames",
-        )
+        if len(taken) != frames:
+            raise UsageError(
+                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
+                "remove it, or lower --frames"
+            )
         return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
 
 
@@ -71,11 +70,13 @@ def find_clips(folder: Path) -> list[Clip]:
     Raises:
         UsageError: if the folder has no clips, a clip has no caption, or a caption cannot be read.
     """
-    require(folder.is_dir(), f"--dataset_path {folder} is not a folder")
+    if not folder.is_dir():
+        raise UsageError(f"--dataset_path {folder} is not a folder")
     listed = _listed_captions(folder / METADATA_FILE)
     clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
     kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
-    require(bool(clips), f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
+    if not clips:
+        raise UsageError(f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
     return clips
 
 
@@ -151,5 +152,6 @@ def _caption_beside(path: Path) -> str:
     own = path.with_suffix(".txt")
     shared = (path if path.is_dir() else path.parent) / CAPTION_FILE
     found = [file for file in (own, shared) if file.exists()]
-    require(bool(found), f"clip {printable(path)} has no caption: write one into {own.name}")
+    if not found:
+        raise UsageError(f"clip {printable(path)} has no caption: write one into {own.name}")
     return _read(found[0]).strip()

@@ -17,7 +17,7 @@ from rectified_flow.data.build import default_cache_dir
 from rectified_flow.data.store import LATENTS_FILE, StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import claimed, fill
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.system.files import prepare_folder
 from wan_pipeline import Wan
 
@@ -112,7 +112,8 @@ class _Encoder:
         row = {LATENTS_FILE: latents.cpu().half(), TEXT_FILE: text[0].cpu().half()}
         finite = all(bool(values.isfinite().all()) for values in row.values())
         where = clip.path if clip else "the empty caption"
-        require(finite, f"the encoding of {where} is not finite, or too large for float16: remove it")
+        if not finite:
+            raise UsageError(f"the encoding of {where} is not finite, or too large for float16: remove it")
         return row
 
     @cached_property

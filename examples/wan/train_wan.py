@@ -20,7 +20,7 @@ from encoded_clips import encode_clips
 from rectified_flow import Callback, Trainer
 from rectified_flow.cli.parts import join
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain, recorded
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.runs import checkpoint
@@ -42,11 +42,11 @@ def check_same_run(flags: WanFlags) -> None:
     for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
         then = program_flags(read_config(newest / checkpoint.CONFIG_FILE))
         for name in IDENTITY:
-            require(
-                then.get(name) == now[name],
-                f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}: choose another "
-                "--output_dir",
-            )
+            if then.get(name) != now[name]:
+                raise UsageError(
+                    f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}: choose "
+                    "another --output_dir"
+                )
 
 
 def train(flags: WanFlags) -> bool:
@@ -57,11 +57,11 @@ def train(flags: WanFlags) -> bool:
     on_main(state, lambda: check_start(flags.run))
     on_main(state, lambda: check_same_run(flags))
     clips, batch = find_clips(config.dataset_path), flags.run.split_batch(state.num_processes)
-    require(
-        len(clips) >= batch.total,
-        f"--dataset_path {config.dataset_path} has {len(clips)} clips, fewer than one global batch ({batch}): pass a "
-        "smaller --batch_size",
-    )
+    if len(clips) < batch.total:
+        raise UsageError(
+            f"--dataset_path {config.dataset_path} has {len(clips)} clips, fewer than one global batch ({batch}): "
+            "pass a smaller --batch_size"
+        )
     wan = Wan(config, state.device)
     dataset = encode_clips(wan, clips, state)
     transformer: Any = wan.transformer()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from clips import Clip
 from encoded_clips import ClipDataset
 from rectified_flow import Callback, Measurement, Trainer
-from rectified_flow.system.files import replace_file
+from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import write_motion, write_picture
 from rectified_flow.system.signals import raise_if_stop_requested
 from rectified_flow.system.terminal import line
@@ -65,7 +65,7 @@ def write_lora(transformer: nn.Module, folder: Path) -> None:
             transformer_lora_adapter_metadata=config["default"].to_dict(),
         )
         [written] = Path(stage).iterdir()
-        replace_file(folder / written.name, written.read_bytes())
+        write_output(folder / written.name, written.read_bytes())
 
 
 class Previews(Measurement):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from rectified_flow.cli.train_flags import ProgramConfig, check_folders
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Natural, Positive, PositiveNumber, Probability, default_is
 from rectified_flow.runs.config import TrainingConfig
 
@@ -54,10 +54,13 @@ class WanConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.model), "--model is missing: pass the folder or hub id of a Wan pipeline of diffusers")
-        require(self.dataset_path is not None, "--dataset_path is missing: pass a folder of clips with captions")
+        if not self.model:
+            raise UsageError("--model is missing: pass the folder or hub id of a Wan pipeline of diffusers")
+        if self.dataset_path is None:
+            raise UsageError("--dataset_path is missing: pass a folder of clips with captions")
         low, high = self.noise_range
-        require(0 <= low < high <= 1, f"--noise_range is {low:g} {high:g}; it must be two numbers from 0 to 1, rising")
+        if not 0 <= low < high <= 1:
+            raise UsageError(f"--noise_range is {low:g} {high:g}; it must be two numbers from 0 to 1, rising")
 
 
 @dataclass(frozen=True)
@@ -82,5 +85,6 @@ class WanFlags:
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
     def __post_init__(self) -> None:
-        require(self.run.num_samples == 0, "--num_samples is for pictures: pass --preview_clips instead")
+        if self.run.num_samples != 0:
+            raise UsageError("--num_samples is for pictures: pass --preview_clips instead")
         check_folders(self.run, self.wan.dataset_path, self.wan.cache_dir)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import RectifiedFlow, UsageError
+from rectified_flow import RectifiedFlow
 from rectified_flow.condition import Condition
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import expand
 from rectified_flow.spaces.latents import StoredLatents
 
@@ -73,7 +73,8 @@ class WanNetwork(nn.Module):
             known_frames: number of first frames of ``x`` without noise: the time of their tokens is 0.
             others: refused, as the transformer takes no other condition, such as the interval of mean flow.
         """
-        require(not others, f"a Wan transformer takes no {', '.join(others)}: train it as a rectified flow")
+        if others:
+            raise UsageError(f"a Wan transformer takes no {', '.join(others)}: train it as a rectified flow")
         patch_size = self.transformer.config.patch_size
         times = TRAINING_TIMESTEPS * t
         if known_frames:

@@ -9,8 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from rectified_flow import UsageError
-from rectified_flow.errors import first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.machine import memory
 from wan_flags import WanConfig
 from wan_flow import ClipLatents
@@ -43,27 +42,29 @@ class Wan:
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.name} cannot be found ({first_line(error)})") from error
         kind = str(self.index.get("_class_name"))
-        require(kind.startswith("Wan"), f"{self.name} is a {kind}, not a Wan pipeline of diffusers")
+        if not kind.startswith("Wan"):
+            raise UsageError(f"{self.name} is a {kind}, not a Wan pipeline of diffusers")
         self.boundary, (low, high) = self.index.get("boundary_ratio"), config.noise_range
         """Noise level between the two experts; None for a model of one."""
         second = self.boundary is not None and high <= self.boundary
-        require(
-            self.boundary is None or second or low >= self.boundary,
-            f"{self.name} has two experts, for noise levels above and below {self.boundary}: pass --noise_range "
-            f"{self.boundary} 1 or 0 {self.boundary}",
-        )
+        if self.boundary is not None and not second and low < self.boundary:
+            raise UsageError(
+                f"{self.name} has two experts, for noise levels above and below {self.boundary}: pass --noise_range "
+                f"{self.boundary} 1 or 0 {self.boundary}"
+            )
         self.expert = "transformer_2" if second else "transformer"
         self.token_times = bool(self.index.get("expand_timesteps"))
-        require(
-            self.token_times or not config.first_frame,
-            f"--first_frame needs a model whose tokens have times of their own, such as Wan2.2-TI2V-5B, "
-            f"which {self.name} is not",
-        )
+        if not self.token_times and config.first_frame:
+            raise UsageError(
+                f"--first_frame needs a model whose tokens have times of their own, such as Wan2.2-TI2V-5B, "
+                f"which {self.name} is not"
+            )
 
     def load(self, part: str, **options: Any) -> Any:
         """Load a part of the pipeline; networks are frozen."""
         library, name = self.index.get(part) or (None, None)
-        require(library in LIBRARIES, f"{self.name} has no {part}: pass a whole pipeline of diffusers")
+        if library not in LIBRARIES:
+            raise UsageError(f"{self.name} has no {part}: pass a whole pipeline of diffusers")
         try:
             kind = getattr(importlib.import_module(str(library)), str(name))
             if issubclass(kind, nn.Module):
@@ -95,9 +96,11 @@ class Wan:
         config, vae = self.config, self.vae.config
         by_time, by_side = vae.scale_factor_temporal, vae.scale_factor_spatial
         frames = config.frames
-        require((frames - 1) % by_time == 0, f"--frames is {frames}; it must be 1 more than a multiple of {by_time}")
+        if (frames - 1) % by_time != 0:
+            raise UsageError(f"--frames is {frames}; it must be 1 more than a multiple of {by_time}")
         for name, side in (("height", config.height), ("width", config.width)):
-            require(side % (2 * by_side) == 0, f"--{name} is {side}; it must be a multiple of {2 * by_side}")
+            if side % (2 * by_side) != 0:
+                raise UsageError(f"--{name} is {side}; it must be a multiple of {2 * by_side}")
         shape = (vae.z_dim, 1 + (frames - 1) // by_time, config.height // by_side, config.width // by_side)
         return ClipLatents(shape, vae.latents_mean, vae.latents_std)
 
@@ -115,26 +118,26 @@ class Wan:
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.name} has no {self.expert} ({first_line(error)})") from error
         kind, given, channels = settings.get("_class_name"), settings["in_channels"], self.vae.config.z_dim
-        require(
-            kind == "WanTransformer3DModel",
-            f"the {self.expert} of {self.name} is a {kind}, and only a WanTransformer3DModel can be trained here",
-        )
-        require(
-            given == channels,
-            f"{self.name} takes {given} channels and its latents have {channels}: models that take a picture as "
-            "further channels cannot be trained here",
-        )
+        if kind != "WanTransformer3DModel":
+            raise UsageError(
+                f"the {self.expert} of {self.name} is a {kind}, and only a WanTransformer3DModel can be trained here"
+            )
+        if given != channels:
+            raise UsageError(
+                f"{self.name} takes {given} channels and its latents have {channels}: models that take a picture as "
+                "further channels cannot be trained here"
+            )
         if self.config.train == "full":
             with torch.device("meta"):
                 weights = sum(p.numel() for p in WanTransformer3DModel.from_config(settings).parameters())
             cuda = self.device.type == "cuda"
             there = torch.cuda.get_device_properties(self.device).total_memory if cuda else memory()
             needed = BYTES_PER_TRAINED_WEIGHT * weights
-            require(
-                needed <= there,
-                f"--train full needs {needed / 1e9:.3g} GB for {weights / 1e9:.3g} billion weights, and there are "
-                f"{there / 1e9:.3g} GB: pass --train lora",
-            )
+            if needed > there:
+                raise UsageError(
+                    f"--train full needs {needed / 1e9:.3g} GB for {weights / 1e9:.3g} billion weights, and there are "
+                    f"{there / 1e9:.3g} GB: pass --train lora"
+                )
         else:
             importlib.import_module("peft")  # a missing package ends the run before hours of encoding
         return settings

@@ -16,7 +16,7 @@ from rectified_flow.data.build import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
@@ -28,6 +28,7 @@ from rectified_flow.runs.folder import DataArguments, data_arguments, program_fl
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
+from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
@@ -54,12 +55,15 @@ def evaluate(config: EvaluateConfig) -> None:
     snapshots = on_main(state, lambda: intact_snapshots(source, tqdm.write)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
-    folder = prepare_folder("output_dir", measure.output_dir or trained.run_folder)
+    folder = measure.output_dir or trained.run_folder
+    on_main(state, lambda: _claim(folder, ours=measure.output_dir is None))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    same = flow.class_names in ([], dataset.class_names)
-    require(same, f"{source} was trained on different classes than {dataset.info.source}: pass its --dataset_path")
+    if flow.class_names not in ([], dataset.class_names):
+        raise UsageError(
+            f"{source} was trained on different classes than {dataset.info.source}: pass its --dataset_path"
+        )
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):
@@ -104,6 +108,11 @@ def evaluate(config: EvaluateConfig) -> None:
         if len(results) > 1:
             texts["plot"] = str(_plot(folder, results, measure.ema_lengths, evaluator.headline))
         tqdm.write(lines(texts))
+
+
+def _claim(folder: Path, *, ours: bool) -> None:
+    prepare_folder("output_dir", folder)
+    claim(folder, [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE], ours=ours)
 
 
 def _split(

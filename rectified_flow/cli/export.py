@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 
 from rectified_flow.cli.run_flags import ExportConfig
 from rectified_flow.condition import Labels, chosen
-from rectified_flow.errors import RunError, UsageError, require
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -24,6 +24,7 @@ from rectified_flow.load import read_trained, solver_name
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file, writing
+from rectified_flow.system.outputs import claim
 from rectified_flow.system.terminal import lines
 
 
@@ -117,9 +118,11 @@ def export(config: ExportConfig) -> None:
     trained = checkpoint.read(flags.checkpoint, read_trained)
     call = NetworkCall(trained.flow)
     channels = call.shape[0]
-    shown = flags.format != "page" or channels in (1, RGB)
-    require(shown, f"--format page shows grey and RGB pictures, not {channels} channels: pass --format onnx")
+    if flags.format == "page" and channels not in (1, RGB):
+        raise UsageError(f"--format page shows grey and RGB pictures, not {channels} channels: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
+    page = [each.name for each in PAGE_FILES.iterdir()] if flags.format == "page" else []
+    claim(folder, [FILES[flags.format], "model.json", *page], ours=flags.output_dir is None)
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()

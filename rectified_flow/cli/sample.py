@@ -18,23 +18,25 @@ from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.hub import card_of_run, save_pretrained
+from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
 from rectified_flow.runs.folder import STATUS_FILE
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.artifact import MANIFEST
-from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
+from rectified_flow.system.files import locked, prepare_folder, writing
 from rectified_flow.system.machine import require_disk
+from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import fit, open_picture, over_white, to_grid, write_motion, write_picture
 from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE = ".sample.lock"
+EXTRA_FILES = (Path("grid.png"), Path("path.png"), Path("path.gif"))
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
@@ -60,7 +62,7 @@ def sample(config: SampleConfig) -> None:
     card = {} if flags.save_pretrained is None else _prepare_card(flags.save_pretrained, flags, trained)
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
-        on_main(state, lambda: _claim(folder, flags.num_samples, held))
+        on_main(state, lambda: _claim(folder, flags, held))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
             tqdm.write(describe(config, trained, options, state))
@@ -97,7 +99,7 @@ def _write_samples(
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
-            replace_file(flags.save_pretrained / "grid.png", grid.read_bytes())
+            write_output(flags.save_pretrained / "grid.png", grid.read_bytes())
             save_pretrained(flow, flags.save_pretrained, grid="grid.png", **card)
         texts["model"] = flags.save_pretrained
     tqdm.write(lines(texts))
@@ -110,7 +112,8 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     options: dict[str, Any] = {"steps": flags.steps or flow.default_steps}
     if flags.classes is not None:
         options["conditions"] = {"labels": torch.tensor(_find_classes(flags.classes, flow.class_names, source))}
-    require(flags.path == "none" or "watch" in accepted, f"--path has no effect: a {type(flow).__name__} has no path")
+    if flags.path != "none" and "watch" not in accepted:
+        raise UsageError(f"--path has no effect: a {type(flow).__name__} has no path")
     if flags.from_images is not None:
         if "start" not in accepted or flow.space.picture_shape is None:
             raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
@@ -122,24 +125,27 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
 
 def _prepare_card(folder: Path, flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     """Check that the model may be saved in ``folder``, and return the arguments of its card."""
-    for name in (MANIFEST, STATUS_FILE):
-        has_run = (folder / name).exists()
-        require(not has_run, f"--save_pretrained {folder} holds a run or a checkpoint: choose a folder of its own")
-    prepare_folder("save_pretrained", folder)
+    for file in (folder / MANIFEST, folder / STATUS_FILE):
+        if file.exists():
+            raise UsageError(f"--save_pretrained: {file} is of a run or a checkpoint: choose a folder of its own")
     is_map = isinstance(trained.flow, FlowMap)
     program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
     return card_of_run(trained, flags.license, program, plain(defaults()))
 
 
-def _claim(folder: Path, count: int, held: ExitStack) -> None:
-    """Make the output folder, lock others out, and check that ``count`` pictures fit and will be the only ones."""
+def _claim(folder: Path, flags: PicturesConfig, held: ExitStack) -> None:
+    """Make the output folder, lock others out, and check that the pictures fit, replace none and are the only ones."""
     prepare_folder("output_dir", folder)
+    files, count = _files_of(folder, flags.num_samples), flags.num_samples
     busy = f"another process draws pictures into --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0, tqdm.write))
     require_disk(count * BLOCK, folder, f"--num_samples {count}", "draw fewer, or pass an --output_dir with more room")
-    for file in {*folder.glob("*.png")} - {*_files_of(folder, count)}:
-        stale = file.stem.isdecimal()
-        require(not stale, f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")
+    for file in {*folder.glob("*.png")} - {*files}:
+        if file.stem.isdecimal():
+            raise UsageError(f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")
+    claim(folder, [file.name for file in (*files, *EXTRA_FILES)], ours=flags.output_dir is None)
+    if flags.save_pretrained is not None:
+        claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
 
 
 def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], state: PartialState) -> str:
@@ -165,7 +171,8 @@ def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], st
 
 def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
     """Return the numbers of classes that are given by name or number."""
-    require(len(names) > 0, f"--classes: {source} was trained without labels; train with --use_cfg for them")
+    if not names:
+        raise UsageError(f"--classes: {source} was trained without labels; train with --use_cfg for them")
     known = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
     wanted = names if given.strip() == "all" else [name.strip() for name in given.split(",")]
     for name in wanted:
@@ -179,7 +186,8 @@ def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
 def _load_images(path: Path, count: int, shape: tuple[int, ...]) -> Tensor:
     """Read at most ``count`` pictures as uint8 ``[n, c, h, w]`` of this shape."""
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
-    require(len(files) > 0, f"--from_images {path} is no picture and no folder with pictures")
+    if not files:
+        raise UsageError(f"--from_images {path} is no picture and no folder with pictures")
     channels, height, width = shape
     pictures = []
     for file in files[:count]:

@@ -20,8 +20,9 @@ from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
 
 from rectified_flow.distributed.collectives import any_rank, on_main
-from rectified_flow.errors import DamageError, UsageError, first_line, require
+from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.config import CHECKPOINTS
+from rectified_flow.runs.folder import BEST
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
 
@@ -67,7 +68,6 @@ MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
 FLOW_FILES = (MODEL_FILE, EMA_FILE, CONFIG_FILE, FLOW_FILE, STATE_FILE)
 """Files that a trained flow is loaded from; resuming a run reads others, too."""
-BEST = "best"
 MISSING = "missing"
 """Fingerprint of a checkpoint that does not exist."""
 NAME = re.compile(r"step_([0-9]{8,})")
@@ -207,7 +207,8 @@ def newest_checkpoint(
         if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
             return newest_checkpoint(folder, warn, names)
         warn(f"ignoring checkpoint {path}: {problem}")
-    require(not checkpoints, f"every checkpoint in {folder} is damaged; move the folder away to start anew")
+    if checkpoints:
+        raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
     return None
 
 
@@ -226,7 +227,8 @@ def resolve(path: Path, warn: Callable[[str], object] = print, names: Collection
         path = best_of(path.parent) or path
     if _is_checkpoint(path):
         problem = find_damage(path, names=names)
-        require(problem is None or not _is_checkpoint(path), f"checkpoint {path} is damaged: {problem}")
+        if problem is not None and _is_checkpoint(path):
+            raise UsageError(f"checkpoint {path} is damaged: {problem}")
         if problem is None:
             return path
     for folder in (path / CHECKPOINTS, path):

@@ -21,6 +21,7 @@ from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
     check_document,
@@ -29,13 +30,16 @@ from rectified_flow.system.files import (
     read_document,
     replace_file,
 )
+from rectified_flow.system.outputs import claim
 
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
     from torch import nn
     from torch.utils.data import Dataset
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
-LOCK_FILE, STATUS_FILE = ".lock", "status.json"
+LOCK_FILE, STATUS_FILE, BEST = ".lock", "status.json", "best"
+RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
+"""Files and folders that every run writes in its output folder, beside its logs."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,24 @@ class StatusFile:
             self.write(state, step, total_steps, first_line(error))
 
 
+def prepare_folders(config: TrainingConfig) -> None:
+    """Make the folders of a run, and claim the names of its files there. Call in one process only.
+
+    Raises:
+        UsageError: if a folder cannot be written, or holds a file of the user's that the run would replace.
+    """
+    for flag, folder in config.folders.items():
+        prepare_folder(flag, folder)
+    is_run = False
+    with suppress(UsageError):
+        is_run = bool(read_config(config.output_dir / RUN_FILES[0]))
+    claim(config.output_dir, RUN_FILES, ours=is_run)
+    claim(config.checkpoints, [BEST], ours=is_run or any(config.checkpoints.glob(f"step_*/{MANIFEST}")))
+    for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
+        if not (step / MANIFEST).is_file():
+            raise UsageError(f"{step} has the name of a checkpoint and is none: move it away, or choose another folder")
+
+
 @contextmanager
 def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> Iterator[None]:
     """Make the folders of a run, and lock other runs out of them inside the block.
@@ -209,9 +231,9 @@ def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> I
     Raises:
         UsageError: if the folders cannot be written, or another run holds them.
     """
+    prepare_folders(config)
     with ExitStack() as locks:
         for flag, folder in config.folders.items():
-            prepare_folder(flag, folder)
             if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
                 continue
             lock, busy = folder / LOCK_FILE, f"{StatusFile(folder).writer} is training in --{flag} {folder}"

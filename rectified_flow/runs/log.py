@@ -15,6 +15,7 @@ from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import program_flags
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
+from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid
 
 PROJECT = "rectified-flow"
@@ -131,6 +132,7 @@ class RunLog:
 
     def open(self, name: str) -> LineFile:
         """Open ``NAME.jsonl``, which is flushed with every checkpoint from now on."""
+        claim(self.folder, [f"{name}.jsonl", f"{name}.old.jsonl"])
         self._files.append(LineFile(self.folder / f"{name}.jsonl", self.step, self.warn))
         return self._files[-1]
 

@@ -18,8 +18,7 @@ from rectified_flow.flags import plain
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import program_flags, read_config
-from rectified_flow.system.files import prepare_folder
+from rectified_flow.runs.folder import prepare_folders, program_flags, read_config
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
@@ -55,8 +54,7 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
         UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
             path of ``--resume`` does not exist.
     """
-    for flag, folder in config.folders.items():
-        prepare_folder(flag, folder)
+    prepare_folders(config)
     if not _own_checkpoints(config):
         for path in filter(None, (origin, config.origin)):
             checkpoint.resolve(path, warn=lambda _line: None, names=())

@@ -12,7 +12,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, PngImagePlugin
 from torch import Tensor
 
-from rectified_flow.system.files import open_regular, replace_file, writing
+from rectified_flow.system.files import open_regular, writing
+from rectified_flow.system.outputs import write_output
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
@@ -125,7 +126,7 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
         RunError: if that fails.
     """
     with writing(path):
-        replace_file(path, encode_picture(pixels, path.suffix, **options), durable=False)
+        write_output(path, encode_picture(pixels, path.suffix, **options), durable=False)
     return path
 
 
@@ -158,7 +159,7 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
         _draw(axes, panel)
     content = BytesIO()
     figure.savefig(content, format="png", dpi=120)
-    replace_file(path, content.getvalue())
+    write_output(path, content.getvalue())
     return path
 
 

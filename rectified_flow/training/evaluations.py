@@ -14,6 +14,7 @@ from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import BEST
 from rectified_flow.runs.log import columns
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Line, Panel, draw_panels
@@ -202,4 +203,4 @@ def _mark_best(trainer: "Trainer", step: int) -> str:
         return f"The checkpoint of step {step} was not kept"
     with suppress(OSError):  # a full disk does not stop the run
         checkpoint.mark_best(path)
-    return f"{folder / checkpoint.BEST} is the checkpoint of step {step}, and the last one may draw better pictures"
+    return f"{folder / BEST} is the checkpoint of step {step}, and the last one may draw better pictures"

@@ -188,5 +188,5 @@ def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Pa
     [path] = checkpoint.list_checkpoints(run / "checkpoints")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
-    assert_refused("sample.py", 1, flags, "holds a run or a checkpoint: choose a folder of its own")
+    assert_refused("sample.py", 1, flags, "is of a run or a checkpoint: choose a folder of its own")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
