@@ -24,9 +24,3 @@ class RunError(RuntimeError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def require(condition: bool, sentence: str) -> None:
-    """Raise a UsageError with ``sentence`` unless ``condition`` holds."""
-    if not condition:
-        raise UsageError(sentence)

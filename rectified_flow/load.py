@@ -12,7 +12,7 @@ from typing_extensions import TypeVar
 
 from rectified_flow.condition import chosen
 from rectified_flow.distributed.join import check_equal
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
@@ -131,7 +131,8 @@ def read_trained(source: Path) -> Trained:
         UsageError: if it is damaged, or holds no :class:`Flow`.
     """
     files = read_manifest(source).files  # not the files in the folder: the run may be removing some
-    require(FLOW_FILE in files, f"checkpoint {source} has no {FLOW_FILE}: register its network and flow in training")
+    if FLOW_FILE not in files:
+        raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register its network and flow in training")
     flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE)
     checkpoint.load_averaged(network_of(flow), source)
     return Trained(
@@ -178,9 +179,11 @@ def solver_options(
     flags = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
     unused = [flags[name] for name in options if name not in inspect.signature(flow.sample).parameters]
     hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
-    require(not unused, f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
+    if unused:
+        raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
     labelled = len(chosen(flow.conditions)) > 0
-    require(labelled or "guidance" not in options, f"--guidance_scale needs labels: train {source} with --use_cfg")
+    if not labelled and "guidance" in options:
+        raise UsageError(f"--guidance_scale needs labels: train {source} with --use_cfg")
     return options
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 
 Role = Literal["dataset", "optimizer", "metric", "degradation"]
 """The purpose of a registered function, or of a class that is called as one."""
@@ -76,7 +76,8 @@ def find(flag: str, role: Role | type, name: str, but: type | None = None) -> An
     """
     known = names(role, but)
     choices = " or ".join(known) or "another"
-    require(name in known, f"--{flag} {name} is not registered: choose {choices}, or pass --import with its module")
+    if name not in known:
+        raise UsageError(f"--{flag} {name} is not registered: choose {choices}, or pass --import with its module")
     return _REGISTERED[role if isinstance(role, str) else None][name]
 
 
@@ -97,10 +98,12 @@ def describe(value: object) -> dict[str, Any]:
         UsageError: if it, or one of its arguments, is neither registered nor plain data.
     """
     kind = type(value).__name__
-    require(is_registered(value), f"{kind} is not registered: decorate it with @rectified_flow.register")
+    if not is_registered(value):
+        raise UsageError(f"{kind} is not registered: decorate it with @rectified_flow.register")
     arguments = {}
     for name in parameters_of(type(value)):
-        require(hasattr(value, name), f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
+        if not hasattr(value, name):
+            raise UsageError(f"{kind}.{name} does not exist: keep each constructor argument in an attribute")
         arguments[name] = _plain(getattr(value, name), f"{kind}.{name}")
     return {"kind": kind} | arguments
 
@@ -157,10 +160,12 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
 
     parameters = parameters_of(kind)
     for name, value in arguments.items():
-        require(name in parameters, f"it has no argument {name!r}; if a newer version wrote that, upgrade")
+        if name not in parameters:
+            raise UsageError(f"it has no argument {name!r}; if a newer version wrote that, upgrade")
         if kind.__module__.startswith(f"{__package__}."):
             problem = misfit(_with_tuples(value), parameters[name].annotation)
-            require(problem is None, f"{name} is {problem}")
+            if problem is not None:
+                raise UsageError(f"{name} is {problem}")
 
 
 def _with_tuples(value: Any) -> Any:

@@ -9,7 +9,7 @@ import tyro
 from annotated_types import Interval
 
 from rectified_flow.cli.train_flags import ProgramConfig
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import AtLeastTwo, Flags, NoiseLevel, NonNegative, Positive, Seed, default_is
 from rectified_flow.flows import Solver, TimeGrid
@@ -46,9 +46,11 @@ class SolverConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         first, last = self.guidance_interval
-        require(first < last, f"--guidance_interval {first:g} {last:g} is empty: the first number must be the smaller")
+        if first >= last:
+            raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: the first number must be the smaller")
         acts = self.guidance_scale != 1 or self.guidance_interval == (0, 1)
-        require(acts, f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1")
+        if not acts:
+            raise UsageError(f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1")
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,11 @@ class PicturesConfig(Flags):
         super().__post_init__()
         for flag, needed in {"noise_level": "from_images", "license": "save_pretrained"}.items():
             useful = getattr(self, flag) is None or getattr(self, needed) is not None
-            require(useful, f"--{flag} has no effect without --{needed}: pass both")
+            if not useful:
+                raise UsageError(f"--{flag} has no effect without --{needed}: pass both")
         spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
-        require(bool(spelled), f"--license {self.license} is not spelled as on the hub, such as mit or cc-by-4.0")
+        if not spelled:
+            raise UsageError(f"--license {self.license} is not spelled as on the hub, such as mit or cc-by-4.0")
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,8 @@ class MeasureConfig(Flags):
         super().__post_init__()
         for name in ("steps", "ema_lengths"):
             values = getattr(self, name)
-            require(len(set(values)) == len(values), f"--{name} {values} contains duplicates")
+            if len(set(values)) != len(values):
+                raise UsageError(f"--{name} {values} contains duplicates")
 
 
 @dataclass(frozen=True)
@@ -189,4 +194,5 @@ class WatchConfig:
 
 def check_adaptive(solver: SolverConfig, steps: object) -> None:
     """Raise a UsageError if ``--steps`` is given to the solver that chooses its own."""
-    require(solver.solver != "adaptive" or not steps, "--steps and --solver adaptive exclude each other; give one")
+    if solver.solver == "adaptive" and steps:
+        raise UsageError("--steps and --solver adaptive exclude each other; give one")

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.runs.watched import WatchedRuns, runs_in
 from rectified_flow.system.terminal import lines
 
@@ -117,7 +117,8 @@ def serve(flags: WatchedConfig) -> Server:
         UsageError: if a folder does not exist, or no port is free.
     """
     for folder in flags.runs:
-        require(folder.is_dir(), f"{folder} is no folder: {REMEDY}")
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is no folder: {REMEDY}")
     for port in range(flags.port, min(flags.port + PORTS, 65536)):
         try:
             return Server((flags.host, port), WatchedRuns(flags.runs))

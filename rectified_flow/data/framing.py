@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from annotated_types import Gt
 
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
@@ -44,7 +44,8 @@ class Framing:
         times, rest = divmod(image_size, short)
         nearest = max(1, round(image_size / short)) * short
         refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives no whole long side"
-        require(rest == 0, f"{refusal}; take {nearest}")
+        if rest:
+            raise UsageError(f"{refusal}; take {nearest}")
         return cls(width * times, height * times, alpha, crop)
 
     @property
@@ -84,5 +85,6 @@ def parse_ratio(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([0-9]{1,4}):([0-9]{1,4})", text)
     width, height = (int(number) for number in match.groups()) if match else (0, 0)
     rule = "it must be width:height, two whole numbers from 1 to 9999, such as 3:2"
-    require(min(width, height) > 0, f"--aspect_ratio is {text}; {rule}")
+    if min(width, height) <= 0:
+        raise UsageError(f"--aspect_ratio is {text}; {rule}")
     return Fraction(width, height).as_integer_ratio()

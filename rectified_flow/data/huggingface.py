@@ -10,7 +10,7 @@ from typing import Any
 from PIL import Image
 
 from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
 
@@ -55,7 +55,8 @@ class HuggingFaceSource:
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
         found = f"the column {self._label_column} of {self.name} has the number {largest}, which is no class"
         remedy = f"number the classes from 0 (there may be {MOST_CLASSES}), or give the column another name"
-        require(largest < MOST_CLASSES, f"{found}: {remedy}")
+        if largest >= MOST_CLASSES:
+            raise UsageError(f"{found}: {remedy}")
         return [str(label) for label in range(largest + 1)]
 
     def __len__(self) -> int:
@@ -104,7 +105,8 @@ class HuggingFaceSource:
         import datasets
 
         splits = self._load()
-        require(self.split in splits, f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
+        if self.split not in splits:
+            raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
         rows = splits[self.split]
         columns = _image_columns(rows)
         if not columns:

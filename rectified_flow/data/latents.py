@@ -15,7 +15,7 @@ from torch import Tensor
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, dtype_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import claimed, fill
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents
 
@@ -108,7 +108,8 @@ def encode_pictures(
         variants = [images, images.flip(-1)][: 1 + both]
         latents = torch.cat([space.from_pictures(each) for each in variants], dim=1).half()
         found = f"--autoencoder {autoencoder.name} gives latents of {info.source} that are not finite"
-        require(bool(latents.isfinite().all()), f"{found}, or too large for float16: choose another autoencoder")
+        if not latents.isfinite().all():
+            raise UsageError(f"{found}, or too large for float16: choose another autoencoder")
         return {LATENTS_FILE: latents}
 
     def finish() -> None:

@@ -29,7 +29,7 @@ from accelerate.utils import gather_object, parse_flag_from_env
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import RunError, UsageError, first_line, require
+from rectified_flow.errors import RunError, UsageError, first_line
 
 STARTUP_TIMEOUT = timedelta(minutes=30)
 """Timeout of collectives before the first step: other processes may be reading data, compiling, or not started yet."""
@@ -112,14 +112,17 @@ def join_processes() -> PartialState:
     cpu, gpus = parse_flag_from_env("ACCELERATE_USE_CPU"), torch.cuda.device_count()
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
     fits = cpu or gpus == 0 or here <= gpus
-    require(fits, f"there are more processes than the {gpus} GPUs of this machine: start {gpus}")
+    if not fits:
+        raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}")
     sharded = any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING)
-    require(not sharded, "FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
+    if sharded:
+        raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
     if os.environ.keys() >= {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} and not dist.is_initialized():
         _create_group(cpu, world_size)
     state = PartialState(cpu=cpu)
     seen = state.num_processes
-    require(seen == world_size, f"accelerate sees {seen} of {world_size} processes: start them with torchrun")
+    if seen != world_size:
+        raise UsageError(f"accelerate sees {seen} of {world_size} processes: start them with torchrun")
     return state
 
 
@@ -213,7 +216,8 @@ def check_equal(state: Accelerator | PartialState, facts: Callable[[], Mapping[s
         shown = [f"{key} is {its!s:.60}, not {main!s:.60}" for key, (its, main) in pairs.items() if its != main]
         more = f", and {len(shown) - SHOWN_FACTS} more" * (len(shown) > SHOWN_FACTS)
         difference = f"rank {rank} on {host} differs from rank 0 on {main_host}: {'; '.join(shown[:SHOWN_FACTS])}{more}"
-        require(not shown, f"{difference}: start every process with the same flags, data and versions")
+        if shown:
+            raise UsageError(f"{difference}: start every process with the same flags, data and versions")
 
 
 def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path]) -> None:

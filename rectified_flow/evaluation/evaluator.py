@@ -12,7 +12,7 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import map_over_ranks
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
@@ -64,7 +64,8 @@ class Evaluator:
         metrics: Sequence[str] = METRICS,
     ) -> None:
         self.dataset, self.held_out, self.state = dataset, held_out, PartialState()
-        require(len(dataset) >= 2, f"{dataset.info.source} has a single picture; a distance needs at least 2")
+        if len(dataset) < 2:
+            raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
         self.features: list[Features] = [load_features(feature_network, self.state.device), average_colours()]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
-from rectified_flow.errors import UsageError, first_line, require
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
 from rectified_flow.system.files import read_document
 
@@ -160,11 +160,11 @@ class PretrainedAutoencoder(Autoencoder):
     def _module(self, device: torch.device) -> Any:
         if device.type == "meta":
             return _load(self.source, weights=False)
-        require(
-            self._expected in (None, _fingerprint_of(self.source)),
-            f"--autoencoder {self.source} has other weights than the flow was trained with: name the autoencoder of "
-            "its training",
-        )
+        if self._expected not in (None, _fingerprint_of(self.source)):
+            raise UsageError(
+                f"--autoencoder {self.source} has other weights than the flow was trained with: name the "
+                "autoencoder of its training"
+            )
         return _load(self.source).to(device)
 
 
@@ -246,16 +246,14 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
         ) from error
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
-    require(
-        name.startswith("Autoencoder") and hasattr(kind, "decode"),
-        f"--autoencoder {source} is not an autoencoder of diffusers: its {CONFIG_FILE} has the _class_name {name}",
-    )
+    if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
+        raise UsageError(
+            f"--autoencoder {source} is not an autoencoder of diffusers: its {CONFIG_FILE} has the _class_name {name}"
+        )
     for key, value in config.items():
         most = MOST_LAYERS if "layers" in key or "blocks" in key else LARGEST_NUMBER
-        require(
-            _largest(value) <= most,
-            f"--autoencoder {source} has {key} {_largest(value):g} in its {CONFIG_FILE}, above {most}",
-        )
+        if _largest(value) > most:
+            raise UsageError(f"--autoencoder {source} has {key} {_largest(value):g} in its {CONFIG_FILE}, above {most}")
     return kind, config, subfolder
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 
 CGROUPS = Path("/sys/fs/cgroup")
 SPIN_COUNT = "10000"
@@ -72,7 +72,8 @@ def _require_room(needed: float, room: int, place: str, what: str, remedy: str) 
     from tqdm import tqdm  # the command line imports this module
 
     least, there = (tqdm.format_sizeof(size, "B") for size in (needed, room))
-    require(needed <= room, f"{what} would need at least {least} of {place} {there}: {remedy}")
+    if needed > room:
+        raise UsageError(f"{what} would need at least {least} of {place} {there}: {remedy}")
 
 
 def allow_open_files() -> None:
@@ -89,7 +90,8 @@ def allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
     too_few = f"this process may have {soft} files open, and needs {FEWEST_OPEN_FILES}"
-    require(soft >= FEWEST_OPEN_FILES, f"{too_few}: raise the limit (ulimit -n)")
+    if soft < FEWEST_OPEN_FILES:
+        raise UsageError(f"{too_few}: raise the limit (ulimit -n)")
 
 
 def _limits(name: str) -> list[list[int]]:

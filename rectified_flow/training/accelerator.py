@@ -9,7 +9,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from torch import nn
 
 from rectified_flow.distributed.join import join_processes
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import TrainingConfig
 
 
@@ -25,10 +25,8 @@ def choose_precision(config: TrainingConfig, device: torch.device, *, supports_b
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
     precision = config.mixed_precision or (inherited or fastest).lower()
-    require(
-        device.type != "cpu" or precision != "fp16",
-        "--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no",
-    )
+    if device.type == "cpu" and precision == "fp16":
+        raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision
 
 

@@ -6,7 +6,7 @@ from math import cos, pi
 import torch
 from torch import nn
 
-from rectified_flow.errors import UsageError, require
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import choose
 from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
@@ -34,7 +34,8 @@ def trained_parameters(flow: nn.Module) -> dict[str, nn.Parameter]:
         UsageError: if no parameter is trained, or a trained parameter has less than 32 bits.
     """
     parameters = {name: p for name, p in flow.named_parameters() if p.requires_grad}
-    require(bool(parameters), "every parameter of the flow is frozen, so there is nothing to train")
+    if not parameters:
+        raise UsageError("every parameter of the flow is frozen, so there is nothing to train")
     for name, parameter in parameters.items():
         if parameter.element_size() < torch.float32.itemsize:
             raise UsageError(

@@ -17,7 +17,7 @@ from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import RunError, require
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.snapshots import LENGTHS, file_of
@@ -159,18 +159,16 @@ class TrainingState:
             self.ema.initted.fill_(True)
             self.ema.step.fill_(saved.ema_step or 0)
         for file, average in self.power.items():
-            require(
-                (path / file).exists(),
-                f"--power_ema must be on from a run's first step, and {path} was saved without it",
-            )
+            if not (path / file).exists():
+                raise UsageError(f"--power_ema must be on from a run's first step, and {path} was saved without it")
             checkpoint.load_weights(average.ema_model, path, checkpoint.MODEL_FILE, file)
             average.initted.fill_(saved.updates > 0)
             average.step.fill_(saved.updates)
         optimizer = type(self.optimizer.optimizer).__name__
-        require(
-            saved.optimizer == optimizer,
-            f"checkpoint {path} was trained by {saved.optimizer}, not {optimizer}: choose another output_dir",
-        )
+        if saved.optimizer != optimizer:
+            raise UsageError(
+                f"checkpoint {path} was trained by {saved.optimizer}, not {optimizer}: choose another output_dir"
+            )
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
             self.optimizer.scaler.load_state_dict(self.optimizer.scaler.state_dict() | saved.grad_scaler)

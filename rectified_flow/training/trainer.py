@@ -22,7 +22,7 @@ from rectified_flow.distributed.collectives import (
     set_collective_timeout,
 )
 from rectified_flow.distributed.join import STARTUP_TIMEOUT
-from rectified_flow.errors import require
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
@@ -93,7 +93,8 @@ class Trainer:
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]
-        require(self.length > 0, "the dataset is empty")
+        if self.length <= 0:
+            raise UsageError("the dataset is empty")
         self.total_steps = config.total_steps(self.batch, self.length)
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
