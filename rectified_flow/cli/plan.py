@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.recipe import may_choose
-from rectified_flow.cli.teacher import calls_of, files_of
+from rectified_flow.cli.teacher import files_of
 from rectified_flow.cli.train_flags import TrainConfig
 from rectified_flow.data.report import describe_pictures
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, row_size
@@ -20,6 +20,7 @@ from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.solvers import CALLS_PER_STEP
 from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.config import TrainingConfig
@@ -59,19 +60,14 @@ def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
 
 
 def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
-    """Return at most ``count`` rows in order, evenly over the labels and over the rows of each."""
-    rows = [np.flatnonzero(labels == label) for label in np.unique(labels)]
-    shares = np.zeros(len(rows), dtype=int)
-    while (missing := min(count, len(labels)) - shares.sum()) > 0:
-        left = np.flatnonzero(shares < [len(each) for each in rows])
-        shares[left[_evenly(len(left), min(len(left), missing))]] += 1
-    chosen = [each[_evenly(len(each), share)] for each, share in zip(rows, shares, strict=True) if share]
-    return sorted(np.concatenate(chosen).tolist())
-
-
-def _evenly(total: int, count: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.int64]]":
-    """Return ``count`` numbers below ``total`` at equal distances."""
-    return np.arange(count) * total // count
+    """Return at most ``count`` random rows in order: first one of each label, then a second of each, and so on."""
+    shuffled = np.random.default_rng(0).permutation(len(labels))
+    turns = np.empty(len(labels), dtype=int)  # the number of rows of the same label before each row
+    for label in np.unique(labels):
+        rows = shuffled[labels[shuffled] == label]
+        turns[rows] = np.arange(len(rows))
+    by_turn = shuffled[np.argsort(turns[shuffled], kind="stable")]
+    return sorted(by_turn[:count].tolist())
 
 
 LARGEST_SIDE_MEASURED = 64
@@ -108,9 +104,10 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
         length = "as many images as the teacher's run, where no flag gives the length (docs/mean_flow.md)"
         texts["recipe"] = chosen if taught is None else length
     if taught is not None:
+        calls = taught.count * taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
         size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
         texts[taught.rows] = (
-            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls_of(taught):,} calls of the "
+            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls:,} calls of the "
             f"teacher's network: {size / 1e9:.2f} GB in {taught.folder}"
         )
     if isinstance(space, Latents):

@@ -18,10 +18,10 @@ from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, Sto
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.flags import as_plain, checked, command_line, plain, replaced
+from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
 from rectified_flow.flows import Solver
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
@@ -37,19 +37,18 @@ from rectified_flow.training.accelerator import choose_precision
 Config = TypeVar("Config", bound=TrainConfig)
 PATH_FILE = "path.float16"
 BATCH_SIZE = 64
-NEW_FLAGS = ("network", "network_options", "dataset_options", "space", "space_options", "autoencoder_options")
-"""Inherited flags that a teacher's run may lack: they were added after the first release."""
 FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
 """Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
 INHERITED = (
-    *("dataset", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
-    *("dim", "dim_mults", "dropout", "use_cfg", "prediction"),
-    *NEW_FLAGS,
+    *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
+    *("space", "space_options", "autoencoder_options"),
+    *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
-COMPARED = {"pairs": "", "steps": "steps", "points": "points", "guidance_scale": "guidance"}
-COMPARED |= {name: name for name in ("seed", "pictures", "solver")}
-"""Values of a recipe that must match the stored data, with their names in errors; ``pairs`` also counts paths."""
+COMPARED = ("pairs", "steps", "points", "guidance_scale", "seed", "pictures", "solver")
+"""Values of a recipe that must match those of stored data."""
+COMPARED_UNFINISHED = ("precision", "teacher")
+"""Values that must match, too, while rows are missing; complete data suit every precision."""
 
 
 def with_teacher_flags(config: Config) -> Config:
@@ -65,19 +64,16 @@ def with_teacher_flags(config: Config) -> Config:
     given = config.program.given if config.program.config is None else frozenset[str]()  # the file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
-        if mine[name] != as_plain(flags[name]):
-            raise UsageError(
-                f"--{name} has no effect with --{taught.flag}: the run inherits "
-                f"{' '.join(command_line({name: flags[name]}))} of {source}; leave it out"
-            )
+        inherited = " ".join(command_line({name: flags[name]}))
+        sentence = f"has no effect with --{taught.flag}: the run inherits {inherited} of {source}; leave it out"
+        refuse({name: mine[name] != as_plain(flags[name])}, sentence)
     if taught.rows == "paths":
         if flags["prediction"] != "velocity":
             raise UsageError(
-                f"--teacher {source} predicts the {flags['prediction']}, and a mean flow starts from weights that "
-                "predict the velocity: pass a run with --prediction velocity"
+                f"--teacher {source} predicts the {flags['prediction']}: pass one that predicts the velocity"
             )
-        if not flags["use_cfg"] and taught.guidance_scale != 1:
-            raise UsageError(f"--guidance_scale needs a teacher with labels: {source} was trained without --use_cfg")
+        if not flags["use_cfg"]:
+            refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs labels: {source} is a run without --use_cfg")
     folders = {name: getattr(config.data, name) or flags[name] for name in FOLDERS}
     return replaced(config, {**flags, **folders, taught.flag: source})
 
@@ -86,11 +82,6 @@ def inherited_flags(config: TrainConfig) -> dict[str, Any]:
     """Return the flags of a run that its teacher determines."""
     flags = {"prediction": "velocity"} | plain(config)
     return {name: flags[name] for name in (*INHERITED, *FOLDERS)}
-
-
-def calls_of(taught: TeacherData) -> int:
-    """Return the number of calls of the teacher's network for all data."""
-    return taught.count * taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
 
 
 def files_of(taught: TeacherData, space: Space) -> dict[str, Sequence[int]]:
@@ -158,10 +149,7 @@ def open_drawn(
     state = PartialState()
     batch, prefix = run.split_batch(state.num_processes), taught.flag.removesuffix("_from")
     if taught.count < batch.total:
-        raise UsageError(
-            f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more, or "
-            "a smaller --batch_size"
-        )
+        raise UsageError(f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more")
     known = on_main(state, lambda: recipe_of(taught))
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
@@ -189,19 +177,16 @@ def open_drawn(
     return StoreDataset(writer.path, pictures.arguments), space
 
 
-def folders_of(taught: TeacherData) -> list[Path]:
-    """Return the folders of the data that exist: the complete folder, and the stage of unfinished data."""
-    return Artifact(taught.folder, taught.rows, ()).folders
-
-
 def recipe_of(taught: TeacherData) -> Recipe | None:
     """Return the recipe of the data, complete or not; None if nothing has been generated.
 
     Raises:
         UsageError: if it cannot be read.
     """
-    recipes = [folder / RECIPE_FILE for folder in folders_of(taught)]
-    return next((read_document(each, Recipe) for each in recipes if each.exists()), None)
+    for folder in Artifact(taught.folder, taught.rows, ()).folders:
+        if (folder / RECIPE_FILE).exists():
+            return read_document(folder / RECIPE_FILE, Recipe)
+    return None
 
 
 def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> bool:
@@ -215,19 +200,13 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: Ex
     held.enter_context(writer.locked(f"choose another --{flag}", LOCK_TIMEOUT))
     adopt(path, rows)
     known, whole = recipe_of(taught), writer.is_whole
-    if known is not None:
-        # A whole store is used in whichever precision this machine would generate it.
-        for name, called in (COMPARED if whole else COMPARED | {"precision": "precision"}).items():
-            then, now = getattr(known, name), getattr(recipe, name)
-            if then != now:
-                raise UsageError(
-                    f"the {rows} in {path} were drawn with other {called or rows} ({then} there, {now} now): "
-                    f"choose another --output_dir, or --{flag}"
-                )
-        if not whole and known.teacher != recipe.teacher:
+    for name in () if known is None else COMPARED if whole else COMPARED + COMPARED_UNFINISHED:
+        then, now = getattr(known, name), getattr(recipe, name)
+        if then != now:
+            called = rows if name == "pairs" else name
             raise UsageError(
-                f"{taught.source} has changed since it drew the first {rows}: remove {writer.stage}, or choose "
-                f"another --{flag}"
+                f"the {rows} in {path} differ in {called} ({then} there, {now} now): "
+                f"choose another --output_dir, or --{flag}"
             )
     return whole
 
@@ -291,9 +270,7 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     for newest in saved[-1:]:
         with suppress(DamageError):  # the run itself reports it
             if _flags_of(newest).get(taught.flag) is None:
-                raise UsageError(
-                    f"{checkpoints} holds checkpoints of a run without --{taught.flag}: choose another --output_dir"
-                )
+                raise UsageError(f"{checkpoints} is of a run without --{taught.flag}: choose another --output_dir")
     known = recipe_of(taught)
     if known is None:
         source, flags = checkpoint.read(
@@ -302,21 +279,16 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
         origin = source
     else:
         source, flags, origin = Path(known.source), known.flags, taught.folder
+        remedy = f"choose another --output_dir, or --{taught.rows}_dir"
         if not source.resolve().is_relative_to(taught.source.resolve()):
-            raise UsageError(
-                f"{origin} holds {taught.rows} of {source}: choose another --output_dir for {taught.source}"
-            )
+            raise UsageError(f"{origin} holds {taught.rows} of {source}: {remedy}")
+        # The run starts from the teacher's weights, unless it has weights of its own.
         if checkpoint.fingerprint(source) == checkpoint.MISSING and not saved:
-            raise UsageError(
-                f"{source} is gone, which draws the {taught.rows} in {origin} and whose weights the run starts from: "
-                f"remove {' and '.join(map(str, folders_of(taught)))} to begin with another"
-            )
-    defaults, names = plain(TrainRectifiedFlow()), (*INHERITED, *FOLDERS)
-    flags = {name: defaults[name] for name in NEW_FLAGS} | flags
-    lacks = ", ".join(name for name in names if name not in flags)
-    if lacks:
-        raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: it lacks the flags {lacks}")
-    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in names}, origin)
+            raise UsageError(f"{source}, the teacher of the {taught.rows} in {origin}, is gone: {remedy}")
+    if "prediction" not in flags:
+        raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: pass one of its runs")
+    flags = plain(TrainRectifiedFlow()) | flags  # flags that are newer than the teacher
+    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin)
 
 
 def _flags_of(source: Path) -> dict[str, Any]:

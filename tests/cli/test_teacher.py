@@ -126,13 +126,16 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {tmp}", "there is no checkpoint at"),
         ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
         ("--teacher {run} --teacher_paths 10", "--teacher_paths 10 is fewer than one global batch"),
-        ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
+        ("--teacher {run} --coupling ot", "--coupling has no effect with --teacher"),
         ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
         ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be at most 1"),
-        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "were drawn with other paths (150 there, 70 now)"),
-        ("--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3", "other guidance (2.0 there, 1"),
-        ("--teacher {run} --output_dir {run}", "holds checkpoints of a run without --teacher: choose another"),
+        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "differ in paths (150 there, 70 now)"),
+        (
+            "--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3",
+            "differ in guidance_scale (2.0 there, 1",
+        ),
+        ("--teacher {run} --output_dir {run}", "is of a run without --teacher: choose another"),
         ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
         ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
         ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
@@ -149,10 +152,10 @@ def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: st
 def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
     clean = train_teacher(tmp_path / "clean", prediction="clean")
     flags = f"--teacher {clean} --output_dir {tmp_path / 'run'}"
-    assert_refused("train_mean_flow.py", 1, flags, "predicts the clean, and a mean flow starts from weights")
+    assert_refused("train_mean_flow.py", 1, flags, "predicts the clean: pass one that predicts the velocity")
     plain = train_teacher(tmp_path / "plain")
     flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
-    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs a teacher with labels")
+    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs labels")
 
 
 def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def begin_to_draw(teacher: Path, output_dir: Path) -> None:
 
 
 def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: Path) -> None:
-    """The paths would be of two teachers, or there is none to go on with: both say what to remove."""
+    """The paths would be of two teachers, or there is none to go on with: both name another folder as the remedy."""
     PartialState()
     mine = tmp_path / "teacher"
     shutil.copytree(teacher, mine)
@@ -188,12 +191,11 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     shutil.rmtree(mine)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
     flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
-    stage = f"{tmp_path}/run/paths.building"
-    said = f"has changed since it drew the first paths: remove {stage}"
+    said = f"the paths in {tmp_path}/run/paths differ in teacher ("
     assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)
     assert_refused(
-        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "is gone", f"remove {stage} to begin"
+        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "is gone: choose another --output_dir"
     )
 
 
