@@ -93,7 +93,7 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)
-    if {"num_epochs", "train_num_steps"} <= set(names(config_class)) and "num_epochs" in typed | flags.keys():
+    if {"num_epochs", "train_num_steps"} <= flag_types(config_class).keys() and "num_epochs" in typed | flags.keys():
         arguments = ["--train_num_steps", "None", *arguments]  # in place of a program's own default
     explanation = io.StringIO()
     default: dict[str, Any] = {"default": replaced(config_class(), flags)} if flags else {}
@@ -160,11 +160,6 @@ def recorded(config: Any) -> dict[str, Any]:
     return {name: value for name, value in plain(config).items() if name not in NOT_RECORDED}
 
 
-def names(config_class: type) -> list[str]:
-    """Return the names of all flags of a config, also of those in nested configs."""
-    return list(flag_types(config_class))
-
-
 def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
     """Return flags that were read from a file, with the types of the fields that they set.
 
@@ -181,6 +176,13 @@ def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dic
         for name, kind in flag_types(config_class).items()
         if name in flags
     }
+
+
+def refuse(flags: Mapping[str, object], reason: str) -> None:
+    """Raise a UsageError for the first of these flags that has a value; its sentence ends with the reason."""
+    for name, value in flags.items():
+        if value:
+            raise UsageError(f"--{name} {reason}")
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
@@ -230,12 +232,10 @@ def _is_default(value: Any, default: Any) -> bool:
 
 def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) -> dict[str, Any]:
     """Return the flags in the file of ``--config``, without those that ``typed`` flags override."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config", type=Path, nargs="?")
-    path = finder.parse_known_args(arguments)[0].config
-    known = names(config_class)
-    if path is None or "config" not in known:
+    known, words = flag_types(config_class), _values_of("--config", arguments)
+    if "config" not in known or not words:
         return {}
+    path = Path(words[0])
     flags = read_document(path, dict[str, Any])
     if "run" in flags:  # a run's config.json; any other file has flags alone
         if "flags" not in flags:
@@ -249,8 +249,7 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
     modules = flags.pop("import", None)
     if modules and "import" not in typed:
         raise UsageError(
-            f"--config {path} is of a run with --import {' '.join(modules or ())}: pass that again, as no file makes a "
-            "program import code"
+            f"--config {path} is of a run with --import {' '.join(modules)}: pass it again, as a file imports no code"
         )
     overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
     return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
@@ -258,9 +257,7 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
 
 def _describe_imports(arguments: Sequence[str]) -> str:
     """Return a section of ``--help`` for each class and function that the modules of ``--import`` register."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--import", dest="modules", nargs="*", default=())
-    modules = finder.parse_known_args(arguments)[0].modules
+    modules = _values_of("--import", arguments)
     import_modules(modules)
     lines = []
     for target in registered_in(modules):
@@ -270,6 +267,14 @@ def _describe_imports(arguments: Sequence[str]) -> str:
             default = "(no default)" if each.default is each.empty else f"(default: {each.default})"
             lines.append(f"  {f'{name}={kind}':<30} {default}")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _values_of(flag: str, arguments: Sequence[str]) -> list[str]:
+    """Return the values of one flag, before the command line is parsed."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument(flag, dest="values", nargs="*", default=[])
+    values: list[str] = finder.parse_known_args(arguments)[0].values
+    return values
 
 
 def import_modules(modules: Sequence[str]) -> None:

@@ -27,7 +27,7 @@ from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data import build as catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import names, parse
+from rectified_flow.flags import flag_types, parse
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
@@ -189,7 +189,7 @@ def unknown_commands(text: str) -> list[str]:
 def unknown_flags(text: str) -> list[str]:
     """Commands with a flag, or a value of it, that does not exist, marked or not; and flags in prose."""
     wrong = [str(each) for each in commands_of(text) if not _is_valid(each)]
-    known = LAUNCHER_FLAGS | {"help"} | {name for config in CONFIGS.values() for name in names(config)}
+    known = LAUNCHER_FLAGS | {"help"} | {name for config in CONFIGS.values() for name in flag_types(config)}
     for file in [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "scripts").glob("*.py"), ROOT / "studies/harness.py"]:
         known |= _fields(file)
     mentioned = re.findall(r"(?<![\w-])--([a-z]\w*)", prose_of(text))

@@ -48,8 +48,8 @@ def evaluate(config: EvaluateConfig) -> None:
         UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
         RunError: if the results cannot be written.
     """
-    measure = config.measure
-    state, trained, options = open_trained(config, measure.seed)
+    measure = config.samples
+    state, trained, options = open_trained(config)
     flow, source = trained.flow, trained.source
     # Flags that cannot work, and results that cannot be read, end here, before hours of sampling.
     snapshots = on_main(state, lambda: intact_snapshots(source, tqdm.write)) if measure.ema_lengths else {}

@@ -6,7 +6,7 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.run_flags import EvaluateConfig, SampleConfig
+from rectified_flow.cli.run_flags import SamplingConfig
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
 from rectified_flow.condition import Kinds
 from rectified_flow.data.build import ImageSource, open_dataset
@@ -56,14 +56,14 @@ def join(config: Any) -> PartialState:
     return state
 
 
-def open_trained(config: SampleConfig | EvaluateConfig, seed: int) -> tuple[PartialState, Trained, dict[str, Any]]:
+def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[str, Any]]:
     """Join the processes, and load a trained flow with the solver options of the flags.
 
     Raises:
         UsageError: if the checkpoint cannot be used, or a flag has no effect on its flow.
     """
     state, model = join(config), config.model
-    set_seed(seed)
+    set_seed(config.samples.seed)
     trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
     return state, trained, solver_options(trained.flow, trained.source, **vars(config.solver))
 
@@ -189,7 +189,7 @@ def choose_flow(config: TrainConfig) -> Choice:
     Raises:
         UsageError: if one is not registered, or a flag does not fit it.
     """
-    flags, taught = config.flow, config.teacher.source is not None
+    flags, taught = config.flow, config.teacher_data is not None
     ours: type[Flow] = RectifiedFlow
     if isinstance(config, TrainMeanFlow):
         ours = DistilledFlow if taught else MeanFlow

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from annotated_types import Interval
@@ -11,7 +11,7 @@ from annotated_types import Interval
 from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import AtLeastTwo, Flags, NoiseLevel, NonNegative, Positive, Seed, default_is
+from rectified_flow.flags import AtLeastTwo, Flags, NoiseLevel, NonNegative, Positive, Seed, default_is, refuse
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.runs.config import EmaLength
 
@@ -48,9 +48,8 @@ class SolverConfig(Flags):
         first, last = self.guidance_interval
         if first >= last:
             raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: the first number must be the smaller")
-        acts = self.guidance_scale != 1 or self.guidance_interval == (0, 1)
-        if not acts:
-            raise UsageError(f"--guidance_interval {first:g} {last:g} needs a --guidance_scale other than 1")
+        if self.guidance_scale == 1:
+            refuse({"guidance_interval": self.guidance_interval != (0, 1)}, "needs a --guidance_scale other than 1")
 
 
 @dataclass(frozen=True)
@@ -83,25 +82,11 @@ class PicturesConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         for flag, needed in {"noise_level": "from_images", "license": "save_pretrained"}.items():
-            useful = getattr(self, flag) is None or getattr(self, needed) is not None
-            if not useful:
-                raise UsageError(f"--{flag} has no effect without --{needed}: pass both")
+            if getattr(self, needed) is None:
+                refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
         spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
         if not spelled:
             raise UsageError(f"--license {self.license} is not spelled as on the hub, such as mit or cc-by-4.0")
-
-
-@dataclass(frozen=True)
-class SampleConfig:
-    """All flags of sample.py."""
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    pictures: PicturesConfig = field(default_factory=PicturesConfig)
-    solver: SolverConfig = field(default_factory=SolverConfig)
-    program: ProgramConfig = field(default_factory=ProgramConfig)
-
-    def __post_init__(self) -> None:
-        check_adaptive(self.solver, self.pictures.steps)
 
 
 @dataclass(frozen=True)
@@ -136,16 +121,31 @@ class MeasureConfig(Flags):
 
 
 @dataclass(frozen=True)
-class EvaluateConfig:
-    """All flags of evaluate.py."""
+class SamplingConfig:
+    """The flags that sample.py and evaluate.py have, in the order of ``--help``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    samples: Any = field(default_factory=PicturesConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
 
     def __post_init__(self) -> None:
-        check_adaptive(self.solver, self.measure.steps)
+        if self.solver.solver == "adaptive" and self.samples.steps:
+            raise UsageError("--steps and --solver adaptive exclude each other; give one")
+
+
+@dataclass(frozen=True)
+class SampleConfig(SamplingConfig):
+    """All flags of sample.py."""
+
+    samples: PicturesConfig = field(default_factory=PicturesConfig)
+
+
+@dataclass(frozen=True)
+class EvaluateConfig(SamplingConfig):
+    """All flags of evaluate.py."""
+
+    samples: MeasureConfig = field(default_factory=MeasureConfig)
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,3 @@ class WatchConfig:
 
     watched: WatchedConfig = field(default_factory=WatchedConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
-
-
-def check_adaptive(solver: SolverConfig, steps: object) -> None:
-    """Raise a UsageError if ``--steps`` is given to the solver that chooses its own."""
-    if solver.solver == "adaptive" and steps:
-        raise UsageError("--steps and --solver adaptive exclude each other; give one")

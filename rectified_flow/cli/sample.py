@@ -53,8 +53,8 @@ def sample(config: SampleConfig) -> None:
             folder cannot be written or has other pictures.
         RunError: if a picture cannot be written.
     """
-    flags = config.pictures
-    state, trained, options = open_trained(config, flags.seed)
+    flags = config.samples
+    state, trained, options = open_trained(config)
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source, tqdm.write))
         trained = load_average(trained, snapshots, flags.ema_length)
@@ -73,7 +73,7 @@ def _write_samples(
     config: SampleConfig, flow: Flow, options: dict[str, Any], card: dict[str, Any], folder: Path, state: PartialState
 ) -> None:
     """Write this process's samples; the main process also writes the grid, the trajectories and the model."""
-    flags = config.pictures
+    flags = config.samples
     files = _files_of(folder, flags.num_samples)
     mine = range(state.process_index, flags.num_samples, state.num_processes)
     rows: list[int] = []
@@ -150,7 +150,7 @@ def _claim(folder: Path, flags: PicturesConfig, held: ExitStack) -> None:
 
 def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], state: PartialState) -> str:
     """Return lines on the model, the solver and the pictures."""
-    flow, flags, steps = trained.flow, config.pictures, options["steps"]
+    flow, flags, steps = trained.flow, config.samples, options["steps"]
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
     if solver != "adaptive":
         grid = f"{config.solver.time_grid} grid"

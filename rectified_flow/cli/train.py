@@ -34,7 +34,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
-from rectified_flow.flags import recorded
+from rectified_flow.flags import recorded, refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.config import TrainingConfig
@@ -82,9 +82,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
     given |= {"look": config.program.look, "stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
-    for flag, value in given.items():
-        if value:
-            raise UsageError(f"--{flag} is for pictures, and --dataset {data.dataset} has items of another kind")
+    refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
     if config.program.dry_run:
         print_plan(config, flow)

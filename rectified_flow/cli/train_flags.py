@@ -23,6 +23,7 @@ from rectified_flow.flags import (
     PositiveNumber,
     Probability,
     default_is,
+    refuse,
 )
 from rectified_flow.flows import WEIGHT_POWER, Coupling, Distance, ObjectiveName, Prediction, Solver
 from rectified_flow.runs.config import LrDecay, TrainingConfig
@@ -72,17 +73,14 @@ class DataConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refused = {
-            f"--aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
-            "--crop random": self.crop == "random",
-            "--alpha": self.alpha,
-            "--augment": self.augment > 0,
+        of_pixels = {
+            f"aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
+            "crop random": self.crop == "random",
+            "alpha": self.alpha,
+            "augment": self.augment > 0,
         }
-        for flag, given in refused.items():
-            if self.autoencoder is not None and given:
-                raise UsageError(
-                    f"--autoencoder and {flag} exclude each other: latents are of whole, opaque squares, encoded once"
-                )
+        if self.autoencoder is not None:
+            refuse(of_pixels, "excludes --autoencoder: latents are of whole, opaque squares, encoded once")
 
     @property
     def framing(self) -> Framing:
@@ -254,16 +252,10 @@ class TeacherFlags(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        flag, *others = [each.name for each in fields(self)]
-        for name in others:
-            if self.source is None and getattr(self, name) is not None:
-                raise UsageError(f"--{name} needs --{flag}: pass the run of a rectified flow")
-
-    @property
-    def source(self) -> Path | None:
-        """The teacher's run or checkpoint."""
-        source: Path | None = getattr(self, fields(self)[0].name)
-        return source
+        given = {each.name: getattr(self, each.name) is not None for each in fields(self)}
+        teacher = next(iter(given))
+        if not given[teacher]:
+            refuse(given, f"needs --{teacher}: pass the run of a rectified flow")
 
 
 @dataclass(frozen=True)
@@ -353,20 +345,16 @@ class TrainConfig:
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
 
     def __post_init__(self) -> None:
-        if self.teacher.source is not None:
-            flag = fields(self.teacher)[0].name
+        taught = self.teacher_data
+        if taught is not None:
             unused = {
                 "augment": self.data.augment,
                 "holdout": self.data.holdout,
                 "init_from": self.network.init_from,
                 "stop_when_memorising": self.evaluation.stop_when_memorising,
+                "coupling": self.flow.coupling != "independent",
             }
-            for name, value in unused.items():
-                sentence = f"--{name} has no effect with --{flag}, which generates the training data: leave it out"
-                if value:
-                    raise UsageError(sentence)
-            if self.flow.coupling != "independent":
-                raise UsageError(f"--coupling and --{flag} exclude each other: generated data come with their noise")
+            refuse(unused, f"has no effect with --{taught.flag}, which generates the training data and their noise")
         if self.data.autoencoder is None:
             self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
@@ -424,18 +412,15 @@ class TrainMeanFlow(TrainConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.teacher.source is None:
-            if not self.network.use_cfg and (self.flow.guidance_scale, self.flow.guidance_mixing) != (1, 0):
-                raise UsageError("--guidance_scale and --guidance_mixing need labels: pass --use_cfg")
+        flow = self.flow
+        if self.teacher.teacher is None:
+            guided = {"guidance_scale": flow.guidance_scale != 1, "guidance_mixing": flow.guidance_mixing > 0}
+            refuse({} if self.network.use_cfg else guided, "needs labels: pass --use_cfg")
             return
-        for each in fields(self.flow):
-            if (
-                each.name not in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale")
-                and getattr(self.flow, each.name) != each.default
-            ):
-                raise UsageError(
-                    f"--{each.name} has no effect with --teacher, whose paths are learned by regression: leave it out"
-                )
+        changed = {each.name: getattr(flow, each.name) != each.default for each in fields(flow)}
+        for name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale"):
+            del changed[name]
+        refuse(changed, "has no effect with --teacher, whose paths are learned by regression: leave it out")
 
     @property
     def teacher_data(self) -> TeacherData | None:

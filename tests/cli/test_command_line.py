@@ -14,7 +14,7 @@ import pytest
 from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import names, parse, plain, recorded
+from rectified_flow.flags import flag_types, parse, plain, recorded
 from rectified_flow.runs.config import TrainingConfig
 from tests.patience import PATIENCE
 from tests.programs import program
@@ -66,7 +66,7 @@ def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
     words = "--lr_decay cosine --no_horizontal_flip --time_mean -1 --coupling ot --adam_betas 0.5 0.6 --import json"
     config = parse_rectified(words)
     file = write(tmp_path / "config.json", {"run": plain(config.run), "flags": recorded(config)})
-    with pytest.raises(UsageError, match="is of a run with --import json: pass that again"):
+    with pytest.raises(UsageError, match="is of a run with --import json: pass it again"):
         parse_rectified(f"--config {file}")
     again = parse_rectified(f"--config {file} --import json")
     assert recorded(again) == recorded(config)
@@ -197,7 +197,7 @@ def test_no_flag_has_two_defaults(
             helps.append("")
         if helps:
             helps[-1] += line.strip("│ ") + " "
-    assert [each.split()[0].rstrip(",") for each in helps] == [f"--{name}" for name in names(config_class)]
+    assert [each.split()[0].rstrip(",") for each in helps] == [f"--{name}" for name in flag_types(config_class)]
     for each in helps:
         assert each.count("(default:") == 1, each
         assert "(default: )" not in each
@@ -236,7 +236,6 @@ def test_a_run_does_not_write_into_its_own_pictures(
     [
         (TrainRectifiedFlow, ["--image_size", "100000"]),
         (TrainRectifiedFlow, ["--dim", "1000000"]),
-        (TrainRectifiedFlow, ["--dim", "1" + "0" * 400]),
         (TrainRectifiedFlow, ["--batch_size", "100000000000000"]),
         (TrainRectifiedFlow, ["--num_samples", "1000000000000000"]),
     ],

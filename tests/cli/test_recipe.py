@@ -8,7 +8,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli.recipe import CHOSEN, recipe_for, taught_recipe, with_recipe
 from rectified_flow.cli.train_flags import DataConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.flags import names, parse, recorded
+from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.runs import checkpoint
 
 
@@ -27,7 +27,7 @@ def test_fewer_pictures_get_more_help(kind: type) -> None:
     assert (more["num_epochs"], many["num_epochs"]) == (1000, 162), "never longer than the default"
     for count in range(1, 30_000, 7):
         flags = recipe_for(count)
-        assert flags.keys() <= set(names(kind))
+        assert flags.keys() <= set(flag_types(kind))
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
