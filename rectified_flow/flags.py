@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
@@ -248,9 +248,7 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
     if modules and "import" not in typed:
-        raise UsageError(
-            f"--config {path} is of a run with --import {' '.join(modules)}: pass it again, as a file imports no code"
-        )
+        raise UsageError(f"--config {path} is of a run with --import {' '.join(modules)}: pass it again")
     overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
     return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
 
@@ -289,10 +287,8 @@ def import_modules(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(name)
         except Exception as error:  # of any type, as the module is a user's
-            raise UsageError(
-                f"--import {name} failed ({type(error).__name__}: {first_line(error)}): name a module, as in Python's "
-                "import, that the current folder or the environment has"
-            ) from error
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise UsageError(f"--import {name} failed ({cause}): name a module that Python can import") from error
 
 
 def flag_types(config_class: Any) -> dict[str, Any]:
@@ -336,9 +332,9 @@ class Choice:
         arguments = {name: value for name, value in context.items() if name in parameters} | dict(self.arguments)
         try:
             return self.target(**arguments)
+        except UsageError:
+            raise
         except (TypeError, ValueError) as error:
-            if isinstance(error, UsageError):
-                raise
             raise UsageError(f"--{self.flag} {self.target.__name__} cannot be built ({first_line(error)})") from error
 
 
@@ -368,12 +364,9 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
     parameters, typed = parameters_of(target), {}
     for option in options:
         key, equals, text = option.partition("=")
-        if equals != "=":
-            raise UsageError(f"--{flag}_options {option} is no KEY=VALUE")
-        if key not in parameters:
-            raise UsageError(
-                f"--{flag}_options {option}: {target.__name__} takes {', '.join(parameters) or 'no options'}"
-            )
+        if not equals or key not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise UsageError(f"--{flag}_options {option}: {target.__name__} takes KEY=VALUE with the keys {known}")
         candidates = [text]
         with suppress(json.JSONDecodeError):
             candidates = [json.loads(text), text]
@@ -395,13 +388,13 @@ def arguments_from(group: Flags, target: Any, ours: type, flags: Mapping[str, st
     Raises:
         UsageError: if a flag is given whose argument the class does not have.
     """
-    defaults = {each.name: each.default for each in fields(group) if each.default is not MISSING}
+    defaults = {each.name: each.default for each in fields(group)}
     accepted, arguments = parameters_of(target), {}
     for argument, flag in flags.items():
         value = getattr(group, flag)
         given = value != defaults[flag]
-        if argument in accepted and (given or issubclass(target, ours)):
+        if argument not in accepted:
+            refuse({flag: given}, f"has no effect: {target.__name__} has no argument {argument}; leave it out")
+        elif given or issubclass(target, ours):
             arguments[argument] = value
-        if argument not in accepted and given:
-            raise UsageError(f"--{flag} has no effect: {target.__name__} has no argument {argument}; leave it out")
     return arguments

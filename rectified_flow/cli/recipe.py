@@ -51,7 +51,7 @@ def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]
     few = count * PASSES < MOST_IMAGES
     flags: dict[str, Any] = {"augment": 0.15} if few else {}
     if count >= FEWEST_TO_HOLD_OUT:
-        flags["holdout"] = max(0.05 if few else 0.01, _share_of_enough(count))
+        flags["holdout"] = proposed_share(count, least=0.05 if few else 0.01)
     flags |= fixed
     trained = count * (1 - flags.get("holdout", 0))
     passes = AUGMENTED_PASSES if flags.get("augment") else PASSES
@@ -78,13 +78,9 @@ def batch_for(images: float, processes: int) -> dict[str, int]:
     return {} if fitting >= DEFAULT_BATCH_SIZE * processes else {"global_batch_size": max(fitting, processes)}
 
 
-def proposed_share(count: int) -> float:
-    """Return a value of ``--holdout`` to propose for a number of pictures."""
-    return min(0.5, max(0.05, _share_of_enough(count)))
-
-
-def _share_of_enough(count: int) -> float:
-    return ceil(100 * HELD_OUT / count) / 100
+def proposed_share(count: int, least: float = 0.05) -> float:
+    """Return the value of ``--holdout`` that holds out enough of ``count`` pictures, between ``least`` and 0.5."""
+    return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
 
 
 def may_choose(config: TrainConfig) -> bool:
@@ -141,9 +137,9 @@ def _print(state: PartialState, flags: Mapping[str, Any], reason: str) -> None:
 def _settings_of_run(config: Config) -> dict[str, Any] | None:
     """Return the flags of :data:`CHOSEN` that the run began with; None for a fresh run."""
     found = checkpoint.list_checkpoints(config.run.checkpoints)
-    if not found and config.run.resume not in ("auto", "never"):
+    if not found and config.run.origin is not None:
         with suppress(UsageError):  # the trainer reports an unusable checkpoint
-            found = [checkpoint.resolve(Path(config.run.resume), lambda _text: None, (checkpoint.CONFIG_FILE,))]
+            found = [checkpoint.resolve(config.run.origin, lambda _text: None, (checkpoint.CONFIG_FILE,))]
     for newest in reversed(found):
         path = newest / checkpoint.CONFIG_FILE
         with suppress(DamageError):  # the trainer reports a damaged checkpoint

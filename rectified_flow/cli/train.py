@@ -205,10 +205,8 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
-        raise UsageError(
-            f"{source} is of another architecture: {fits / total:.0%} of this network's weights would fit; pass "
-            "the --dim and --dim_mults in its config.json"
-        )
+        fitting = f"{fits / total:.0%} of this network's weights would fit"
+        raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; new are {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
@@ -237,10 +235,8 @@ def build_heldout_hook(
     often = max(1, total // MEASUREMENTS)
     every = config.evaluate_every or min(run.save_every or often, often)
     if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
-        raise UsageError(
-            f"--stop_when_memorising needs {PATIENCE + 1} measurements, and --evaluate_every {every} makes "
-            f"{ceil(total / every)} in {total} steps: lower it"
-        )
+        made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
+        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, and {made}: lower it")
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 

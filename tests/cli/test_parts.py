@@ -28,13 +28,16 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
     [
         ("--network Vit", "--network Vit is not registered: choose "),
         ("--network MeanFlow", "--network MeanFlow is not registered: choose "),
-        ("--network_options heads=3", "--network_options heads=3: Unet takes dim, dim_mults, channels, conditions, "),
-        ("--network_options blocks_per_level", "--network_options blocks_per_level is no KEY=VALUE"),
+        ("--network_options heads=3", "--network_options heads=3: Unet takes KEY=VALUE with the keys dim, "),
+        ("--network_options blocks_per_level", "--network_options blocks_per_level: Unet takes KEY=VALUE"),
         ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
         ("--flow_options condition_dropout=2", "--flow RectifiedFlow cannot be built (condition_dropout is 2.0; it"),
         ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),
-        ("--time_options stdev=1", "--time_options stdev=1: LogitNormal takes mean, std, shift"),
+        (
+            "--time_options stdev=1",
+            "--time_options stdev=1: LogitNormal takes KEY=VALUE with the keys mean, std, shift",
+        ),
     ],
 )
 def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:
