@@ -52,7 +52,7 @@ def evaluate(config: EvaluateConfig) -> None:
     state, trained, options = open_trained(config)
     flow, source = trained.flow, trained.source
     # Flags that cannot work, and results that cannot be read, end here, before hours of sampling.
-    snapshots = on_main(state, lambda: intact_snapshots(source, tqdm.write)) if measure.ema_lengths else {}
+    snapshots = on_main(state, lambda: intact_snapshots(source)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
@@ -195,7 +195,7 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
     busy = f"another process writes in {folder}"
-    with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT, tqdm.write):
+    with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT):
         results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))
 

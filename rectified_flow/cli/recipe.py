@@ -139,7 +139,7 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
     found = checkpoint.list_checkpoints(config.run.checkpoints)
     if not found and config.run.origin is not None:
         with suppress(UsageError):  # the trainer reports an unusable checkpoint
-            found = [checkpoint.resolve(config.run.origin, lambda _text: None, (checkpoint.CONFIG_FILE,))]
+            found = [checkpoint.resolve(config.run.origin, (checkpoint.CONFIG_FILE,))]
     for newest in reversed(found):
         path = newest / checkpoint.CONFIG_FILE
         with suppress(DamageError):  # the trainer reports a damaged checkpoint

@@ -56,7 +56,7 @@ def sample(config: SampleConfig) -> None:
     flags = config.samples
     state, trained, options = open_trained(config)
     if flags.ema_length is not None:
-        snapshots = on_main(state, lambda: intact_snapshots(trained.source, tqdm.write))
+        snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
     card = {} if flags.save_pretrained is None else _prepare_card(flags.save_pretrained, flags, trained)
@@ -138,7 +138,7 @@ def _claim(folder: Path, flags: PicturesConfig, held: ExitStack) -> None:
     prepare_folder("output_dir", folder)
     files, count = _files_of(folder, flags.num_samples), flags.num_samples
     busy = f"another process draws pictures into --output_dir {folder}"
-    held.enter_context(locked(folder / LOCK_FILE, busy, 0, tqdm.write))
+    held.enter_context(locked(folder / LOCK_FILE, busy, 0))
     require_disk(count * BLOCK, folder, f"--num_samples {count}", "draw fewer, or pass an --output_dir with more room")
     for file in {*folder.glob("*.png")} - {*files}:
         if file.stem.isdecimal():

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from stat import S_IMODE
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_to_bytes
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from rectified_flow.distributed.collectives import any_rank, on_main
 from rectified_flow.errors import DamageError, UsageError, first_line
@@ -44,20 +46,31 @@ class RunIdentity:
     """Precision of the forward pass."""
 
 
-@dataclass(frozen=True)
-class TrainerFile:
-    """The contents of ``trainer.json``: the counters of a run after ``step`` steps."""
+@dataclass
+class Counters:
+    """Counters of a training run."""
 
     step: Natural
-    run: RunIdentity
     images_seen: Natural = 0
     updates: Natural = 0
+    """Number of steps that changed the weights; the others were skipped."""
     bad_steps: Natural = 0
+    """Number of steps that were skipped for a loss or gradient that was not finite."""
     bad_in_a_row: Natural = 0
+    """Number of consecutive steps that were skipped for a loss or gradient that was not finite."""
     scaler_skips: Natural = 0
+    """Number of steps that were skipped because the loss scale of fp16 was too large."""
+    summands: Natural = 0
+    """Number of good steps since the last line of metrics."""
+
+
+@dataclass(kw_only=True)
+class TrainerFile(Counters):
+    """The contents of ``trainer.json``: the state of a run after ``step`` steps, but for its tensors."""
+
+    run: RunIdentity
     sums: dict[str, ByRank] = field(default_factory=dict)
     """Sums of the values to log, by rank."""
-    summands: Natural = 0
     ema_step: Natural | None = None
     grad_scaler: dict[str, Natural | Scale] | None = None
     optimizer: str | None = None
@@ -141,16 +154,16 @@ def save(
     return artifact.path
 
 
-def prune(newest: Path, keep: int, keep_every: int = 0, warn: Callable[[str], object] = print) -> None:
+def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
+
+    A checkpoint that holds something foreign is reported and kept.
 
     Args:
         newest: checkpoint written last. Later checkpoints, if any, are damaged leftovers and do not count towards
             ``keep``.
         keep: number of checkpoints to keep.
         keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
-        warn: function that is called with a line on each checkpoint that holds something foreign, and is therefore
-            kept.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     for each in older[:-keep] if keep else []:
@@ -160,7 +173,7 @@ def prune(newest: Path, keep: int, keep_every: int = 0, warn: Callable[[str], ob
         try:
             remove(each, CHECKPOINT)
         except UsageError as error:
-            warn(f"warning: {error}")
+            tqdm.write(f"warning: {error}")
 
 
 def mark_best(path: Path) -> None:
@@ -186,14 +199,11 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for path in list_steps(folder) if _is_checkpoint(path)]
 
 
-def newest_checkpoint(
-    folder: Path, warn: Callable[[str], object] = print, names: Collection[str] | None = None
-) -> Path | None:
+def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Path | None:
     """Return the newest undamaged checkpoint in ``folder``; None if there are no checkpoints.
 
     Args:
         folder: folder of a run's checkpoints.
-        warn: function that is called with a line on each damaged checkpoint.
         names: files whose contents are verified; by default all.
 
     Raises:
@@ -205,19 +215,18 @@ def newest_checkpoint(
         if problem is None:
             return path
         if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
-            return newest_checkpoint(folder, warn, names)
-        warn(f"ignoring checkpoint {path}: {problem}")
+            return newest_checkpoint(folder, names)
+        _report_once(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
         raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
     return None
 
 
-def resolve(path: Path, warn: Callable[[str], object] = print, names: Collection[str] | None = FLOW_FILES) -> Path:
+def resolve(path: Path, names: Collection[str] | None = FLOW_FILES) -> Path:
     """Return the checkpoint at ``path``, the newest of a run's folder, or the checkpoint that ``best`` names.
 
     Args:
         path: checkpoint or run.
-        warn: function that is called with a line on each damaged checkpoint of a run.
         names: files whose contents are verified; None verifies all.
 
     Raises:
@@ -232,7 +241,7 @@ def resolve(path: Path, warn: Callable[[str], object] = print, names: Collection
         if problem is None:
             return path
     for folder in (path / CHECKPOINTS, path):
-        newest = newest_checkpoint(folder, warn, names)
+        newest = newest_checkpoint(folder, names)
         if newest is not None:
             return newest
     pruned = ", which its run may have pruned: pass the run's folder for its newest" * bool(NAME.fullmatch(path.name))
@@ -260,7 +269,7 @@ def read(
         UsageError: if there is no checkpoint, or it is damaged.
     """
     while True:
-        source = resolve(path, names=names) if state is None else on_main(state, lambda: resolve(path, names=names))
+        source = resolve(path, names) if state is None else on_main(state, lambda: resolve(path, names))
         try:
             result, failure = action(source), None
         except Exception as error:  # raised by any library that misses a file
@@ -387,6 +396,12 @@ def load_state(path: Path) -> TrainerFile:
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the contents of a safetensors file of named tensors, some of which may share memory (tied weights)."""
     return save_to_bytes({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()})
+
+
+@cache
+def _report_once(text: str) -> None:
+    """Print a line, unless a check before the start of a run has printed it."""
+    tqdm.write(text)
 
 
 def _is_checkpoint(path: Path) -> bool:

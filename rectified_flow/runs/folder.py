@@ -8,18 +8,18 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
+from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Crop
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
-from rectified_flow.registry import describe
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import MANIFEST
 from rectified_flow.system.files import (
@@ -33,7 +33,6 @@ from rectified_flow.system.files import (
 from rectified_flow.system.outputs import claim
 
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
-    from torch import nn
     from torch.utils.data import Dataset
 
 RunState = Literal["running", "finished", "interrupted", "failed"]
@@ -70,7 +69,7 @@ class DataArguments:
 
 def describe_run(
     config: TrainingConfig,
-    flow: "nn.Module",
+    flow: Mapping[str, Any],
     dataset: "Dataset[Any]",
     flags: Mapping[str, Any] | None = None,
     unused: Collection[str] = (),
@@ -79,18 +78,17 @@ def describe_run(
 
     Args:
         config: the run's flags.
-        flow: the flow with its network.
+        flow: the description of the flow with its network.
         dataset: the data. Its attribute ``arguments`` has the arguments of :func:`rectified_flow.open_dataset`, and
             ``description`` a line for the user.
         flags: all flags of the program that built these parts, if a program did.
         unused: flags of the run that have no effect, because the trainer was given a part in their place.
     """
-    network = getattr(flow, "network", None)
     document = {
         "run": {name: value for name, value in plain(config).items() if name not in unused},
         "data": getattr(dataset, "arguments", None) or {"description": data_description(dataset)},
-        "network": None if network is None else _described(network),
-        "flow": {name: value for name, value in _described(flow).items() if name != "network"},
+        "network": flow.get("network"),
+        "flow": {name: value for name, value in flow.items() if name != "network"},
     }
     return document if flags is None else document | {"flags": dict(flags)}
 
@@ -132,13 +130,6 @@ def data_arguments(document: Mapping[str, Any], path: Path) -> DataArguments | N
     return check_document(known, DataArguments, path) if "dataset" in data else None
 
 
-def _described(part: "nn.Module") -> dict[str, Any]:
-    try:
-        return describe(part)
-    except UsageError:
-        return {"description": type(part).__name__}
-
-
 @dataclass(frozen=True)
 class Status:
     """The contents of ``status.json``."""
@@ -154,50 +145,33 @@ class Status:
     """The run's name in trackers."""
 
 
-class StatusFile:
-    """The ``status.json`` in a run's output folder.
+def read_status(folder: Path) -> Status | None:
+    """Return the status of the run in ``folder``, or None if it is missing or damaged."""
+    with suppress(UsageError):
+        return read_document(folder / STATUS_FILE, Status)
+    return None
 
-    Args:
-        folder: the output folder.
-    """
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / STATUS_FILE
+def write_status(folder: Path, state: RunState, step: int, total_steps: int, message: str = "") -> str:
+    """Write the status of the run in ``folder``, if the disk is not full, and return the run's name in trackers."""
+    path, known = folder / STATUS_FILE, read_status(folder)
+    run_id = uuid.uuid4().hex[:12] if known is None else known.id  # the same after every restart
+    now, host, pid = time.strftime("%Y-%m-%dT%H:%M:%S%z"), platform.node(), os.getpid()
+    text = json.dumps(asdict(Status(state, step, total_steps, message, now, host, pid, run_id)), indent=1)
+    try:
+        replace_file(path, text)
+    except OSError:
+        with suppress(OSError):  # overwrite the old file, which needs no more space
+            path.write_text(text)
+    return run_id
 
-    def read(self) -> Status | None:
-        """Return the status, or None if it is missing or damaged."""
-        with suppress(UsageError):
-            return read_document(self.path, Status)
-        return None
 
-    @property
-    def writer(self) -> str:
-        """The process that wrote the status, in words."""
-        known = self.read()
-        return "another process" if known is None else f"process {known.pid} on {known.host}"
-
-    @property
-    def run_id(self) -> str:
-        """The run's name in trackers, which is the same after every restart."""
-        known = self.read()
-        return known.id if known is not None else uuid.uuid4().hex[:12]
-
-    def write(self, state: RunState, step: int, total_steps: int, message: str = "") -> None:
-        """Write the status; a full disk does not stop the run."""
-        now, host, pid = time.strftime("%Y-%m-%dT%H:%M:%S%z"), platform.node(), os.getpid()
-        text = json.dumps(asdict(Status(state, step, total_steps, message, now, host, pid, self.run_id)), indent=1)
-        try:
-            replace_file(self.path, text)
-        except OSError:
-            with suppress(OSError):  # overwrite the old file, which needs no more space
-                self.path.write_text(text)
-
-    def write_failure(self, error: BaseException, step: int, total_steps: int) -> None:
-        """Write the cause of an early end, unless another rank has written one. The first failure causes the others."""
-        known = self.read()
-        if known is None or known.state not in ("failed", "finished"):
-            state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-            self.write(state, step, total_steps, first_line(error))
+def write_failure(folder: Path, error: BaseException, step: int, total_steps: int) -> None:
+    """Write the cause of an early end, unless another rank has written one. The first failure causes the others."""
+    known = read_status(folder)
+    if known is None or known.state not in ("failed", "finished"):
+        state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        write_status(folder, state, step, total_steps, first_line(error))
 
 
 def prepare_folders(config: TrainingConfig) -> None:
@@ -219,14 +193,10 @@ def prepare_folders(config: TrainingConfig) -> None:
 
 
 @contextmanager
-def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> Iterator[None]:
+def locked_folders(config: TrainingConfig) -> Iterator[None]:
     """Make the folders of a run, and lock other runs out of them inside the block.
 
     The locks are the operating system's, so they end with the process, however it ends.
-
-    Args:
-        config: the run's flags.
-        report: called with a sentence while another run is waited for.
 
     Raises:
         UsageError: if the folders cannot be written, or another run holds them.
@@ -236,10 +206,12 @@ def locked_folders(config: TrainingConfig, report: Callable[[str], object]) -> I
         for flag, folder in config.folders.items():
             if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
                 continue
-            lock, busy = folder / LOCK_FILE, f"{StatusFile(folder).writer} is training in --{flag} {folder}"
+            status = read_status(folder)
+            writer = "another process" if status is None else f"process {status.pid} on {status.host}"
+            lock, busy = folder / LOCK_FILE, f"{writer} is training in --{flag} {folder}"
             try:
-                locks.enter_context(locked(lock, busy, 0, report))
+                locks.enter_context(locked(lock, busy, 0))
             except BusyError:
-                report(f"waiting for another run to release {folder}")
-                locks.enter_context(locked(lock, busy, LOCK_TIMEOUT, report))
+                tqdm.write(f"waiting for another run to release {folder}")
+                locks.enter_context(locked(lock, busy, LOCK_TIMEOUT))
         yield

@@ -1,7 +1,7 @@
 """The files of a run that are not checkpoints: metrics, samples, plots; and the trackers."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
-from rectified_flow.runs.checkpoint import CONFIG_FILE, step_name
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import program_flags
+from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid
@@ -25,25 +24,26 @@ _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
 class LineFile:
     """A file of JSON lines that has each step once and in order, also after kills and on a full disk.
 
+    Damaged lines are reported and dropped.
+
     Args:
         path: the file.
         step: first step of the run. Lines of later steps, left by a killed run, are dropped. At step 0, an older
             file is kept beside the new one.
-        warn: called with a sentence if the file has damaged lines, which are dropped.
 
     Raises:
         OSError: if the file cannot be written.
         UsageError: if its rights forbid reading it.
     """
 
-    def __init__(self, path: Path, step: int, warn: Callable[[str], object] = print) -> None:
+    def __init__(self, path: Path, step: int) -> None:
         self.path = path
         if step == 0 and path.exists():
             path.replace(path.with_suffix(".old.jsonl"))
         rows = self._parsed()
         damaged = rows[:-1].count(None)  # a killed run leaves half a last line
         if damaged:
-            warn(f"warning: dropped {damaged} damaged line{'s' * (damaged > 1)} of {path}")
+            tqdm.write(f"warning: dropped {damaged} damaged line{'s' * (damaged > 1)} of {path}")
         kept = "".join(json.dumps(row) + "\n" for row in rows if row is not None and row["step"] <= step)
         if path.exists():
             replace_file(path, kept)
@@ -107,33 +107,22 @@ class RunLog:
 
     Args:
         accelerator: the holder of the trackers.
-        config: the run's flags.
-        document: the contents of the run's ``config.json``.
+        folder: the run's output folder.
         step: the step that the run starts at.
-        warn: called with a sentence on each failure.
     """
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        config: TrainingConfig,
-        document: Mapping[str, Any],
-        step: int,
-        warn: Callable[[str], object],
-    ) -> None:
-        self.accelerator, self.config, self.document, self.warn = accelerator, config, document, warn
-        self.folder, self.step = config.output_dir, step
+    def __init__(self, accelerator: Accelerator, folder: Path, step: int) -> None:
+        self.accelerator, self.folder, self.step = accelerator, folder, step
         self.loss_plot = self.folder / "loss.png"
         self.preview: Path | None = None
         """The last grid of samples."""
-        replace_file(self.folder / CONFIG_FILE, json.dumps(document, indent=1))
         self._files: list[LineFile] = []
         self._metrics, self._bad_steps = self.open("metrics"), self.open("bad_steps")
 
     def open(self, name: str) -> LineFile:
         """Open ``NAME.jsonl``, which is flushed with every checkpoint from now on."""
         claim(self.folder, [f"{name}.jsonl", f"{name}.old.jsonl"])
-        self._files.append(LineFile(self.folder / f"{name}.jsonl", self.step, self.warn))
+        self._files.append(LineFile(self.folder / f"{name}.jsonl", self.step))
         return self._files[-1]
 
     def flush(self) -> None:
@@ -145,23 +134,20 @@ class RunLog:
         for file in self._files:
             file.flush()
 
-    def start_trackers(self, run_id: str) -> None:
+    def start_trackers(self, flags: Mapping[str, Any], run_id: str) -> None:
         """Start the tracker that ``--log_with`` names, if it names one; the run resumes there as ``run_id``.
 
         Raises:
             UsageError: if it does not start, for example without an account or a network.
         """
-        flags = program_flags(self.document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings = {"wandb": {"id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": self.step + 1}}
         try:
             # TensorBoard makes a run of its own of each set of flags.
             self.accelerator.init_trackers(PROJECT, None if self.step else simple, settings)
         except Exception as error:  # each service has errors of its own
-            raise UsageError(
-                f"--log_with {self.config.log_with} does not start ({first_line(error)}); "
-                "WANDB_MODE=offline needs no account"
-            ) from error
+            problem = f"--log_with {flags['log_with']} does not start ({first_line(error)})"
+            raise UsageError(f"{problem}; WANDB_MODE=offline needs no account") from error
 
     def close(self) -> None:
         """Let the trackers write everything."""
@@ -218,7 +204,7 @@ class RunLog:
         try:
             yield
         except Exception as error:  # each tracker has errors of its own
-            self.warn(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
+            tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
 
 
 def columns(numbers: Mapping[int, float]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

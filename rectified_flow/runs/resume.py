@@ -6,12 +6,13 @@ state. A changed dataset, flow or origin would mix two runs in one folder and is
 size, precision or learning rate makes the rest of the run different but sensible, so it is reported.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
@@ -57,19 +58,18 @@ def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
     prepare_folders(config)
     if not _own_checkpoints(config):
         for path in filter(None, (origin, config.origin)):
-            checkpoint.resolve(path, warn=lambda _line: None, names=())
+            checkpoint.resolve(path, names=())
 
 
 def choose_checkpoint(
-    config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None, report: Callable[[str], object]
+    config: TrainingConfig, run: RunIdentity, flow: Mapping[str, Any] | None
 ) -> tuple[Path | None, RunIdentity]:
-    """Choose the checkpoint to load.
+    """Choose the checkpoint to load, and report each change since it was written.
 
     Args:
         config: the run's flags.
         run: the identity of a run that begins now.
         flow: the description of the flow to train, if it has one.
-        report: called with a sentence on each change since the checkpoint.
 
     Returns:
         The checkpoint, or None for a fresh start; and the identity of the run, which keeps its origin.
@@ -78,20 +78,19 @@ def choose_checkpoint(
         UsageError: if resuming would mix two runs, or the path of ``--resume`` does not exist.
     """
     _own_checkpoints(config)
-    own = checkpoint.newest_checkpoint(config.checkpoints, warn=report)
+    own = checkpoint.newest_checkpoint(config.checkpoints)
     if own is None:
         if config.origin is None:
             return None, run
-        named = checkpoint.resolve(config.origin, warn=report, names=None)
+        named = checkpoint.resolve(config.origin, names=None)
         for change in _flow_changes(flow, named).values():
-            report(f"note: {change}")
+            tqdm.write(f"note: {change}")
         return named, run
     before = checkpoint.load_state(own).run
     places = (own, config.checkpoints, config.output_dir)
     if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
         raise UsageError(
-            f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
-            "choose another --output_dir to start from there"
+            f"{config.checkpoints} did not start from {config.resume}, or is past it: choose another --output_dir"
         )
     if run.dataset != before.dataset:
         raise UsageError(
@@ -101,13 +100,11 @@ def choose_checkpoint(
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)
         if then != now:
-            report(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
+            tqdm.write(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     for name, change in (_flow_changes(flow, own) | _flag_changes(config, own)).items():
         if name not in (*MAY_CHANGE, *SHAPING):
-            raise UsageError(
-                f"cannot resume from {own}: {change}; pass the flags of its config.json, or choose another --output_dir"
-            )
-        report(f"note: {change}")
+            raise UsageError(f"cannot resume from {own}: {change}; pass its flags, or choose another --output_dir")
+        tqdm.write(f"note: {change}")
     return own, replace(run, origin=before.origin)
 
 

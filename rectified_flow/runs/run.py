@@ -1,6 +1,7 @@
 """A training run on the disk: its folder, its log, and checkpoints that are written in the background."""
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -23,11 +24,18 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunState, StatusFile, locked_folders
+from rectified_flow.runs.folder import (
+    RunState,
+    describe_run,
+    locked_folders,
+    program_flags,
+    write_failure,
+    write_status,
+)
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
 from rectified_flow.runs.snapshots import drop_snapshots, keep_snapshots
-from rectified_flow.system.files import writing
+from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import Silent, line
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -39,11 +47,10 @@ class BackgroundSaver:
     Args:
         config: the run's flags.
         draw: called before each checkpoint is written, to draw the loss plot.
-        warn: called with a sentence on each checkpoint that could not be written; earlier ones stay as they are.
     """
 
-    def __init__(self, config: TrainingConfig, draw: Callable[[], object], warn: Callable[[str], object]) -> None:
-        self.config, self.draw, self.warn = config, draw, warn
+    def __init__(self, config: TrainingConfig, draw: Callable[[], object]) -> None:
+        self.config, self.draw = config, draw
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path | None] | None = None
         self._problem = ""
@@ -68,7 +75,7 @@ class BackgroundSaver:
         try:
             self.wait(self.config.rank_timeout / 2)
         except TimeoutError:
-            self.warn(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
+            tqdm.write(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
             self._problem = "the disk is too slow"
             return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
@@ -116,15 +123,15 @@ class BackgroundSaver:
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
-            self.warn(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
+            tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
             self._problem = str(error)
             return None
         try:
             keep_snapshots(folder)
             if prune:  # after the snapshots, which are links to the averages of checkpoints
-                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every, self.warn)
+                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every)
         except (OSError, UsageError) as error:
-            self.warn(f"warning: older checkpoints of {folder} are kept for now ({error})")
+            tqdm.write(f"warning: older checkpoints of {folder} are kept for now ({error})")
         return path
 
 
@@ -136,8 +143,9 @@ class Run:
         config: the run's flags.
         flow: the module in training.
         dataset: the data.
-        document: the contents of the run's ``config.json``.
         progress: returns the steps made, and those of the whole run.
+        flags: all flags of the program that built the parts, if a program did.
+        unused: flags of the run that have no effect.
     """
 
     def __init__(
@@ -146,17 +154,18 @@ class Run:
         config: TrainingConfig,
         flow: nn.Module,
         dataset: Dataset[Any],
-        document: Mapping[str, Any],
         progress: Callable[[], tuple[int, int]],
+        flags: Mapping[str, Any] | None,
+        unused: Collection[str],
     ) -> None:
-        self.accelerator, self.config, self.progress = accelerator, config, progress
-        self.dataset, self.document = dataset, document
-        self.status = StatusFile(config.output_dir)
+        self.accelerator, self.config, self.dataset, self.progress = accelerator, config, dataset, progress
         self.flow_description: dict[str, Any] | None = None
         try:
             self.flow_description = describe(flow)
         except UsageError as error:  # a part is not registered
             self._undescribed = error
+        description = self.flow_description or {"description": type(flow).__name__}
+        self.document = describe_run(config, description, dataset, flags, unused)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
 
     @cached_property
@@ -193,7 +202,7 @@ class Run:
         batch = self.config.split_batch(self.accelerator.num_processes)
         run = identify_run(self.config, self._fingerprint, batch.total, precision_name(self.accelerator))
         path, self.identity = on_main(
-            self.accelerator, lambda: choose_checkpoint(self.config, run, self.flow_description, self.print)
+            self.accelerator, lambda: choose_checkpoint(self.config, run, self.flow_description)
         )
         return path
 
@@ -205,12 +214,12 @@ class Run:
             UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
         """
         with ExitStack() as locks:
-            on_main(self.accelerator, lambda: locks.enter_context(locked_folders(self.config, self.print)))
+            on_main(self.accelerator, lambda: locks.enter_context(locked_folders(self.config)))
             check_shared(self.accelerator, self.config.folders)
             try:
                 yield
             except BaseException as error:
-                self.status.write_failure(error, *self.progress())
+                write_failure(self.config.output_dir, error, *self.progress())
                 raise
 
     @contextmanager
@@ -225,15 +234,16 @@ class Run:
 
     def _open(self) -> None:
         step = self.progress()[0]
-        self.write_status(running=True)
+        run_id = self.write_status(running=True)
         drop_snapshots(self.config.checkpoints, after=step)
-        self.log = RunLog(self.accelerator, self.config, self.document, step, warn=self.print)
-        self.saver = BackgroundSaver(self.config, draw=self.log.draw_loss, warn=self.print)
-        self.log.start_trackers(self.status.run_id)
+        replace_file(self.config.output_dir / CONFIG_FILE, json.dumps(self.document, indent=1))
+        self.log = RunLog(self.accelerator, self.config.output_dir, step)
+        self.saver = BackgroundSaver(self.config, self.log.draw_loss)
+        self.log.start_trackers(program_flags(self.document), run_id)
         if self.flow_description is None:
             self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
 
-    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool, prune: bool) -> Path:
+    def save(self, step: int, tensors: Tensors, counters: Mapping[str, Any], *, best: bool) -> Path:
         """Write a checkpoint in the background and return its path. If the disk is full, warn and keep the previous.
 
         Args:
@@ -241,7 +251,6 @@ class Run:
             tensors: named tensors by file.
             counters: the rest of the training state.
             best: point the name ``best`` to the checkpoint.
-            prune: remove older checkpoints, as the config says.
         """
         if self.accelerator.is_main_process:
             self.write_status(running=True)
@@ -250,7 +259,8 @@ class Run:
             documents = {CONFIG_FILE: self.document, STATE_FILE: asdict(TrainerFile(**counters, run=self.identity))}
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
-            self.saver.save(step, tensors, documents, best=best, prune=prune)
+            # After consecutive bad steps the weights may be faulty, so older checkpoints are kept.
+            self.saver.save(step, tensors, documents, best=best, prune=counters["bad_in_a_row"] == 0)
         return self.config.checkpoints / step_name(step)
 
     def finish(self) -> None:
@@ -270,8 +280,8 @@ class Run:
             if place is not None:
                 self.print(line(name, place))
 
-    def write_status(self, *, running: bool = False) -> None:
-        """Write whether the run is running, finished or interrupted. Main process only."""
+    def write_status(self, *, running: bool = False) -> str:
+        """Write whether the run is running, finished or interrupted, and return its name. Main process only."""
         step, total_steps = self.progress()
         ended: RunState = "finished" if step >= total_steps else "interrupted"
-        self.status.write("running" if running else ended, step, total_steps)
+        return write_status(self.config.output_dir, "running" if running else ended, step, total_steps)

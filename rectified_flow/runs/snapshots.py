@@ -7,12 +7,13 @@ the last tenth or so. From snapshots of two of them, least squares give the aver
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from ema_pytorch.post_hoc_ema import sigma_rel_to_gamma, solve_weights
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs import checkpoint
@@ -63,12 +64,10 @@ def drop_snapshots(checkpoints: Path, after: int) -> None:
             remove(each, CHECKPOINT)
 
 
-def intact_snapshots(path: Path, warn: Callable[[str], object] = print) -> dict[Path, int]:
+def intact_snapshots(path: Path) -> dict[Path, int]:
     """Return the snapshots up to the checkpoint ``path``, oldest first, with the number of updates before each.
 
-    Args:
-        path: checkpoint.
-        warn: function that is called with a line on each damaged snapshot, which is left out.
+    Damaged snapshots are reported and left out.
 
     Raises:
         UsageError: if the snapshot of the checkpoint itself is missing or damaged, or one may not be read.
@@ -85,7 +84,7 @@ def intact_snapshots(path: Path, warn: Callable[[str], object] = print) -> dict[
         elif each.name == path.name:
             raise DamageError(f"the averages {each} are damaged: {problem}")
         else:
-            warn(f"warning: the averages {each} are damaged: {problem}; they are left out")
+            tqdm.write(f"warning: the averages {each} are damaged: {problem}; they are left out")
     return intact
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from errno import EACCES, EMFILE, ENFILE, ENOENT, ENOMEM, EPERM, ESTALE, ETIMEDOUT
 from functools import cache
@@ -15,6 +15,7 @@ from stat import S_IRUSR, S_ISREG, S_IWUSR
 from typing import Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
+from tqdm.auto import tqdm
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 
@@ -40,14 +41,13 @@ def lock_of(path: Path) -> FileLock:
 
 
 @contextmanager
-def locked(path: Path, busy: str, timeout: float, warn: Callable[[str], object]) -> Iterator[None]:
+def locked(path: Path, busy: str, timeout: float) -> Iterator[None]:
     """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
 
     Args:
         path: the lock's file.
         busy: beginning of the error message, such as "another process writes in FOLDER".
         timeout: time to wait for another process that holds the lock [s].
-        warn: called with a line.
 
     Raises:
         BusyError: if another process still holds the lock.
@@ -61,7 +61,9 @@ def locked(path: Path, busy: str, timeout: float, warn: Callable[[str], object])
         except PermissionError as error:
             raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
         except (OSError, NotImplementedError) as error:
-            warn(f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there")
+            tqdm.write(
+                f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there"
+            )
         yield
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
-from rectified_flow.errors import RunError, first_line
 from rectified_flow.system.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -124,9 +123,6 @@ class Measurement(Callback):
         return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:
-        try:
+        with trainer.run.log.tolerant(self.name):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
             self.plot(trainer)
-        except (OSError, RunError) as error:
-            place = f"{self.name} of {trainer.config.output_dir}"
-            trainer.run.print(f"warning: could not write {place} ({first_line(error)}); training continues")

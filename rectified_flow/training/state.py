@@ -6,6 +6,7 @@ Only trained parameters and buffers are averaged. Frozen parameters are shared w
 from collections import defaultdict
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,7 +26,7 @@ from rectified_flow.runs.snapshots import LENGTHS, file_of
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
 """Bound of the trained weights. A larger one is left by an explosion, and nothing is learned from it."""
-COUNTERS = ("step", "images_seen", "updates", "bad_steps", "bad_in_a_row", "scaler_skips", "summands")
+COUNTERS = [field.name for field in fields(checkpoint.Counters)]
 
 
 def constant_average(flow: nn.Module, decay: float) -> EMA:
@@ -55,7 +56,7 @@ def _copy(module: nn.Module) -> nn.Module:
     return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
 
 
-class TrainingState:
+class TrainingState(checkpoint.Counters):
     """Weights, their averages, the optimizer's state and the counters: all that a resumed run needs.
 
     There is no random state in it and no loader state: both are functions of the seed and the counters.
@@ -76,20 +77,10 @@ class TrainingState:
         optimizer: AcceleratedOptimizer,
         parameters: dict[str, nn.Parameter],
     ) -> None:
+        super().__init__(step=0)
         self.flow, self.ema, self.power, self.optimizer, self.parameters = flow, ema, power, optimizer, parameters
-        self.step = 0
-        self.images_seen = 0
-        self.updates = 0
-        """Number of steps that changed the weights; the others were skipped."""
-        self.bad_steps = 0
-        """Number of steps that were skipped for a loss or gradient that was not finite."""
-        self.bad_in_a_row = 0
-        """Number of consecutive steps that were skipped for a loss or gradient that was not finite."""
-        self.scaler_skips = 0
-        """Number of steps that were skipped because the loss scale of fp16 was too large."""
         self.sums: dict[str, Tensor] = {}
-        """This rank's loss, and the flow's other logged values, summed over good steps since the last logged one."""
-        self.summands = 0
+        """This rank's loss, and the flow's other logged values, summed over the last ``summands`` good steps."""
 
     @property
     def scale_may_be_too_large(self) -> bool:

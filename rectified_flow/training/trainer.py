@@ -27,7 +27,7 @@ from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import data_description, describe_run
+from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
@@ -108,8 +108,9 @@ class Trainer:
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
         unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
-        document = describe_run(config, flow, dataset, flags, unused)
-        self.run = Run(self.accelerator, config, flow, dataset, document, lambda: (self.state.step, self.total_steps))
+        self.run = Run(
+            self.accelerator, config, flow, dataset, lambda: (self.state.step, self.total_steps), flags, unused
+        )
         self.run.check_equal()  # first of all: where parameters differ in number, DDP would report nothing else
         # A fused step under a scaler does not report whether it was skipped.
         build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
@@ -311,8 +312,7 @@ class Trainer:
         state, best = self.state, self._is_best
         self._is_best = False
         counters = state.counters(gather_scalars(self.accelerator, state.sums))
-        # After consecutive bad steps the weights may be faulty, so older checkpoints are kept.
-        self._saved = self.run.save(state.step, state.tensors(), counters, best=best, prune=state.bad_in_a_row == 0)
+        self._saved = self.run.save(state.step, state.tensors(), counters, best=best)
         for callback in self.callbacks:
             callback.on_checkpoint(self, self._saved)
 

@@ -46,7 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(random.integers(256, size=(8, 8, 3), dtype=np.uint8)).save(picture)
     flow = FLOWS["rectified"]()
     dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
-    config = describe_run(TrainingConfig(), flow, dataset, None)
+    config = describe_run(TrainingConfig(), describe(flow), dataset)
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
     return folder
@@ -156,7 +156,7 @@ def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.Ca
         documents = {
             checkpoint.CONFIG_FILE: config,
             FLOW_FILE: flow,
-            checkpoint.STATE_FILE: asdict(TrainerFile(updates, run_of_others, updates=updates)),
+            checkpoint.STATE_FILE: asdict(TrainerFile(updates, updates=updates, run=run_of_others)),
         }
         checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
     keep_snapshots(tmp_path / "checkpoints")

@@ -207,12 +207,14 @@ def test_a_seed_too_large() -> None:
     assert_refused(1, f"{TINY} --seed 5000000000", "--seed is 5000000000; it must be below 4294967296")
 
 
-def test_another_seed_batch_or_precision_is_told(tmp_path: Path, flowers: ImageDataset) -> None:
+def test_another_seed_batch_or_precision_is_reported(
+    tmp_path: Path, flowers: ImageDataset, capsys: pytest.CaptureFixture[str]
+) -> None:
     def resume(batch: int, precision: str, **flags: Any) -> list[str]:
-        config, said = tiny_config(tmp_path, **flags), list[str]()
+        config = tiny_config(tmp_path, **flags)
         run = identify_run(config, flowers.fingerprint, batch, precision)
-        choose_checkpoint(config, run, None, said.append)
-        return said
+        choose_checkpoint(config, run, None)
+        return capsys.readouterr().out.splitlines()
 
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=1), flowers)
     assert resume(16, "float32") == []

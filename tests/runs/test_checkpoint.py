@@ -80,7 +80,7 @@ def test_damaged_checkpoints_ahead_do_not_push_out_a_good_one(tmp_path: Path) ->
     for step in (20, 30):
         cut(tmp_path / f"step_{step:08d}/model.safetensors")
     written = write(tmp_path, 15, keep=2)
-    assert checkpoint.newest_checkpoint(tmp_path, lambda _: None) == written
+    assert checkpoint.newest_checkpoint(tmp_path) == written
     assert (tmp_path / "step_00000010").exists()
 
 
@@ -155,17 +155,16 @@ def test_a_run_without_checkpoints_has_no_newest(tmp_path: Path) -> None:
     assert checkpoint.newest_checkpoint(tmp_path / "nowhere") is None
 
 
-def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_a_cut_and_a_missing_file_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step, damage in ((1, flip_bit), (2, cut), (3, Path.unlink)):
         weights = write(tmp_path, step) / "model.safetensors"
         damage(weights)
         assert find_damage(weights.parent) is not None
-    warnings: list[str] = []
     with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
-        checkpoint.newest_checkpoint(tmp_path, warnings.append)
-    assert len(warnings) == 3
+        checkpoint.newest_checkpoint(tmp_path)
     whole = write(tmp_path, 0)
-    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == whole
+    assert checkpoint.newest_checkpoint(tmp_path) == whole
+    assert capsys.readouterr().out.count("ignoring checkpoint") == 3, "each is reported once"
 
 
 def flip_bit(path: Path) -> None:
@@ -326,7 +325,7 @@ def test_a_checkpoint_that_is_pruned_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, 1)
 
@@ -336,9 +335,8 @@ def test_a_checkpoint_that_is_pruned_while_its_files_are_compared(
         return find_damage(path)
 
     monkeypatch.setattr(checkpoint, "find_damage", prune_first)
-    warnings: list[str] = []
-    assert checkpoint.newest_checkpoint(tmp_path, warnings.append) == tmp_path / "step_00000004"
-    assert not warnings
+    assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000004"
+    assert not capsys.readouterr().out
 
 
 def test_an_error_in_a_checkpoint_that_is_still_there_is_raised(tmp_path: Path) -> None:
@@ -363,14 +361,14 @@ def test_links_in_the_place_of_a_stage_are_not_followed(tmp_path: Path) -> None:
     assert sorted(each.name for each in folder.iterdir()) == sorted((*links, "step_00000002"))
 
 
-def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_users_file_is_kept_and_the_others_are_pruned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (1, 2, 3):
         write(tmp_path, step)
     (tmp_path / "step_00000001/notes.txt").write_text("mine")
-    warnings: list[str] = []
-    checkpoint.prune(tmp_path / "step_00000003", keep=1, warn=warnings.append)
-    (warning,) = warnings
-    assert "step_00000001 is in the way of the checkpoint, and holds notes.txt" in warning
+    checkpoint.prune(tmp_path / "step_00000003", keep=1)
+    assert "step_00000001 is in the way of the checkpoint, and holds notes.txt" in capsys.readouterr().out
     assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [1, 3]
 
 
@@ -389,7 +387,7 @@ def test_only_what_is_read_is_hashed_and_once(tmp_path: Path, monkeypatch: pytes
     flip_bit(path / "optimizer.safetensors")
     assert checkpoint.resolve(tmp_path) == path
     with pytest.raises(UsageError, match=r"every checkpoint in .* is damaged"):
-        checkpoint.newest_checkpoint(tmp_path, lambda _: None)
+        checkpoint.newest_checkpoint(tmp_path)
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_none(tmp_path: Path) -> None:

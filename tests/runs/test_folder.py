@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.runs.folder import StatusFile
+from rectified_flow.runs.folder import write_failure, write_status
 
 
 def test_a_run_keeps_its_name(tmp_path: Path) -> None:
-    status_file = StatusFile(tmp_path)
-    status_file.write("running", 1, 10)
-    name = status_file.run_id
-    status_file.write("finished", 10, 10)
-    assert status_file.run_id == name == json.loads((tmp_path / "status.json").read_text())["id"]
+    name = write_status(tmp_path, "running", 1, 10)
+    assert (
+        write_status(tmp_path, "finished", 10, 10) == name == json.loads((tmp_path / "status.json").read_text())["id"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,12 +22,11 @@ def test_a_run_keeps_its_name(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_damaged_status_is_written_anew(tmp_path: Path, change: Any) -> None:
-    status_file = StatusFile(tmp_path)
-    status_file.write("running", 1, 10)
+    write_status(tmp_path, "running", 1, 10)
     path = tmp_path / "status.json"
     changed = json.loads(path.read_text()) | change if isinstance(change, dict) else change
     path.write_bytes(change if isinstance(change, bytes) else json.dumps(changed).encode())
-    status_file.write_failure(RuntimeError("why"), 2, 10)
+    write_failure(tmp_path, RuntimeError("why"), 2, 10)
     status = json.loads(path.read_text())
     assert (status["state"], status["step"], status["message"]) == ("failed", 2, "why")
     assert len(status["id"]) == 12

@@ -1,6 +1,8 @@
 """A run resumes only as the run that it is; what may change is reported."""
 
+from contextlib import redirect_stdout
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +28,21 @@ def rectified(**settings: Any) -> RectifiedFlow:
 def save(flow: Flow, config: TrainingConfig) -> None:
     run = identify_run(config, "data", 8, "float32")
     documents = {
-        CONFIG_FILE: describe_run(config, flow, [], None),  # type: ignore[arg-type]
+        CONFIG_FILE: describe_run(config, describe(flow), []),  # type: ignore[arg-type]
         FLOW_FILE: describe(flow),
-        STATE_FILE: asdict(TrainerFile(4, run)),
+        STATE_FILE: asdict(TrainerFile(4, run=run)),
     }
     checkpoint.save(config.checkpoints, 4, {}, documents)
 
 
 def resume(flow: Flow, config: TrainingConfig) -> list[str]:
-    """What is reported."""
-    lines: list[str] = []
+    """Return the lines that are reported."""
+    output = StringIO()
     run = identify_run(config, "data", 8, "float32")
-    path, _ = choose_checkpoint(config, run, describe(flow), lines.append)
+    with redirect_stdout(output):
+        path, _ = choose_checkpoint(config, run, describe(flow))
     assert path is not None
-    return lines
+    return output.getvalue().splitlines()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ UPDATES, EVERY = 400, 40
 
 def counters(step: int, updates: int) -> dict[str, Any]:
     """The contents of ``trainer.json``."""
-    return asdict(TrainerFile(step, RunIdentity("data", 0, 8, "new", "float32"), updates=updates))
+    return asdict(TrainerFile(step, updates=updates, run=RunIdentity("data", 0, 8, "new", "float32")))
 
 
 class Weights(nn.Module):
@@ -154,19 +154,19 @@ def flip_bit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [file_of(LENGTHS[0]), checkpoint.STATE_FILE])
-def test_a_damaged_snapshot_is_left_out(tmp_path: Path, name: str) -> None:
+def test_a_damaged_snapshot_is_left_out(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20, 30):
         path = snapshot(tmp_path, step, step, 2.0)
     damaged = tmp_path / "averages/step_00000020"
     flip_bit(damaged / name)
-    warnings: list[str] = []
-    snapshots = intact_snapshots(path, warnings.append)
+    snapshots = intact_snapshots(path)
     assert [checkpoint.step_of(each) for each in snapshots] == [10, 30]
-    assert warnings == [f"warning: the averages {damaged} are damaged: {name} was altered; they are left out"]
+    warning = f"warning: the averages {damaged} are damaged: {name} was altered; they are left out"
+    assert capsys.readouterr().out == f"{warning}\n"
     assert synthesize(snapshots, 0.07)["weight"].tolist() == pytest.approx([2.0, 2.0])
     flip_bit(tmp_path / "averages/step_00000030" / name)
     with pytest.raises(UsageError, match="step_00000030 are damaged"):
-        intact_snapshots(path, warnings.append)
+        intact_snapshots(path)
 
 
 def test_other_folders_among_the_snapshots_are_left_alone(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import StatusFile, locked_folders
+from rectified_flow.runs.folder import locked_folders, write_status
 from rectified_flow.system.files import lock_of, locked
 from tests.patience import PATIENCE
 
@@ -59,7 +59,7 @@ def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
 
 def claim(path: Path) -> str:
     try:
-        with locked_folders(TrainingConfig(output_dir=path), lambda _line: None):
+        with locked_folders(TrainingConfig(output_dir=path)):
             return "claimed"
     except (UsageError, PermissionError) as error:
         return str(error)
@@ -78,8 +78,8 @@ def shared() -> Iterator[Path]:
 @root_only
 def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_TIMEOUT", 0.1)
-    with locked_folders(TrainingConfig(output_dir=shared), lambda _line: None):
-        StatusFile(shared).write("running", 1, 2)
+    with locked_folders(TrainingConfig(output_dir=shared)):
+        write_status(shared, "running", 1, 2)
         assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(claim, shared) == "claimed"
     (shared / ".lock").chmod(0o600)  # as a strict umask makes it
@@ -92,26 +92,25 @@ def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pyt
     ids=str,
 )
 def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError, refused: bool
 ) -> None:
     def fail(*_arguments: object, **_options: object) -> None:
         raise error
 
     monkeypatch.setattr(FileLock, "acquire", fail)
-    warnings: list[str] = []
     if refused:
         with pytest.raises(UsageError, match=r"\.lock cannot be opened \(Permission denied\): change its rights"):
-            locked(tmp_path / ".lock", "another process writes", 0, warnings.append).__enter__()
+            locked(tmp_path / ".lock", "another process writes", 0).__enter__()
     else:
-        with locked(tmp_path / ".lock", "another process writes", 0, warnings.append):
+        with locked(tmp_path / ".lock", "another process writes", 0):
             pass
-    assert len(warnings) == (0 if refused else 1)
+    assert ("cannot be locked" in capsys.readouterr().out) != refused
 
 
 def test_a_lock_is_held_for_the_block_alone(tmp_path: Path) -> None:
-    with locked(tmp_path / ".lock", "another process writes", 0, print), pytest.raises(Timeout):
+    with locked(tmp_path / ".lock", "another process writes", 0), pytest.raises(Timeout):
         lock_of(tmp_path / ".lock").acquire(timeout=0)
-    with suppress(ZeroDivisionError), locked(tmp_path / ".lock", "another process writes", 0, print):
+    with suppress(ZeroDivisionError), locked(tmp_path / ".lock", "another process writes", 0):
         1 / 0  # noqa: B018
     lock_of(tmp_path / ".lock").acquire(timeout=0)
 
