@@ -194,8 +194,7 @@ def reference_features(dataset: ImageDataset | RenderedItems, features: Features
     everything = map_over_ranks(state, len(dataset), extract).cpu()
     if saved is not None and state.is_main_process:
         # In a cache that cannot be written, they are extracted again next time.
-        with suppress(OSError, UsageError), saved.locked("pass a writable folder with --cache_dir"):
-            saved.begin()
+        with suppress(OSError, UsageError), saved.locked("pass a writable --cache_dir"), saved.building():
             np.save(saved.stage / FEATURES_FILE, everything.numpy())
             saved.finish()
     return everything if state.is_main_process else torch.empty(0)

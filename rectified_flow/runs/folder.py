@@ -8,8 +8,8 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -105,9 +105,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: if it cannot be read or is damaged.
     """
-    document = read_document(path, dict[str, Any])
-    check_document(document, ConfigFile, path)
-    return document
+    return asdict(read_document(path, ConfigFile))
 
 
 def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,9 +190,8 @@ def prepare_folders(config: TrainingConfig) -> None:
             raise UsageError(f"{step} has the name of a checkpoint and is none: move it away, or choose another folder")
 
 
-@contextmanager
-def locked_folders(config: TrainingConfig) -> Iterator[None]:
-    """Make the folders of a run, and lock other runs out of them inside the block.
+def lock_folders(config: TrainingConfig, held: ExitStack) -> None:
+    """Make the folders of a run, and lock other runs out of them until ``held`` closes.
 
     The locks are the operating system's, so they end with the process, however it ends.
 
@@ -202,16 +199,14 @@ def locked_folders(config: TrainingConfig) -> Iterator[None]:
         UsageError: if the folders cannot be written, or another run holds them.
     """
     prepare_folders(config)
-    with ExitStack() as locks:
-        for flag, folder in config.folders.items():
-            if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
-                continue
-            status = read_status(folder)
-            writer = "another process" if status is None else f"process {status.pid} on {status.host}"
-            lock, busy = folder / LOCK_FILE, f"{writer} is training in --{flag} {folder}"
-            try:
-                locks.enter_context(locked(lock, busy, 0))
-            except BusyError:
-                tqdm.write(f"waiting for another run to release {folder}")
-                locks.enter_context(locked(lock, busy, LOCK_TIMEOUT))
-        yield
+    for flag, folder in config.folders.items():
+        if flag == "checkpoint_dir" and folder.resolve() == config.output_dir.resolve():
+            continue
+        status = read_status(folder)
+        writer = "another process" if status is None else f"process {status.pid} on {status.host}"
+        lock, busy = folder / LOCK_FILE, f"{writer} is training in --{flag} {folder}"
+        try:
+            held.enter_context(locked(lock, busy, 0))
+        except BusyError:
+            tqdm.write(f"waiting for another run to release {folder}")
+            held.enter_context(locked(lock, busy, LOCK_TIMEOUT))

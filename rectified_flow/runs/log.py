@@ -13,6 +13,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
 from rectified_flow.runs.checkpoint import step_name
+from rectified_flow.runs.folder import program_flags
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid
@@ -134,12 +135,17 @@ class RunLog:
         for file in self._files:
             file.flush()
 
-    def start_trackers(self, flags: Mapping[str, Any], run_id: str) -> None:
+    def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
         """Start the tracker that ``--log_with`` names, if it names one; the run resumes there as ``run_id``.
+
+        Args:
+            document: the contents of the run's ``config.json``.
+            run_id: the run's name in trackers.
 
         Raises:
             UsageError: if it does not start, for example without an account or a network.
         """
+        flags = program_flags(document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings = {"wandb": {"id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": self.step + 1}}
         try:

@@ -24,14 +24,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import (
-    RunState,
-    describe_run,
-    locked_folders,
-    program_flags,
-    write_failure,
-    write_status,
-)
+from rectified_flow.runs.folder import RunState, describe_run, lock_folders, write_failure, write_status
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
 from rectified_flow.runs.snapshots import drop_snapshots, keep_snapshots
@@ -213,8 +206,8 @@ class Run:
         Raises:
             UsageError: if a folder cannot be written, the processes do not share it, or another run holds it.
         """
-        with ExitStack() as locks:
-            on_main(self.accelerator, lambda: locks.enter_context(locked_folders(self.config)))
+        with ExitStack() as held:
+            on_main(self.accelerator, lambda: lock_folders(self.config, held))
             check_shared(self.accelerator, self.config.folders)
             try:
                 yield
@@ -239,7 +232,7 @@ class Run:
         replace_file(self.config.output_dir / CONFIG_FILE, json.dumps(self.document, indent=1))
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config, self.log.draw_loss)
-        self.log.start_trackers(program_flags(self.document), run_id)
+        self.log.start_trackers(self.document, run_id)
         if self.flow_description is None:
             self.print(f"warning: sample.py cannot build this flow from its checkpoints: {self._undescribed}")
 

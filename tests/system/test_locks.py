@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import locked_folders, write_status
+from rectified_flow.runs.folder import lock_folders, write_status
 from rectified_flow.system.files import lock_of, locked
 from tests.patience import PATIENCE
 
@@ -59,8 +59,9 @@ def said_by_nobody(action: Callable[..., str], *arguments: object) -> str:
 
 def claim(path: Path) -> str:
     try:
-        with locked_folders(TrainingConfig(output_dir=path)):
-            return "claimed"
+        with ExitStack() as held:
+            lock_folders(TrainingConfig(output_dir=path), held)
+        return "claimed"
     except (UsageError, PermissionError) as error:
         return str(error)
 
@@ -78,7 +79,8 @@ def shared() -> Iterator[Path]:
 @root_only
 def test_another_user_does_not_train_beside_a_run(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "LOCK_TIMEOUT", 0.1)
-    with locked_folders(TrainingConfig(output_dir=shared)):
+    with ExitStack() as held:
+        lock_folders(TrainingConfig(output_dir=shared), held)
         write_status(shared, "running", 1, 2)
         assert said_by_nobody(claim, shared).startswith(f"process {os.getpid()} on ")
     assert said_by_nobody(claim, shared) == "claimed"
