@@ -94,8 +94,8 @@ def choose_checkpoint(
         )
     if run.dataset != before.dataset:
         raise UsageError(
-            f"checkpoint {own} was trained on other data or at another size: choose another --output_dir; "
-            f"with --resume {own} there, training starts from its weights"
+            f"{own} was trained on other data or at another size: choose another --output_dir "
+            f"(and --resume {own} to start from its weights)"
         )
     for name in ("seed", "global_batch", "precision"):
         then, now = getattr(before, name), getattr(run, name)

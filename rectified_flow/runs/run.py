@@ -94,10 +94,8 @@ class BackgroundSaver:
         """
         path = self.wait()
         if self._problem:
-            raise RunError(
-                f"could not save the last step to {self.config.checkpoints} ({self._problem}): make room, "
-                "and run the same command to resume from the checkpoint before"
-            )
+            failure = f"could not save the last step to {self.config.checkpoints} ({self._problem})"
+            raise RunError(f"{failure}: make room, and run the same command to resume")
         return path
 
     def _copy(self, file: str, name: str, value: Tensor) -> Tensor:

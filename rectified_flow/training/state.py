@@ -111,9 +111,8 @@ class TrainingState(checkpoint.Counters):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
             if not largest <= LARGEST_WEIGHT:
                 raise RunError(
-                    f"the weights exploded by step {self.step} (the largest is {largest:.1e}), so they are not "
-                    "saved and training ended; the checkpoints of earlier steps are kept: lower --learning_rate, or "
-                    "clip gradients with --max_grad_norm"
+                    f"the weights exploded by step {self.step} (the largest is {largest:.1e}) and are not saved; "
+                    "earlier checkpoints are kept: lower --learning_rate, or clip gradients with --max_grad_norm"
                 )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -157,9 +156,7 @@ class TrainingState(checkpoint.Counters):
             average.step.fill_(saved.updates)
         optimizer = type(self.optimizer.optimizer).__name__
         if saved.optimizer != optimizer:
-            raise UsageError(
-                f"checkpoint {path} was trained by {saved.optimizer}, not {optimizer}: choose another output_dir"
-            )
+            raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
             self.optimizer.scaler.load_state_dict(self.optimizer.scaler.state_dict() | saved.grad_scaler)
