@@ -21,7 +21,7 @@ from rectified_flow.data.framing import Crop
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import MANIFEST
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, owned_files
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
     check_document,
@@ -187,7 +187,7 @@ def prepare_folders(config: TrainingConfig) -> None:
     claim(config.checkpoints, [BEST], ours=is_run or any(config.checkpoints.glob(f"step_*/{MANIFEST}")))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not (step / MANIFEST).is_file():
-            raise UsageError(f"{step} has the name of a checkpoint and is none: move it away, or choose another folder")
+            owned_files(step, CHECKPOINT)
 
 
 def lock_folders(config: TrainingConfig, held: ExitStack) -> None:
