@@ -90,7 +90,8 @@ def choose_checkpoint(
     places = (own, config.checkpoints, config.output_dir)
     if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
         raise UsageError(
-            f"{config.checkpoints} did not start from {config.resume}, or is past it: choose another --output_dir"
+            f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
+            "choose another --output_dir"
         )
     if run.dataset != before.dataset:
         raise UsageError(
