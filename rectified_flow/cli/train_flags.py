@@ -127,19 +127,18 @@ class NetworkConfig(Flags):
         Raises:
             UsageError: if they cannot.
         """
-        divisor = 2 ** (len(self.dim_mults) - 1)
+        levels = len(self.dim_mults)
+        divisor = 2 ** (levels - 1)
         multiple = divisor * min(ratio)  # as one of the two is odd
         if self.network != UNET or (latent_side or image_size) % multiple == 0:
             return
         sides = "is" if ratio == (1, 1) else f"with --aspect_ratio {ratio[0]}:{ratio[1]} gives sides that are"
-        remedy = f"; take {max(1, round(image_size / multiple)) * multiple}"
+        remedy = f"take {max(1, round(image_size / multiple)) * multiple}"
         if latent_side is not None:
             sides = f"has latents of side {latent_side}, which is"
-            remedy = ": pass fewer levels, or a larger power of two as --image_size"
-        raise UsageError(
-            f"--image_size {image_size} {sides} not divisible by {divisor}, as the {len(self.dim_mults)} levels of "
-            f"--dim_mults need{remedy}"
-        )
+            remedy = "pass fewer levels, or a larger power of two as --image_size"
+        problem = f"--image_size {image_size} {sides} not divisible by {divisor}"
+        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults need; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -326,10 +325,7 @@ def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Pat
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
     for flag, folder in written.items():
         if folder is not None and folder.resolve().is_relative_to(dataset_path.resolve()):
-            raise UsageError(
-                f"--{flag} {folder} lies inside --dataset_path {dataset_path}, where the run's own files would become "
-                "training pictures: choose a folder outside"
-            )
+            raise UsageError(f"--{flag} {folder} lies inside --dataset_path {dataset_path}: choose a folder outside")
 
 
 @dataclass(frozen=True)

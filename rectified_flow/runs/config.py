@@ -195,10 +195,7 @@ class TrainingConfig(Flags):
             accumulation = self.gradient_accumulation_steps or 1
         batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
         if batch.total != total:
-            raise UsageError(
-                f"--global_batch_size {total} does not divide into {batch.per_process or 'images'} per process x "
-                f"{world_size} process{'es' * (world_size > 1)} x {accumulation} accumulation"
-            )
+            raise UsageError(f"--global_batch_size {total} does not divide: {batch}")
         return batch
 
     def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:
