@@ -4,7 +4,6 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +19,8 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags
+from rectified_flow.runs.folder import DataArguments, data_arguments, is_run, program_flags
+from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
 
@@ -60,15 +60,14 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
 
 
 def claim_model(folder: Path) -> None:
-    """Claim the names of a model's files in ``folder``; a folder with the description of a flow is the project's own.
+    """Claim the names of a model's files in ``folder``.
 
     Raises:
-        UsageError: if one of them exists and is a file of the user's.
+        UsageError: if one of them exists and is a file of the user's, or ``folder`` is of a run or a checkpoint.
     """
-    is_model = False
-    with suppress(UsageError):
-        is_model = "kind" in checkpoint.load_document(folder, CONFIG_FILE)
-    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE], ours=is_model)
+    if is_run(folder) or is_artifact(folder):
+        raise UsageError(f"--save_pretrained: {folder} is of a run or a checkpoint: choose a folder of its own")
+    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE])
 
 
 def load_pretrained(source: str | Path, **options: Any) -> Flow:

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 
 from rectified_flow.cli import programs
 from tests.ranks import run_on_ranks
@@ -15,6 +16,8 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "evaluate.py": programs.evaluate,
     "export.py": programs.export,
     "watch.py": programs.watch,
+    "train_masked_text.py": partial(programs.run, "train_masked_text:train", "train_masked_text:TextFlags", ""),
+    "train_point_clouds.py": partial(programs.run, "train_point_clouds:train", "train_point_clouds:CloudFlags", ""),
 }
 
 

@@ -153,7 +153,7 @@ def test_a_model_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(OSError, match="No space"):
             save_pretrained(flow, tmp_path)
     assert (tmp_path / checkpoint.MODEL_FILE).read_bytes() == weights
-    assert not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob(".*.tmp"))
     save_pretrained(flow, tmp_path)
     same(load_pretrained(tmp_path), flow)
 
@@ -165,7 +165,8 @@ def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> N
         assert options == {"private": True, "exist_ok": True}
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
-    def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str) -> str:
+    def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: str) -> str:
+        assert ignore_patterns == ".rectified-flow.json"
         same(load_pretrained(folder_path), flow)
         uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
         return f"https://huggingface.co/{repo_id}/commit/1"

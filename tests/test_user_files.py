@@ -1,21 +1,29 @@
 """No program removes or changes a file that the project did not write, in whichever folder a flag names."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.programs import program
+from rectified_flow.system.outputs import RECORD
+from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1"
 TRAIN = f"--dataset_path {{pictures}} {TINY} --train_num_steps 1 --holdout 0"
+SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4 --measure_every 1"
+TEXT = f"--text {{text}} --vocabulary 40 --length 8 --measured_lines 20 {SMALL}"
+CLOUDS = f"--points 10 --measured_clouds 10 {SMALL}"
 OURS = (
     *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png", "look.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),
     *("index.html", "style.css", "model.json", "model.onnx", "model.pt2", "model.safetensors", "README.md"),
     *("0.png", "00000.png", "000000.png", "grid.png", "path.png", "path.gif", "manifest.json", "building.json"),
     *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
+    *("steps.png", "ema_lengths.png", ".sample.lock", ".evaluation.lock", ".tmpabcdef", "averages", "lora"),
+    *("tokenizer.json", "accuracy.jsonl", "accuracy.png", "distances.jsonl", "distances.png", "clouds.png"),
 )
 """Names of files that programs write."""
 FOLDERS = ("samples", "generated", "exported", "checkpoints/step_00000001", "step_00000001", "pairs", "paths", ".git")
@@ -110,12 +118,16 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ("export.py", "--checkpoint {trained} --format torch --output_dir {folder}"),
         ("export.py", "--checkpoint {trained} --format page --output_dir {folder}"),
+        ("train_masked_text.py", f"{TEXT} --output_dir {{folder}}"),
+        ("train_point_clouds.py", f"{CLOUDS} --output_dir {{folder}}"),
     ],
 )
 def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, pictures: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     files = fill(folder)
-    call = words.format(folder=folder, new=tmp_path / "new", trained=trained, pictures=pictures).split()
+    (tmp_path / "lines.txt").write_text("the sun and a sea\n" * 80)
+    places = {"trained": trained, "pictures": pictures, "text": tmp_path / "lines.txt"}
+    call = words.format(folder=folder, new=tmp_path / "new", **places).split()
     for _ in range(len(files)):
         [(code, text)] = run_on_ranks(1, program, script, call)
         assert unchanged(files) == []
@@ -125,3 +137,94 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
         assert code == 2, text
         move_away(offender(text, files, folder), files)
     raise AssertionError(text)
+
+
+def succeeds(script: str, words: str) -> None:
+    [(code, text)] = run_on_ranks(1, program, script, words.split())
+    assert code == 0, text
+
+
+DEFAULTS = {
+    "sample.py": "--num_samples 1 --steps 1 --path gif",
+    "evaluate.py": "--num_samples 2 --steps 1 2 --feature_network efficientnet_lite0",
+    "export.py": "--format torch",
+}
+"""Programs that write beside a checkpoint by default, with their words."""
+
+
+def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "checkpoints/step_00000001", tmp_path / "step_00000001")
+    names = ("steps.png", "neighbours.png", "generated/00000.png", "exported/model.pt2")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("mine")
+    for script, words in DEFAULTS.items():
+        assert_refused(script, 1, f"--checkpoint {tmp_path}/step_00000001 {words}", "this project did not write it")
+    assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
+
+
+def test_a_run_without_records_is_resumed_sampled_evaluated_and_exported(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """Commit 2b575ae wrote no records. Each program finds the files of an earlier call."""
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    for _ in range(2):
+        for script, words in DEFAULTS.items():
+            for record in run.rglob(RECORD):
+                record.unlink()
+            succeeds(script, f"--checkpoint {run} {words}")
+    for record in run.rglob(RECORD):
+        record.unlink()
+    words = f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures)
+    succeeds("train_oxford.py", words)
+    assert (run / "checkpoints/step_00000002").is_dir()
+    recorded = json.loads((run / RECORD).read_text())["files"]
+    assert {"config.json", "metrics.jsonl", "loss.png", "samples", "evaluation.json"} <= {*recorded}
+
+
+def test_a_picture_of_the_users_among_the_samples_of_a_run_stays(trained: Path, pictures: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "samples/step_00000002.png").write_text("mine")
+    succeeds("train_oxford.py", f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures))
+    assert (run / "samples/step_00000002.png").read_text() == "mine"
+
+
+def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
+    trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    run, model = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(trained, run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for script, words in DEFAULTS.items():
+        place = f"--output_dir {run}/checkpoints/step_00000001"
+        assert_refused(script, 1, f"--checkpoint {trained} {words} {place}", "step_00000001 is a checkpoint or another")
+    words = f"--checkpoint {trained} --num_samples 1 --steps 1 --output_dir {tmp_path}/drawn --save_pretrained"
+    assert_refused("sample.py", 1, f"{words} {run}", f"{run} is of a run or a checkpoint")
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    succeeds("sample.py", f"{words} {model}")
+    description = (model / "config.json").read_bytes()
+    words = f"{TRAIN} --output_dir {model}".format(pictures=pictures)
+    assert_refused("train_oxford.py", 1, words, "config.json is not of a run")
+    assert (model / "config.json").read_bytes() == description
+
+
+@pytest.mark.parametrize("target", ["file", "folder", "nowhere", "itself"])
+def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("{}")
+    (tmp_path / "folder").mkdir()
+    for name in (RECORD, "config.json", "loss.png", "samples", "metrics.jsonl", "checkpoints"):
+        run = tmp_path / f"{name}-run"
+        run.mkdir()
+        link = run / name
+        link.symlink_to(link if target == "itself" else tmp_path / target)
+        words = f"{TRAIN} --output_dir {run}".format(pictures=pictures)
+        if (name, target) == ("checkpoints", "folder"):
+            succeeds("train_oxford.py", words)
+        else:
+            named = f"--checkpoint_dir {link}" if name == "checkpoints" else f"error: {link}"
+            assert_refused("train_oxford.py", 1, words, named)
+        assert link.is_symlink()
+    assert (tmp_path / "file").read_text() == "{}"
+    assert not (tmp_path / "nowhere").exists()

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from line_store import LineStore
 from masked_model import SPECIAL, UNKNOWN
-from rectified_flow.system.outputs import write_output
+from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.terminal import progress_bar
 
 HELD_OUT_EVERY = 20
@@ -66,13 +66,13 @@ class TokenLines(Dataset[dict[str, Tensor]]):
 
 def read_tokenizer(path: Path, store: LineStore, count: int, vocabulary: int) -> str:
     """Read a run's tokenizer as JSON, or train it on the first ``count`` lines of the store if there is none yet."""
+    claim(path.parent, [path.name])
     if not path.exists():
         tokenizer = Tokenizer(models.BPE(unk_token=UNKNOWN))
         tokenizer.normalizer = normalizers.NFC()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[*SPECIAL], show_progress=False)
         tokenizer.train_from_iterator(_training_lines(store, min(count, TOKENIZER_LINES)), trainer)
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_output(path, tokenizer.to_str())
     return path.read_text()
 

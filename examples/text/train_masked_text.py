@@ -30,6 +30,7 @@ from rectified_flow.cli.train_flags import ProgramConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
+from rectified_flow.runs.resume import check_start
 from rectified_flow.system.pictures import Panel, draw_panels
 from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
 
@@ -142,6 +143,7 @@ def train(flags: TextFlags) -> bool:
     """Train, and return whether the run finished."""
     state, text = join(flags), flags.text
     set_seed(flags.run.seed)
+    on_main(state, lambda: check_start(flags.run))
     store = on_main(state, lambda: open_lines(*text.text, skip_empty=text.skip_empty))
     count = min(len(store), text.max_samples or len(store))
     least = 2 * HELD_OUT_EVERY

@@ -24,7 +24,7 @@ from rectified_flow.flags import checked, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import DataArguments, data_arguments, program_flags, read_config
+from rectified_flow.runs.folder import DataArguments, data_arguments, is_run, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -56,7 +56,7 @@ def evaluate(config: EvaluateConfig) -> None:
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    on_main(state, lambda: _claim(folder, ours=measure.output_dir is None))
+    on_main(state, lambda: _claim(folder, ours=measure.output_dir is None and is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})

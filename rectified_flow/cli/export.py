@@ -22,6 +22,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import read_trained, solver_name
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -122,7 +123,8 @@ def export(config: ExportConfig) -> None:
         raise UsageError(f"--format page shows grey and RGB pictures, not {channels} channels: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     page = [each.name for each in PAGE_FILES.iterdir()] if flags.format == "page" else []
-    claim(folder, [FILES[flags.format], "model.json", *page], ours=flags.output_dir is None)
+    ours = flags.output_dir is None and is_run(trained.run_folder)
+    claim(folder, [FILES[flags.format], "model.json", *page], ours=ours)
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()

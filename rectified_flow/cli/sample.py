@@ -24,19 +24,25 @@ from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
-from rectified_flow.runs.folder import STATUS_FILE
+from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
-from rectified_flow.system.artifact import MANIFEST
-from rectified_flow.system.files import locked, prepare_folder, writing
+from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
-from rectified_flow.system.pictures import fit, open_picture, over_white, to_grid, write_motion, write_picture
+from rectified_flow.system.pictures import (
+    encode_picture,
+    fit,
+    open_picture,
+    over_white,
+    to_grid,
+    write_motion,
+    write_picture,
+)
 from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE = ".sample.lock"
-EXTRA_FILES = (Path("grid.png"), Path("path.png"), Path("path.gif"))
 GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
@@ -59,10 +65,10 @@ def sample(config: SampleConfig) -> None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
-    card = {} if flags.save_pretrained is None else _prepare_card(flags.save_pretrained, flags, trained)
+    card = {} if flags.save_pretrained is None else _prepare_card(flags, trained)
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
-        on_main(state, lambda: _claim(folder, flags, held))
+        on_main(state, lambda: _claim(folder, flags, held, ours=not flags.output_dir and is_run(trained.run_folder)))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
             tqdm.write(describe(config, trained, options, state))
@@ -85,7 +91,9 @@ def _write_samples(
     ):
         for numbers, pictures in sample_batches(flow, mine, with_alpha=True, **options):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
-                write_picture(files[number], picture.permute(1, 2, 0).numpy())
+                # Not by write_picture, which would read the record of all names for each picture.
+                with writing(files[number]):
+                    replace_file(files[number], encode_picture(picture.permute(1, 2, 0).numpy()), durable=False)
             bar.update(len(numbers))
         state.wait_for_everyone()
         if not state.is_main_process:
@@ -123,19 +131,16 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     return options
 
 
-def _prepare_card(folder: Path, flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
-    """Check that the model may be saved in ``folder``, and return the arguments of its card."""
-    for file in (folder / MANIFEST, folder / STATUS_FILE):
-        if file.exists():
-            raise UsageError(f"--save_pretrained: {file} is of a run or a checkpoint: choose a folder of its own")
+def _prepare_card(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
+    """Return the arguments of the model's card."""
     is_map = isinstance(trained.flow, FlowMap)
     program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
     return card_of_run(trained, flags.license, program, plain(defaults()))
 
 
-def _claim(folder: Path, flags: PicturesConfig, held: ExitStack) -> None:
+def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:
     """Make the output folder, lock others out, and check that the pictures fit, replace none and are the only ones."""
-    prepare_folder("output_dir", folder)
+    claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuses a checkpoint before it gets a lock's file
     files, count = _files_of(folder, flags.num_samples), flags.num_samples
     busy = f"another process draws pictures into --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
@@ -143,7 +148,8 @@ def _claim(folder: Path, flags: PicturesConfig, held: ExitStack) -> None:
     for file in {*folder.glob("*.png")} - {*files}:
         if file.stem.isdecimal():
             raise UsageError(f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")
-    claim(folder, [file.name for file in (*files, *EXTRA_FILES)], ours=flags.output_dir is None)
+    path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
+    claim(folder, [*(file.name for file in files), "grid.png", *path], ours=ours)
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
 

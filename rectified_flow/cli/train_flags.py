@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from math import prod
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -324,7 +325,7 @@ def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Pat
         return
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
     for flag, folder in written.items():
-        if folder is not None and folder.resolve().is_relative_to(dataset_path.resolve()):
+        if folder is not None and Path(realpath(folder)).is_relative_to(realpath(dataset_path)):
             raise UsageError(f"--{flag} {folder} lies inside --dataset_path {dataset_path}: choose a folder outside")
 
 

@@ -234,7 +234,7 @@ def check_shared(state: Accelerator | PartialState, folders: Mapping[str, Path])
         return
 
     def write() -> str:
-        name = f".shared.{token_hex(4)}.tmp"  # `replace_file` removes a file of that name if this process is killed
+        name = f".shared.{token_hex(4)}.tmp"  # a process that is killed leaves an empty hidden file
         for folder in folders.values():
             (folder / name).touch()
         return name

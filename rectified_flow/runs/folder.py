@@ -21,7 +21,7 @@ from rectified_flow.data.framing import Crop
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, owned_files
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, is_artifact, owned_files
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
     check_document,
@@ -172,6 +172,13 @@ def write_failure(folder: Path, error: BaseException, step: int, total_steps: in
         write_status(folder, state, step, total_steps, first_line(error))
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether ``folder`` has the ``config.json`` of a run."""
+    with suppress(UsageError):
+        return bool(read_config(folder / RUN_FILES[0]))
+    return False
+
+
 def prepare_folders(config: TrainingConfig) -> None:
     """Make the folders of a run, and claim the names of its files there. Call in one process only.
 
@@ -180,11 +187,11 @@ def prepare_folders(config: TrainingConfig) -> None:
     """
     for flag, folder in config.folders.items():
         prepare_folder(flag, folder)
-    is_run = False
-    with suppress(UsageError):
-        is_run = bool(read_config(config.output_dir / RUN_FILES[0]))
-    claim(config.output_dir, RUN_FILES, ours=is_run)
-    claim(config.checkpoints, [BEST], ours=is_run or any(config.checkpoints.glob(f"step_*/{MANIFEST}")))
+    known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
+    claim(config.output_dir, RUN_FILES, ours=known)
+    if not known and config_file.exists():  # as that of a saved model
+        raise UsageError(f"{config_file} is not of a run: move it away, or choose another --output_dir")
+    claim(config.checkpoints, [BEST], ours=any(map(is_artifact, config.checkpoints.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not (step / MANIFEST).is_file():
             owned_files(step, CHECKPOINT)

@@ -49,6 +49,8 @@ SMALL = 2**20
 """Size below which a file is hashed at each verification, whatever its time [bytes]."""
 LEFTOVER = re.compile(r"\.tmp\w{6}|\.(building|manifest)\.json\.[0-9a-f]{8}\.tmp")
 """Temporary files of safetensors and of :func:`replace_file` that a killed build leaves in its stage."""
+FIRST_LEFTOVER = re.compile(r"\.building\.json\.[0-9a-f]{8}\.tmp")
+"""Temporary file that a build leaves if it is killed before its stage has the marker."""
 
 Natural = Annotated[int, Field(ge=0, lt=2**53)]
 FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
@@ -241,6 +243,13 @@ def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
     return manifest
 
 
+def is_artifact(folder: Path) -> bool:
+    """Return whether ``folder`` has the manifest of a finished artifact of any kind."""
+    with suppress(UsageError):
+        return bool(read_document(folder / MANIFEST, Manifest).files)
+    return False
+
+
 def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | None = None) -> str | None:
     """Return the damage of an artifact in words, or None.
 
@@ -296,10 +305,11 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
     if folder.is_symlink() or not folder.is_dir():
         raise UsageError(f"{folder} is in the way of the {kind}, and is no folder: move it away")
     known = _known_files(folder, kind)
+    leftover = LEFTOVER if MARKER in known and MANIFEST not in known else FIRST_LEFTOVER
     entries = sorted(folder.iterdir())
     for entry in entries:
-        leftover = LEFTOVER.fullmatch(entry.name) and MANIFEST not in known
-        if entry.is_symlink() or not entry.is_file() or not (leftover or entry.name in known):
+        is_known = entry.name in known or (MANIFEST not in known and leftover.fullmatch(entry.name))
+        if entry.is_symlink() or not entry.is_file() or not is_known:
             raise UsageError(
                 f"{folder} is in the way of the {kind}, and holds {entry.name}, which this project did not write: "
                 "move it away, or choose another folder"

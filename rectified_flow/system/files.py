@@ -139,11 +139,11 @@ def open_regular(path: Path) -> BufferedReader:
     Raises:
         OSError: if it cannot be opened, or is something else.
     """
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
-    if not S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
         raise OSError(f"{path} is not a regular file")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path) -> bytes:

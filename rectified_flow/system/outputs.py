@@ -16,6 +16,7 @@ from os.path import lexists
 from pathlib import Path
 
 from rectified_flow.errors import UsageError
+from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import read_document, replace_file
 
 RECORD = ".rectified-flow.json"
@@ -38,11 +39,15 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             0.3 did not write, all that it holds is taken for the project's.
 
     Raises:
-        UsageError: if one exists that the record does not have, or the record cannot be read.
+        UsageError: if one exists that the record does not have, the record cannot be read, or the folder is a
+            checkpoint or store, in which a foreign file would count as damage.
         OSError: if the record cannot be written.
     """
+    if is_artifact(folder):
+        raise UsageError(f"{folder} is a checkpoint or another folder that is complete: choose a folder of its own")
     record, names = folder / RECORD, list(names)
-    if record.exists() or record.is_symlink():
+    is_recorded = lexists(record)
+    if is_recorded:
         written = set(read_document(record, Record).files)
     else:
         written = {entry.name for entry in folder.iterdir()} if ours else set()
@@ -54,7 +59,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
                 f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
                 "folder"
             )
-    if not written.issuperset(names):
+    if not written.issuperset(names) or (written and not is_recorded):
         replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
 
 

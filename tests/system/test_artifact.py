@@ -184,6 +184,14 @@ def test_an_empty_folder_is_no_hindrance(tmp_path: Path) -> None:
     assert build(tmp_path).is_whole
 
 
+@pytest.mark.parametrize("name", [".tmpabcdef", ".manifest.json.0123abcd.tmp", ".building.json.bak.tmp"])
+def test_hidden_files_without_a_marker_beside_them_stay(tmp_path: Path, name: str) -> None:
+    artifact = artifact_in(tmp_path)
+    artifact.stage.mkdir()
+    (artifact.stage / name).write_text("mine")
+    refuses(tmp_path, name, artifact.begin)
+
+
 def test_what_killed_builds_leave_goes(tmp_path: Path) -> None:
     """Temporary files of safetensors and of the marker, and an artifact that was half removed."""
     path = build(tmp_path).path
