@@ -139,7 +139,7 @@ def test_one_process_on_a_cpu_abandons_a_step(
 
 def test_a_preview_is_given_up_on_all_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
     assert run_on_ranks(2, train_with_signal_in_preview, tmp_path, flowers) == [(False, 8)] * 2
-    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step_00000004.png"]
+    assert [path.name for path in (tmp_path / "samples").glob("*.png")] == ["step_00000004.png"]
     assert (tmp_path / "checkpoints/step_00000008/manifest.json").exists()
 
 
