@@ -232,7 +232,7 @@ def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> 
     kept = [path.name for path in sorted((tmp_path / "checkpoints").glob("[!.]*")) if path.name != "averages"]
     assert kept == ["step_00000002", "step_00000008"]
     assert [row["step"] for row in metrics(tmp_path)] == [2, 4, 6, 8]
-    assert [path.name for path in sorted((tmp_path / "samples").iterdir())] == [
+    assert [path.name for path in sorted((tmp_path / "samples").glob("*.png"))] == [
         "step_00000002.png",
         "step_00000008.png",
     ]
