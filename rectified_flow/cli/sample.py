@@ -141,10 +141,11 @@ def _prepare_card(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
 def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:
     """Make the output folder, lock others out, and check that the pictures fit, replace none and are the only ones."""
     claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuses a checkpoint before it gets a lock's file
-    files, count = _files_of(folder, flags.num_samples), flags.num_samples
     busy = f"another process draws pictures into --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
-    require_disk(count * BLOCK, folder, f"--num_samples {count}", "draw fewer, or pass an --output_dir with more room")
+    remedy = "draw fewer, or pass an --output_dir with more room"
+    require_disk(flags.num_samples * BLOCK, folder, f"--num_samples {flags.num_samples}", remedy)
+    files = _files_of(folder, flags.num_samples)
     for file in {*folder.glob("*.png")} - {*files}:
         if file.stem.isdecimal():
             raise UsageError(f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")

@@ -206,11 +206,11 @@ class RunLog:
             draw_panels(self.loss_plot, panels)
 
     @contextmanager
-    def tolerant(self, what: str) -> Iterator[None]:
-        """Report an error inside the block by a warning that names ``what`` could not be written."""
+    def tolerant(self, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+        """Report an error of these kinds inside the block by a warning that ``what`` was not written."""
         try:
             yield
-        except Exception as error:  # each tracker has errors of its own
+        except kinds as error:  # by default any, as each tracker has errors of its own
             tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
 
 

@@ -6,7 +6,7 @@ A stream may be missing when the program starts, have any encoding, and be close
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedWriter, FileIO, TextIOWrapper
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -56,16 +56,18 @@ class _TolerantFile(FileIO):
 def _tolerant(stream: TextIO) -> TextIO:
     if not isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of other classes
         return stream
-    stream.reconfigure(errors="backslashreplace")
     if not isinstance(stream.buffer, BufferedWriter | FileIO):
+        stream.reconfigure(errors="backslashreplace")
         return stream
+    with suppress(OSError):  # its reader may be gone
+        stream.flush()
     # Not in the stream's own buffer, which Python would flush again at exit.
     file = _TolerantFile(stream.fileno(), "w", closefd=False)
     buffer = file if stream.write_through else BufferedWriter(file)
     return TextIOWrapper(
         buffer,
         stream.encoding,
-        stream.errors,
+        "backslashreplace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

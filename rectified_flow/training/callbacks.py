@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.system.files import writing
 from rectified_flow.system.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -123,6 +125,7 @@ class Measurement(Callback):
         return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:
-        with trainer.run.log.tolerant(self.name):
+        tolerant = trainer.run.log.tolerant(self.name, (RunError, UsageError))
+        with tolerant, writing(f"{self.name} of step {trainer.state.step}"):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
             self.plot(trainer)

@@ -27,6 +27,7 @@ from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, TrainerFile
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import DataArguments, data_arguments, describe_run
 from rectified_flow.runs.snapshots import keep_snapshots
+from rectified_flow.system.outputs import claim
 from rectified_flow.training.state import power_averages
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
@@ -246,5 +247,6 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:
+    claim(tmp_path, ["evaluation.json"])
     (tmp_path / "evaluation.json").write_text('{"not": "a list')
     assert_refused("evaluate.py", 1, f"--checkpoint {run} --output_dir {tmp_path}", "evaluation.json cannot be read")

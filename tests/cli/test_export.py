@@ -24,6 +24,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.autoencoders import Haar
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.outputs import RECORD
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
@@ -125,7 +126,7 @@ def test_a_program_that_differs_is_not_written(
     sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
     with pytest.raises(RunError, match=r"the program differs from the flow by .* above 0.0001"):
         export(parse(ExportConfig, "Export."))
-    assert list((tmp_path / "exported").iterdir()) == []
+    assert [path.name for path in (tmp_path / "exported").iterdir()] == [RECORD]
 
 
 def test_a_page_has_the_pinned_runtime_unpacked_and_its_licence(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from rectified_flow.data import build as catalog
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.flags import parse
+from rectified_flow.system.outputs import RECORD
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -136,7 +137,7 @@ def test_a_look_at_a_folder(pictures: Path, tmp_path: Path) -> None:
     sheet = np.asarray(Image.open(tmp_path / "run/look.png"))
     assert sheet.shape == (5 * (8 + 2) + 2, 4 * (12 + 2) + 2, 3)
     assert (sheet[2:10, 2:14] == 255).all(axis=-1).sum() in range(4, 60), "a hole, over white"
-    assert [file.name for file in (tmp_path / "run").iterdir()] == ["look.png"]
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {"look.png", RECORD}
 
 
 def test_a_look_at_other_sources(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.snapshots import LENGTHS, file_of
+from rectified_flow.system.outputs import RECORD
 from tests.ranks import run_on_ranks
 from tests.training.runs import Kind, Tiny, build_trainer, losses, metrics, tiny_config, train
 
@@ -156,6 +157,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     averages = list(map(file_of, LENGTHS))
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors", *averages]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
+    expected |= {RECORD, f"checkpoints/{RECORD}"}
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}

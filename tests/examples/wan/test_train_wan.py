@@ -325,8 +325,8 @@ def test_a_full_disk_does_not_end_the_run(
     def full(*_args: Any, **_kwargs: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("rectified_flow.system.pictures.replace_file", full)
-    monkeypatch.setattr("wan_callbacks.replace_file", full)
+    monkeypatch.setattr("rectified_flow.system.pictures.write_output", full)
+    monkeypatch.setattr("wan_callbacks.write_output", full)
     words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {tmp_path}/run"
     assert example.train(flags_of(f"{words} --train_num_steps 2"))
     assert (tmp_path / "run/checkpoints/step_00000002").exists()
