@@ -128,7 +128,7 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
     (tmp_path / "lines.txt").write_text("the sun and a sea\n" * 80)
     places = {"trained": trained, "pictures": pictures, "text": tmp_path / "lines.txt"}
     call = words.format(folder=folder, new=tmp_path / "new", **places).split()
-    for _ in range(len(files)):
+    for refusals in range(len(files)):
         [(code, text)] = run_on_ranks(1, program, script, call)
         assert unchanged(files) == []
         assert "Traceback" not in text
@@ -136,6 +136,9 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
             return
         assert code == 2, text
         move_away(offender(text, files, folder), files)
+        if refusals == 5 and "is in the way of" in text:  # it refuses the folder for each entry in turn
+            for entry in folder.iterdir():
+                move_away(entry, files)
     raise AssertionError(text)
 
 

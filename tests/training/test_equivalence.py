@@ -157,7 +157,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     averages = list(map(file_of, LENGTHS))
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors", *averages]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
-    expected |= {RECORD, f"checkpoints/{RECORD}"}
+    expected |= {RECORD, f"checkpoints/{RECORD}", f"samples/{RECORD}"}
     for step in ("step_00000020", "step_00000040"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
