@@ -26,7 +26,7 @@ test-all: $(READY_DEV)  ## run the slow ones, too: the compiler works for minute
 test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed
 	$(BIN)/python -m pytest -m page -n 0
 
-fuzz: $(READY_DEV)  ## try 2,000 random command lines and damaged runs, some 30 minutes
+fuzz: $(READY_DEV)  ## test 2,000 random command lines and damaged runs, some 30 minutes
 	FUZZ_CASES=1000 $(BIN)/python -m pytest -n 2 tests/test_fuzz.py
 
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes

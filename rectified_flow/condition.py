@@ -25,7 +25,7 @@ class Condition(Protocol):
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw ``count`` values for samples whose caller gives none; by default "none" for every row.
 
-        Draws come from :mod:`rectified_flow.randomness`, with which a sample has the same value in any batch.
+        Random draws come from :mod:`rectified_flow.randomness`, so that a sample does not depend on its batch.
 
         Args:
             name: the name of the condition, which names its stream of random draws.

@@ -14,7 +14,7 @@ class NewerError(UsageError):
 
 
 class BusyError(UsageError):
-    """A file or folder that another process is writing."""
+    """A file or folder that another process is writing; the sentence names it."""
 
 
 class RunError(RuntimeError):

@@ -26,11 +26,11 @@ from rectified_flow.registry import Role, find, parameters_of, registered_in
 from rectified_flow.system.files import check_document, read_document, usable_path
 
 C = TypeVar("C")
-Positive = Annotated[int, Interval(gt=0, lt=2**53)]  # beyond 2**53, JSON and float64 lose digits
+Positive = Annotated[int, Interval(gt=0, lt=2**53)]  # float64, as in JSON, is exact up to 2**53
 Natural = Annotated[int, Interval(ge=0, lt=2**53)]
 AtLeastTwo = Annotated[int, Interval(ge=2, lt=2**53)]
 Seed = Annotated[int, Interval(ge=0, lt=2**32)]
-PositiveNumber = Annotated[float, Interval(gt=0, le=1e30)]  # float32 ends at 3e38
+PositiveNumber = Annotated[float, Interval(gt=0, le=1e30)]  # the largest float32 is 3.4e38
 NonNegative = Annotated[float, Interval(ge=0, le=1e30)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
@@ -88,8 +88,8 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for word, value in pairwise(["", *arguments, "end"]):
         flag = word if word.startswith("--") else "an argument"
-        if value == "" or flag.endswith("="):  # as a path, the current folder
-            raise UsageError(f"{flag.rstrip('=')} is empty: is a variable not set?")
+        if value == "" or flag.endswith("="):  # an empty path would mean the current folder
+            raise UsageError(f"{flag.rstrip('=')} is empty: check whether a variable is unset")
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)
@@ -179,7 +179,7 @@ def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dic
 
 
 def refuse(flags: Mapping[str, object], reason: str) -> None:
-    """Raise a UsageError for the first of these flags that has a value; its sentence ends with the reason."""
+    """Raise a UsageError for the first flag with a value that is true; ``reason`` ends its sentence."""
     for name, value in flags.items():
         if value:
             raise UsageError(f"--{name} {reason}")
@@ -239,7 +239,7 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
     flags = read_document(path, dict[str, Any])
     if "run" in flags:  # a run's config.json; any other file has flags alone
         if "flags" not in flags:
-            raise UsageError(f"{path} is of a run that no program started, so it has no flags of data and network")
+            raise UsageError(f"{path} belongs to a run of the Python API, which records no flags of data and network")
         parts = {name: flags[name] for name in ("run", "flags")}
         parts = check_document(parts, dict[str, dict[str, Any]], path)
         flags = parts["run"] | parts["flags"]
@@ -248,7 +248,7 @@ def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) ->
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
     if modules and "import" not in typed:
-        raise UsageError(f"--config {path} is of a run with --import {' '.join(modules)}: pass it again")
+        raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
     overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
     return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
 

@@ -60,13 +60,13 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
 
 
 def claim_model(folder: Path) -> None:
-    """Claim the names of a model's files in ``folder``.
+    """Claim the file names of a model in ``folder``, as :func:`rectified_flow.system.outputs.claim` does.
 
     Raises:
-        UsageError: if one of them exists and is a file of the user's, or ``folder`` is of a run or a checkpoint.
+        UsageError: if a file of the user's has one of these names, or ``folder`` belongs to a run or a checkpoint.
     """
     if is_run(folder) or is_artifact(folder):
-        raise UsageError(f"--save_pretrained: {folder} is of a run or a checkpoint: choose a folder of its own")
+        raise UsageError(f"--save_pretrained {folder} belongs to a run or a checkpoint: choose another folder")
     claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE])
 
 
@@ -205,9 +205,9 @@ def _is_path(name: str) -> bool:
 
 
 def _dataset_names(data: DataArguments | None) -> tuple[str | None, str | None]:
-    """Return the name of the data for a reader, of a folder the last part of its path; and its id if it is on the hub.
+    """Return the display name of the data (for a folder, the last part of its path) and the id of the data on the hub.
 
-    Either is None if there is none.
+    A name or id that does not exist is None.
     """
     if data is None:
         return None, None

@@ -61,7 +61,7 @@ def build_flow(description: Mapping[str, Any], source: Path | str) -> Flow:
         source: the file or folder that an error names.
 
     Raises:
-        UsageError: if the description is of something else, or a class that it names is not registered.
+        UsageError: if the description is not that of a flow, or names a class that is not registered.
     """
     try:
         flow = build(description)
@@ -79,7 +79,7 @@ class Trained:
     flow: Flow
     source: Path
     weights: str
-    """The name of the weights in reports: averaged or last ones, or the average of a length."""
+    """The name of the weights in reports: averaged weights, last weights or an average of some length."""
     config: Mapping[str, Any]
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
@@ -132,7 +132,7 @@ def read_trained(source: Path) -> Trained:
     """
     files = read_manifest(source).files  # not the files in the folder: the run may be removing some
     if FLOW_FILE not in files:
-        raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register its network and flow in training")
+        raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register the network and the flow before training")
     flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE)
     checkpoint.load_averaged(network_of(flow), source)
     return Trained(
@@ -145,7 +145,7 @@ def read_trained(source: Path) -> Trained:
 
 
 def load_average(trained: Trained, snapshots: Mapping[Path, int], length: float) -> Trained:
-    """Give a trained flow the power-function EMA of this length at the last of these snapshots, and return it.
+    """Load the power-function EMA of a length, at the last snapshot, into a trained flow, and return the flow.
 
     Raises:
         UsageError: if there are too few snapshots for that length.
@@ -199,10 +199,10 @@ def autocast(precision: str, device: torch.device) -> torch.autocast:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py in ``folder``, or none.
+    """Return the results of evaluate.py in ``folder``, or an empty list if there are none.
 
     Raises:
-        UsageError: if they are damaged.
+        UsageError: if the results are damaged.
     """
     path = folder / RESULTS_FILE
     return read_document(path, list[dict[str, Any]]) if path.exists() else []

@@ -72,7 +72,7 @@ def deterministic(rows: Rows, device: torch.device | str = "cpu") -> Iterator[No
     """
     previous = _draws.rows, _draws.dropout_keys
     _draws.rows = rows
-    # The rows decide the first side of what is drawn.
+    # The rows determine the first dimension of a random draw.
     _draws.dropout_keys = randint("dropout", 2**31 - 1, (1,), device).to(torch.int32)
     device = torch.device(device)
     # Numbers that differ between ranks, micro-batches and steps, or between samples.

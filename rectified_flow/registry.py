@@ -23,7 +23,7 @@ Role = Literal["dataset", "optimizer", "metric", "degradation"]
 """The purpose of a registered function, or of a class that is called as one."""
 T = TypeVar("T", bound=Callable[..., Any])
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
-"""Functions by role and name; under None, the classes that checkpoints describe."""
+"""Registered functions by role and name. The role None has the classes that checkpoints describe."""
 _FORMER_NAMES = {"Told": "AugmentationLabels"}
 """Names of classes in older checkpoints."""
 _Plain = bool | int | float | str | None
@@ -95,7 +95,7 @@ def describe(value: object) -> dict[str, Any]:
     """Describe an object of a registered class as JSON can hold it.
 
     Raises:
-        UsageError: if it, or one of its arguments, is neither registered nor plain data.
+        UsageError: if the value or one of its arguments is neither plain data nor of a registered class.
     """
     kind = type(value).__name__
     if not is_registered(value):
@@ -112,7 +112,7 @@ def build(description: Mapping[str, Any]) -> Any:
     """Build the object that :func:`describe` described.
 
     Raises:
-        UsageError: if a class is not registered, or the arguments do not fit it.
+        UsageError: if a class is not registered, or its arguments are invalid.
     """
     name = str(description.get("kind"))
     kind = _REGISTERED[None].get(_FORMER_NAMES.get(name, name))
@@ -161,7 +161,7 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
     parameters = parameters_of(kind)
     for name, value in arguments.items():
         if name not in parameters:
-            raise UsageError(f"it has no argument {name!r}; if a newer version wrote that, upgrade")
+            raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
         if kind.__module__.startswith(f"{__package__}."):
             problem = misfit(_with_tuples(value), parameters[name].annotation)
             if problem is not None:
@@ -182,7 +182,7 @@ def _plain(value: object, name: str) -> Any:
         return [_plain(each, name) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(each, name) for key, each in value.items()}
-    raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a class that is registered")
+    raise UsageError(f"{name} is a {type(value).__name__}, neither plain data nor of a registered class")
 
 
 def _built(value: Any) -> Any:

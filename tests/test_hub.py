@@ -93,7 +93,7 @@ def test_a_card_of_weights_alone_says_nothing_of_a_run(tmp_path: Path) -> None:
     ("flags", "words"),
     [
         ("--license mit", "--license has no effect without --save_pretrained: pass both"),
-        ("--license MIT --save_pretrained model", "such as mit or cc-by-4.0"),
+        ("--license MIT --save_pretrained model", "is not a license id of the hub: choose one such as mit"),
     ],
 )
 def test_a_licence_that_is_refused(flags: str, words: str) -> None:

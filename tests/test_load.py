@@ -146,7 +146,7 @@ class Own(nn.Module):
 
 
 def test_parts_that_are_not_registered_are_not_described(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own, neither plain data nor of a class"):
+    with pytest.raises(UsageError, match=r"RectifiedFlow\.network is a Own, neither plain data nor of a registered"):
         describe(RectifiedFlow(Own()))
     with pytest.raises(UsageError, match=r"MeanFlow\.objective is a Variant"):
         describe(MeanFlow(unet(), objective=Variant(blend=0.5)))

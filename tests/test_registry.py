@@ -203,7 +203,7 @@ def test_an_argument_without_an_attribute_is_named() -> None:
 
 @pytest.mark.parametrize("value", [object(), {1: 2}, {3}, b"bytes", [Lorry()], lambda: None])
 def test_what_is_neither_registered_nor_plain_is_named(value: object) -> None:
-    with pytest.raises(UsageError, match=r"Car\.wheels is a \w+, neither plain data nor of a class"):
+    with pytest.raises(UsageError, match=r"Car\.wheels is a \w+, neither plain data nor of a registered class"):
         describe(Car(value))
 
 

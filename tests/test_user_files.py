@@ -204,12 +204,12 @@ def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
         place = f"--output_dir {run}/checkpoints/step_00000001"
         assert_refused(script, 1, f"--checkpoint {trained} {words} {place}", "step_00000001 is a checkpoint or another")
     words = f"--checkpoint {trained} --num_samples 1 --steps 1 --output_dir {tmp_path}/drawn --save_pretrained"
-    assert_refused("sample.py", 1, f"{words} {run}", f"{run} is of a run or a checkpoint")
+    assert_refused("sample.py", 1, f"{words} {run}", f"{run} belongs to a run or a checkpoint")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     succeeds("sample.py", f"{words} {model}")
     description = (model / "config.json").read_bytes()
     words = f"{TRAIN} --output_dir {model}".format(pictures=pictures)
-    assert_refused("train_oxford.py", 1, words, "config.json is not of a run")
+    assert_refused("train_oxford.py", 1, words, "config.json does not belong to a run")
     assert (model / "config.json").read_bytes() == description
 
 

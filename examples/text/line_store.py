@@ -98,7 +98,7 @@ class _File:
         # pread has no position that processes could share, and a file that was cut gives less: a map would crash.
         text = os.pread(self.text.fileno(), end - start, start)
         if len(text) != end - start:
-            raise UsageError(f"{self.path} was cut while it was read: start again")
+            raise UsageError(f"{self.path} was truncated while it was read: run the command again")
         return text.partition(b"\n")[0].removesuffix(b"\r").decode()  # empty lines may follow
 
 
@@ -122,11 +122,11 @@ def open_lines(*paths: Path, skip_empty: bool = True, cache_dir: Path | None = N
 
 def _open_index(path: Path, skip_empty: bool, cache_dir: Path | None) -> Path:
     if not path.exists():
-        raise UsageError(f"{path} is missing")
+        raise UsageError(f"{path} does not exist: pass another file")
     if not path.is_file():
-        raise UsageError(f"{path} is a folder: name text files")
+        raise UsageError(f"{path} is a folder: pass text files")
     if path.stat().st_size <= 0:
-        raise UsageError(f"{path} is empty")
+        raise UsageError(f"{path} is empty: pass another file")
     index = Artifact(_place(path, skip_empty, cache_dir), KIND, (STARTS_FILE, INFO_FILE))
     if not _is_current(index, path):
         with index.locked("make room, or set RECTIFIED_FLOW_CACHE to a folder that can be written"):
@@ -177,9 +177,9 @@ def _build(index: Artifact, path: Path, skip_empty: bool) -> None:
         now = os.fstat(file.fileno())
     unchanged = (info.done, info.time) == (now.st_size, now.st_mtime_ns)
     if not unchanged:
-        raise UsageError(f"{path} changed while it was read: start again when it is whole")
+        raise UsageError(f"{path} changed while it was read: run the command again when it is complete")
     if info.lines <= 0:
-        raise UsageError(f"{path} has no lines but empty ones")
+        raise UsageError(f"{path} contains only empty lines: pass another file")
     (index.stage / INFO_FILE).write_text(json.dumps(asdict(info)))
     index.finish()
 

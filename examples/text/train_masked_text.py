@@ -104,8 +104,8 @@ class Accuracy(Measurement):
         words = self.tokens[self.tokens >= len(SPECIAL)]
         if len(words.unique()) <= 1:
             raise UsageError(
-                f"the {self.total} measured lines of {lines.description} have fewer than two different words, which "
-                "leaves nothing to predict: pass a longer text, or raise --measured_lines"
+                f"the {self.total} measured lines of {lines.description} have fewer than two different words, so "
+                "there is nothing to predict: pass a longer text, or raise --measured_lines"
             )
         self.most_frequent = int(words.mode().values)
 
@@ -148,7 +148,7 @@ def train(flags: TextFlags) -> bool:
     count = min(len(store), text.max_samples or len(store))
     least = 2 * HELD_OUT_EVERY
     if count < least:
-        raise UsageError(f"{count} lines are too few to hold some out: pass at least {least}")
+        raise UsageError(f"--text has {count} lines, too few for a held-out set: pass at least {least}")
     path = flags.run.output_dir / "tokenizer.json"
     tokenizer = on_main(state, lambda: read_tokenizer(path, store, count, text.vocabulary))
     lines, held_out = (TokenLines(store, tokenizer, text.length, count, held_out=each) for each in (False, True))

@@ -55,8 +55,8 @@ class Clip:
             raise UsageError(f"clip {printable(self.path)} cannot be read ({first_line(error)}): remove it") from error
         if len(taken) != frames:
             raise UsageError(
-                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} a second, and --frames is {frames}: "
-                "remove it, or lower --frames"
+                f"clip {printable(self.path)} has {len(taken)} frames at {fps:g} frames per second, fewer than "
+                f"--frames {frames}: remove it, or lower --frames"
             )
         return torch.from_numpy(np.stack(taken)).permute(0, 3, 1, 2)
 
@@ -71,12 +71,14 @@ def find_clips(folder: Path) -> list[Clip]:
         UsageError: if the folder has no clips, a clip has no caption, or a caption cannot be read.
     """
     if not folder.is_dir():
-        raise UsageError(f"--dataset_path {folder} is not a folder")
+        raise UsageError(f"--dataset_path {folder} is not a folder: choose another path")
     listed = _listed_captions(folder / METADATA_FILE)
     clips = [Clip(path, listed.get(path.resolve()) or _caption_beside(path)) for path in _paths(folder)]
     kinds = ", ".join(sorted(suffix[1:] for suffix in VIDEO_SUFFIXES))
     if not clips:
-        raise UsageError(f"--dataset_path {folder} holds no clips ({kinds}, or folders of frames)")
+        raise UsageError(
+            f"--dataset_path {folder} contains no clips ({kinds}, or folders of frames): choose another folder"
+        )
     return clips
 
 

@@ -113,7 +113,7 @@ class _Encoder:
         finite = all(bool(values.isfinite().all()) for values in row.values())
         where = clip.path if clip else "the empty caption"
         if not finite:
-            raise UsageError(f"the encoding of {where} is not finite, or too large for float16: remove it")
+            raise UsageError(f"the encoding of {where} is not finite in float16: remove the clip")
         return row
 
     @cached_property

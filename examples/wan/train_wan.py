@@ -44,7 +44,7 @@ def check_same_run(flags: WanFlags) -> None:
         for name in IDENTITY:
             if then.get(name) != now[name]:
                 raise UsageError(
-                    f"{newest} was trained with --{name} {then.get(name)}, and this run has {now[name]}: choose "
+                    f"{newest} was trained with --{name} {then.get(name)}, but this run has {now[name]}: choose "
                     "another --output_dir"
                 )
 

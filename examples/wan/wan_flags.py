@@ -60,7 +60,7 @@ class WanConfig(Flags):
             raise UsageError("--dataset_path is missing: pass a folder of clips with captions")
         low, high = self.noise_range
         if not 0 <= low < high <= 1:
-            raise UsageError(f"--noise_range is {low:g} {high:g}; it must be two numbers from 0 to 1, rising")
+            raise UsageError(f"--noise_range is {low:g} {high:g}; it must be two increasing numbers from 0 to 1")
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,10 @@ class WanNetwork(nn.Module):
             t: times ``[b]``.
             text: embeddings of captions ``[b, tokens, d]``.
             known_frames: number of first frames of ``x`` without noise: the time of their tokens is 0.
-            others: refused, as the transformer takes no other condition, such as the interval of mean flow.
+            others: unsupported conditions, such as the interval of mean flow, which raise an error.
         """
         if others:
-            raise UsageError(f"a Wan transformer takes no {', '.join(others)}: train it as a rectified flow")
+            raise UsageError(f"a Wan transformer does not accept {', '.join(others)}: train it as a rectified flow")
         patch_size = self.transformer.config.patch_size
         times = TRAINING_TIMESTEPS * t
         if known_frames:

@@ -43,7 +43,7 @@ class Wan:
             raise UsageError(f"{self.name} cannot be found ({first_line(error)})") from error
         kind = str(self.index.get("_class_name"))
         if not kind.startswith("Wan"):
-            raise UsageError(f"{self.name} is a {kind}, not a Wan pipeline of diffusers")
+            raise UsageError(f"{self.name} is a {kind}, not a Wan pipeline of diffusers: pass another --model")
         self.boundary, (low, high) = self.index.get("boundary_ratio"), config.noise_range
         """Noise level between the two experts; None for a model of one."""
         second = self.boundary is not None and high <= self.boundary
@@ -56,8 +56,8 @@ class Wan:
         self.token_times = bool(self.index.get("expand_timesteps"))
         if not self.token_times and config.first_frame:
             raise UsageError(
-                f"--first_frame needs a model whose tokens have times of their own, such as Wan2.2-TI2V-5B, "
-                f"which {self.name} is not"
+                f"--first_frame needs a model with a separate time for each token, such as Wan2.2-TI2V-5B, and "
+                f"{self.name} has one time for all tokens: pass another --model"
             )
 
     def load(self, part: str, **options: Any) -> Any:
@@ -120,12 +120,12 @@ class Wan:
         kind, given, channels = settings.get("_class_name"), settings["in_channels"], self.vae.config.z_dim
         if kind != "WanTransformer3DModel":
             raise UsageError(
-                f"the {self.expert} of {self.name} is a {kind}, and only a WanTransformer3DModel can be trained here"
+                f"the {self.expert} of {self.name} is a {kind}, but only a WanTransformer3DModel can be trained"
             )
         if given != channels:
             raise UsageError(
-                f"{self.name} takes {given} channels and its latents have {channels}: models that take a picture as "
-                "further channels cannot be trained here"
+                f"{self.name} takes {given} channels, but its latents have {channels}: models with a picture as "
+                "additional input channels are not supported, so pass another --model"
             )
         if self.config.train == "full":
             with torch.device("meta"):
@@ -135,8 +135,8 @@ class Wan:
             needed = BYTES_PER_TRAINED_WEIGHT * weights
             if needed > there:
                 raise UsageError(
-                    f"--train full needs {needed / 1e9:.3g} GB for {weights / 1e9:.3g} billion weights, and there are "
-                    f"{there / 1e9:.3g} GB: pass --train lora"
+                    f"--train full needs {needed / 1e9:.3g} GB for {weights / 1e9:.3g} billion weights, but only "
+                    f"{there / 1e9:.3g} GB are available: pass --train lora"
                 )
         else:
             importlib.import_module("peft")  # a missing package ends the run before hours of encoding

@@ -172,7 +172,7 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
     if arguments is None:
         shape = flow.space.picture_shape
         if shape is None or measure.dataset_path is None:
-            raise UsageError(f"{trained.source} names no pictures: pass --dataset_path, or --import with its dataset")
+            raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
         channels, height, width = shape
         ratio = f"{width}:{height}"
         arguments = DataArguments("", None, min(height, width), SPLIT, aspect_ratio=ratio, alpha=channels == RGBA)
@@ -194,7 +194,7 @@ def _describe(result: dict[str, Any]) -> str:
 def _write_down(folder: Path, result: dict[str, Any]) -> None:
     """Add ``result`` to the saved results, in place of one with the same settings."""
     path, others = folder / RESULTS_FILE, {"distances": None}
-    busy = f"another process writes in {folder}"
+    busy = f"another process is writing to {folder}"
     with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT):
         results = [each for each in read_results(folder) if each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))

@@ -120,7 +120,7 @@ def export(config: ExportConfig) -> None:
     call = NetworkCall(trained.flow)
     channels = call.shape[0]
     if flags.format == "page" and channels not in (1, RGB):
-        raise UsageError(f"--format page shows grey and RGB pictures, not {channels} channels: pass --format onnx")
+        raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     page = [each.name for each in PAGE_FILES.iterdir()] if flags.format == "page" else []
     ours = flags.output_dir is None and is_run(trained.run_folder)
@@ -131,7 +131,7 @@ def export(config: ExportConfig) -> None:
     content, description = _serialise(call, flags.format), describe(call, flags.format)
     difference = _check(_load(content, flags.format), call, expected)
     program = folder / FILES[flags.format]
-    with writing(f"the program in --output_dir {folder}"):
+    with writing(f"the exported program in --output_dir {folder}"):
         replace_file(program, content)
         replace_file(folder / "model.json", json.dumps(description, indent=1) + "\n")
         if flags.format == "page":
@@ -226,10 +226,10 @@ def _load(content: bytes, form: Format) -> Program:
 
 @torch.no_grad()
 def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor]) -> float:
-    """Return the greatest difference between the program and the flow, relative to the flow's greatest output.
+    """Return the largest difference between the program and the flow, relative to the largest output of the flow.
 
     Raises:
-        RunError: if it is above the tolerance, or not a number.
+        RunError: if the difference is above the tolerance or not a number.
     """
     tolerance = HALF_TOLERANCE if call.in_half else TOLERANCE
     differences = [
@@ -239,5 +239,5 @@ def _check(program: Program, call: NetworkCall, expected: Mapping[int, Tensor]) 
     greatest = float(torch.stack(differences).max())
     if not greatest <= tolerance:
         remedy = "leave out --half" if call.in_half else "pass another --format"
-        raise RunError(f"the program differs from the flow by {greatest:.2g}, above {tolerance:g}: {remedy}")
+        raise RunError(f"the program differs from the flow by {greatest:.2g}, more than {tolerance:g}: {remedy}")
     return greatest

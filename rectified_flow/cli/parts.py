@@ -156,7 +156,7 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
     space, given = space or build_space(config.data), config.network
     if given.use_cfg and not conditions:
         raise UsageError(
-            "--use_cfg needs labels and these pictures have none: put each class in a subfolder of its own"
+            "--use_cfg needs labels, and these pictures have none: put each class in a subfolder of its own"
         )
     shape = space.shape or ()
     module: nn.Module = network.build(

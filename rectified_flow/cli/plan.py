@@ -60,9 +60,9 @@ def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
 
 
 def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
-    """Return at most ``count`` random rows in order: first one of each label, then a second of each, and so on."""
+    """Return at most ``count`` random rows, sorted, with a number of rows per label that is as equal as possible."""
     shuffled = np.random.default_rng(0).permutation(len(labels))
-    turns = np.empty(len(labels), dtype=int)  # the number of rows of the same label before each row
+    turns = np.empty(len(labels), dtype=int)  # number of earlier rows with the same label
     for label in np.unique(labels):
         rows = shuffled[labels[shuffled] == label]
         turns[rows] = np.arange(len(rows))
@@ -130,7 +130,7 @@ def _autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
     return {
         "latents": f"{' x '.join(map(str, shape))}, {size / 1e3:,.1f} kB of disk for each picture{also}",
         "encoding": f"{variants * encoding / 1e9:.3g} GFLOP for each picture, once",
-        "decoding": f"{decoding / 1e9:.3g} GFLOP and {memory / 1e6:,.0f} MB for each picture that is drawn",
+        "decoding": f"{decoding / 1e9:.3g} GFLOP and {memory / 1e6:,.0f} MB for each sample",
     }
 
 
@@ -144,15 +144,15 @@ def _step_costs(
 ) -> dict[str, str]:
     """Return texts on the memory and the time of a step, and on the lower bound of the time.
 
-    The memory of the images grows with the number of their pixels, and the time with the operations of a forward pass.
+    The memory grows with the number of pixels, and the time with the floating-point operations of a forward pass.
 
     Args:
         run: the flags of the run.
         accelerator: the run's Accelerator.
         flow: the flow, on the device.
         flops: floating-point operations of the forward pass of an image of full size.
-        item: a batch of one image, on which both are measured.
-        measured: the sides of this image, which may be smaller.
+        item: a batch of one image, on which memory and time are measured.
+        measured: the sides of this image, which may be smaller than the images of the run.
     """
     device, batch = accelerator.device, run.split_batch(accelerator.num_processes)
     fixed = costs.state_memory(flow, run.use_ema + 2 * run.power_ema)
@@ -160,7 +160,7 @@ def _step_costs(
     per_image = activations * prod((flow.space.shape or (0,))[1:]) / prod(measured)
     texts = {
         "memory": f"about {fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
-        f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, without the libraries' own"
+        f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, excluding the libraries' own memory"
     }
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
     rate, flops_measured = costs.multiplication_rate(device, dtype), costs.forward_flops(flow, item)
@@ -191,7 +191,7 @@ def _duration(seconds: float) -> str:
 
 
 def _blank(space: Space, sides: Sequence[int], points: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch of one item of zeros, with a path of ``points`` points where paths are learned."""
+    """Return a batch of one item of zeros, with a path of ``points`` points unless ``points`` is 0."""
     zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
     batch = {space.key: space.to_stored(zeros)}
     if points:

@@ -21,7 +21,7 @@ from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_sign
 from rectified_flow.system.terminal import open_missing_streams, tolerant_streams
 
 LEAVING_TIMEOUT = 10.0
-"""Seconds for which a process that exits waits for an answer of the others, or for the explanation of rank 0."""
+"""Seconds that an exiting process waits for the other processes, or for the error message of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
@@ -83,7 +83,7 @@ def _parse(config_class: str, description: str) -> Any:
     share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-    # The flag of torch.distributed.launch, which sets LOCAL_RANK, too.
+    # torch.distributed.launch passes this flag in addition to LOCAL_RANK.
     arguments = [each for each in sys.argv[1:] if not each.startswith(("--local-rank=", "--local_rank="))]
     try:
         config = parse(resolve_name(config_class), description, arguments, quiet=not _is_first_worker())
@@ -115,7 +115,7 @@ def _describe(error: Exception) -> str:
         return f"{_program()}: {error}"
     group = _group()
     rank = "" if group is None else f"rank {group.get_rank()}: "
-    # Classes by name, as torch may not be loaded; it has none for a full memory of the CPU.
+    # Classes are compared by name, since torch may not be imported. For a full CPU memory, torch has no class.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"MemoryError", "OutOfMemoryError"} or "can't allocate memory" in str(error):
         return f"{rank}out of memory ({first_line(error)}): lower --batch_size, --image_size or --dim"

@@ -47,7 +47,7 @@ class SolverConfig(Flags):
         super().__post_init__()
         first, last = self.guidance_interval
         if first >= last:
-            raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: the first number must be the smaller")
+            raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: pass the smaller number first")
         if self.guidance_scale == 1:
             refuse({"guidance_interval": self.guidance_interval != (0, 1)}, "needs a --guidance_scale other than 1")
 
@@ -86,7 +86,7 @@ class PicturesConfig(Flags):
                 refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
         spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
         if not spelled:
-            raise UsageError(f"--license {self.license} is not spelled as on the hub, such as mit or cc-by-4.0")
+            raise UsageError(f"--license {self.license} is not a license id of the hub: choose one such as mit")
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class MeasureConfig(Flags):
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """The flags that sample.py and evaluate.py have, in the order of ``--help``."""
+    """The flags that sample.py and evaluate.py share, in the order of ``--help``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     samples: Any = field(default_factory=PicturesConfig)

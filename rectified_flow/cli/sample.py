@@ -91,7 +91,7 @@ def _write_samples(
     ):
         for numbers, pictures in sample_batches(flow, mine, with_alpha=True, **options):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
-                # Not by write_picture, which would read the record of all names for each picture.
+                # The names are already claimed: write_picture would read the record again for each picture.
                 with writing(files[number]):
                     replace_file(files[number], encode_picture(picture.permute(1, 2, 0).numpy()), durable=False)
             bar.update(len(numbers))
@@ -121,7 +121,7 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     if flags.classes is not None:
         options["conditions"] = {"labels": torch.tensor(_find_classes(flags.classes, flow.class_names, source))}
     if flags.path != "none" and "watch" not in accepted:
-        raise UsageError(f"--path has no effect: a {type(flow).__name__} has no path")
+        raise UsageError(f"--path has no effect: a {type(flow).__name__} has no path; leave it out")
     if flags.from_images is not None:
         if "start" not in accepted or flow.space.picture_shape is None:
             raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
@@ -139,16 +139,16 @@ def _prepare_card(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
 
 
 def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:
-    """Make the output folder, lock others out, and check that the pictures fit, replace none and are the only ones."""
-    claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuses a checkpoint before it gets a lock's file
-    busy = f"another process draws pictures into --output_dir {folder}"
+    """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
+    claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuse a checkpoint before writing the lock file
+    busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
-    remedy = "draw fewer, or pass an --output_dir with more room"
+    remedy = "lower it, or pass an --output_dir with more room"
     require_disk(flags.num_samples * BLOCK, folder, f"--num_samples {flags.num_samples}", remedy)
     files = _files_of(folder, flags.num_samples)
     for file in {*folder.glob("*.png")} - {*files}:
         if file.stem.isdecimal():
-            raise UsageError(f"--output_dir {folder} holds {file.name} of an earlier call: choose another folder")
+            raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
     path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
     claim(folder, [*(file.name for file in files), "grid.png", *path], ours=ours)
     if flags.save_pretrained is not None:
@@ -179,7 +179,7 @@ def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], st
 def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
     """Return the numbers of classes that are given by name or number."""
     if not names:
-        raise UsageError(f"--classes: {source} was trained without labels; train with --use_cfg for them")
+        raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
     known = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
     wanted = names if given.strip() == "all" else [name.strip() for name in given.split(",")]
     for name in wanted:
@@ -194,14 +194,14 @@ def _load_images(path: Path, count: int, shape: tuple[int, ...]) -> Tensor:
     """Read at most ``count`` pictures as uint8 ``[n, c, h, w]`` of this shape."""
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
     if not files:
-        raise UsageError(f"--from_images {path} is no picture and no folder with pictures")
+        raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
     channels, height, width = shape
     pictures = []
     for file in files[:count]:
         try:
             pictures.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
         except Exception as error:  # every decoder fails in its own way
-            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): leave it out") from error
+            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): remove it") from error
     return torch.stack(pictures)
 
 

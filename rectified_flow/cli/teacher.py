@@ -46,9 +46,9 @@ INHERITED = (
 )
 """Flags that a run inherits from its teacher."""
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "seed", "pictures", "solver")
-"""Values of a recipe that must match those of stored data."""
+"""Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher")
-"""Values that must match, too, while rows are missing; complete data suit every precision."""
+"""Settings that must also match while rows are missing. Complete data can be used in any precision."""
 
 
 def with_teacher_flags(config: Config) -> Config:
@@ -190,7 +190,7 @@ def recipe_of(taught: TeacherData) -> Recipe | None:
 
 
 def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> bool:
-    """Lock other runs out, and return whether the store is whole.
+    """Lock the store until ``held`` closes, and return whether it is whole.
 
     Raises:
         UsageError: if another run writes the store, or its data differ from those that the flags ask for.
@@ -205,7 +205,7 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: Ex
         if then != now:
             called = rows if name == "pairs" else name
             raise UsageError(
-                f"the {rows} in {path} differ in {called} ({then} there, {now} now): "
+                f"the {rows} in {path} differ in {called} ({then} stored, {now} requested): "
                 f"choose another --output_dir, or --{flag}"
             )
     return whole
@@ -270,7 +270,7 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     for newest in saved[-1:]:
         with suppress(DamageError):  # the run itself reports it
             if _flags_of(newest).get(taught.flag) is None:
-                raise UsageError(f"{checkpoints} is of a run without --{taught.flag}: choose another --output_dir")
+                raise UsageError(f"{checkpoints} belongs to a run without --{taught.flag}: choose another --output_dir")
     known = recipe_of(taught)
     if known is None:
         source, flags = checkpoint.read(
@@ -281,13 +281,13 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
         source, flags, origin = Path(known.source), known.flags, taught.folder
         remedy = f"choose another --output_dir, or --{taught.rows}_dir"
         if not source.resolve().is_relative_to(taught.source.resolve()):
-            raise UsageError(f"{origin} holds {taught.rows} of {source}: {remedy}")
-        # The run starts from the teacher's weights, unless it has weights of its own.
+            raise UsageError(f"{origin} contains {taught.rows} of {source}: {remedy}")
+        # A run without checkpoints starts from the teacher's weights.
         if checkpoint.fingerprint(source) == checkpoint.MISSING and not saved:
-            raise UsageError(f"{source}, the teacher of the {taught.rows} in {origin}, is gone: {remedy}")
+            raise UsageError(f"{source}, the teacher of the {taught.rows} in {origin}, no longer exists: {remedy}")
     if "prediction" not in flags:
         raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: pass one of its runs")
-    flags = plain(TrainRectifiedFlow()) | flags  # flags that are newer than the teacher
+    flags = plain(TrainRectifiedFlow()) | flags  # defaults for flags that are newer than the teacher
     return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin)
 
 

@@ -111,14 +111,14 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         require_room_for_batch(config, space)
         space.prepare(state.device)
     pictures = open_pictures(config.data, source)
-    # Before anything depends on the number of pictures: a different number would desynchronise the processes.
+    # Checked first, since different numbers of pictures would desynchronise the processes.
     check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
     config = with_recipe(config, len(pictures))
     if config.program.look:
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
     config.check_held_out(proposed_share(len(pictures)))
-    space = space if isinstance(space, Latents) else build_space(config.data)  # a recipe may augment
+    space = space if isinstance(space, Latents) else build_space(config.data)  # the recipe may add augmentation
     flow = build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
@@ -146,7 +146,7 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
         dataset, space = open_drawn(config.teacher_data, pictures, config.run, inherited_flags(config))
         if autoencoder is not None and isinstance(space, Latents):
             if space.autoencoder.fingerprint != autoencoder.fingerprint:
-                raise UsageError(f"--autoencoder {autoencoder.name} has other weights than the teacher's: leave it out")
+                raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")
             space.autoencoder = autoencoder  # the folder may have moved
             flow.space = space
         return dataset
@@ -191,12 +191,12 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     """Initialise the network of a new run with the weights of ``origin`` whose shapes match. Collective.
 
     Args:
-        origin: a run or checkpoint, if there is one.
-        run: the flags of the run, which keeps its weights if it has checkpoints.
-        flow: has the network.
+        origin: a run or checkpoint, or None to change nothing.
+        run: the flags of the run; the weights of a run with checkpoints are not changed.
+        flow: the flow whose network is initialised.
 
     Raises:
-        UsageError: if ``origin`` is none, or of another architecture.
+        UsageError: if ``origin`` is neither a run nor a checkpoint, or has another architecture.
     """
     if origin is None or list_checkpoints(run.checkpoints):
         return
@@ -236,7 +236,7 @@ def build_heldout_hook(
     every = config.evaluate_every or min(run.save_every or often, often)
     if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
         made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
-        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, and {made}: lower it")
+        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 

@@ -81,7 +81,7 @@ class DataConfig(Flags):
             "augment": self.augment > 0,
         }
         if self.autoencoder is not None:
-            refuse(of_pixels, "excludes --autoencoder: latents are of whole, opaque squares, encoded once")
+            refuse(of_pixels, "excludes --autoencoder, which encodes whole, opaque squares once: leave one out")
 
     @property
     def framing(self) -> Framing:
@@ -134,12 +134,12 @@ class NetworkConfig(Flags):
         if self.network != UNET or (latent_side or image_size) % multiple == 0:
             return
         sides = "is" if ratio == (1, 1) else f"with --aspect_ratio {ratio[0]}:{ratio[1]} gives sides that are"
-        remedy = f"take {max(1, round(image_size / multiple)) * multiple}"
+        remedy = f"pass {max(1, round(image_size / multiple)) * multiple}"
         if latent_side is not None:
             sides = f"has latents of side {latent_side}, which is"
             remedy = "pass fewer levels, or a larger power of two as --image_size"
         problem = f"--image_size {image_size} {sides} not divisible by {divisor}"
-        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults need; {remedy}")
+        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class ProgramConfig(Flags):
         super().__post_init__()
         code = self.interrupted_exit_code
         if code in (1, 2):
-            raise UsageError(f"--interrupted_exit_code is {code}, which means an error; choose 0, or 3 to 255")
+            raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def serve(flags: WatchedConfig) -> Server:
     """
     for folder in flags.runs:
         if not folder.is_dir():
-            raise UsageError(f"{folder} is no folder: {REMEDY}")
+            raise UsageError(f"{folder} is not a folder: {REMEDY}")
     for port in range(flags.port, min(flags.port + PORTS, 65536)):
         try:
             return Server((flags.host, port), WatchedRuns(flags.runs))
@@ -126,7 +126,7 @@ def serve(flags: WatchedConfig) -> Server:
             problem = error
             if error.errno != errno.EADDRINUSE:
                 break
-    raise UsageError(f"--host {flags.host} and --port {flags.port} to {port} cannot be served ({problem}): pass others")
+    raise UsageError(f"--host {flags.host} and --port {flags.port} to {port} cannot be used ({problem}): pass others")
 
 
 def watch(config: WatchConfig) -> None:

@@ -100,7 +100,7 @@ def open_store(
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
     path = cache_dir / f"{slug}-{framing.size_text}px-{key}"
     store = Artifact(path, KIND, ())
-    if not store.is_whole:  # else a cache that cannot be written is read without a lock
+    if not store.is_whole:  # a whole store is read without a lock, even from a read-only cache
         with store.locked(REMEDY):
             if not store.is_whole:  # another process may have built it meanwhile
                 _build(path, source, framing, skip_broken_images)
@@ -158,7 +158,7 @@ def _decode_all(source: ImageSource, framing: Framing, skip_broken_images: bool)
             image, label = source.load(index)
             classes = len(source.class_names)
             if not -1 <= label < classes:
-                raise UsageError(f"its label is {label}, and the {classes} classes are numbered from 0")
+                raise UsageError(f"its label is {label}, outside the {classes} classes numbered from 0")
             size = upright_size(image)
             image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
             return np.asarray(image).transpose(2, 0, 1).tobytes(), label, size
@@ -209,10 +209,10 @@ def open_dataset(
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
     """
-    arguments = {name: as_plain(value) for name, value in locals().items() if name != "source"}  # nothing else is local
-    empty = "" in (dataset_path, cache_dir)  # it would mean the current folder
+    arguments = {name: as_plain(value) for name, value in locals().items() if name != "source"}  # the only locals
+    empty = "" in (dataset_path, cache_dir)  # an empty path would mean the current folder
     if empty:
-        raise UsageError("--dataset_path or --cache_dir is empty: is a variable not set?")
+        raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     folder, cache = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
     framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
     if source is None:

@@ -43,9 +43,9 @@ class Framing:
         short = min(width, height)
         times, rest = divmod(image_size, short)
         nearest = max(1, round(image_size / short)) * short
-        refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives no whole long side"
+        refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives a fractional long side"
         if rest:
-            raise UsageError(f"{refusal}; take {nearest}")
+            raise UsageError(f"{refusal}; pass {nearest}")
         return cls(width * times, height * times, alpha, crop)
 
     @property

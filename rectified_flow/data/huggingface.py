@@ -53,8 +53,8 @@ class HuggingFaceSource:
         if names := getattr(feature, "names", None):
             return _true_names(list(names))
         largest = max((label for label in self._rows[self._label_column] if label is not None), default=-1)
-        found = f"the column {self._label_column} of {self.name} has the number {largest}, which is no class"
-        remedy = f"number the classes from 0 (there may be {MOST_CLASSES}), or give the column another name"
+        found = f"the column {self._label_column} of {self.name} contains the number {largest}, which is not a class"
+        remedy = f"number the classes from 0 (at most {MOST_CLASSES} classes), or rename the column"
         if largest >= MOST_CLASSES:
             raise UsageError(f"{found}: {remedy}")
         return [str(label) for label in range(largest + 1)]
@@ -106,19 +106,19 @@ class HuggingFaceSource:
 
         splits = self._load()
         if self.split not in splits:
-            raise UsageError(f"{self.source} has no split {self.split!r}, only {', '.join(splits)}")
+            raise UsageError(f"{self.source} has no split {self.split!r}: pass one of {', '.join(splits)}")
         rows = splits[self.split]
         columns = _image_columns(rows)
         if not columns:
             found, advice = ", ".join(rows.features), self._find_other_pictures()
-            cast = "make a column of encoded pictures one with datasets' cast_column(NAME, datasets.Image())"
+            cast = "convert a column of encoded pictures by datasets' cast_column(NAME, datasets.Image())"
             raise UsageError(f"{self._flag} has no image column, only {found}: {advice}, or {cast}")
         for column in columns:
             rows = rows.cast_column(column, datasets.Image(decode=False))
         return rows
 
     def _find_other_pictures(self) -> str:
-        """Return advice on a dataset without pictures."""
+        """Return the remedy for a dataset without an image column."""
         if isinstance(self.source, str):
             return "pass another dataset"
         pictures, table = find_images(self.source), find_dataset_file(self.source)
@@ -132,7 +132,7 @@ class HuggingFaceSource:
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         offline = isinstance(self.source, str) and not _hub_answers(self.source)
-        datasets.config.HF_HUB_OFFLINE |= offline  # loads the cached copy without a minute of retries
+        datasets.config.HF_HUB_OFFLINE |= offline  # load the cached copy without a minute of retries
         try:
             if isinstance(self.source, str) or not any((self.source / name).exists() for name in SAVED_TO_DISK):
                 return datasets.load_dataset(str(self.source))
@@ -168,7 +168,7 @@ def _hub_answers(dataset: str) -> bool:
 def find_dataset_file(folder: Path) -> Path | None:
     """Return a file that makes ``folder`` a dataset in one of the hub's layouts; None for a folder of image files."""
     saved = [folder / name for name in SAVED_TO_DISK if (folder / name).exists()]
-    unreadable = list[OSError]()  # reported by those who read the folder
+    unreadable = list[OSError]()  # reported when the images are read
     tables = [file for file in find_files(folder, unreadable.append) if file.suffix in TABLE_SUFFIXES]
     return next(iter(saved + tables), None)
 

@@ -43,10 +43,10 @@ class ImageFolder:
         self.files = [file for file in everything if is_image(file)]
         kinds = Counter(file.suffix.lower() for file in everything).most_common()
         others = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds if suffix in OTHER_SUFFIXES)
-        self.notes = [f"ignored {others} files in {self.name}, which are not read"] if others else []
+        self.notes = [f"ignored {others} files in {self.name}: unsupported formats"] if others else []
         if not self.files:
             read = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
-            but = f", but {others} files, which are not read" if others else ""
+            but = f", but {others} files of unsupported formats" if others else ""
             raise UsageError(f"--dataset_path {path} holds no images ({read}) and no datasets files{but}")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
@@ -85,7 +85,7 @@ def is_image(file: Path) -> bool:
 
 
 def refuse_folder(error: OSError) -> None:
-    """Raise a UsageError that names a folder that cannot be read."""
+    """Raise a UsageError that names the unreadable folder."""
     name = printable(error.filename)
     remedy = "change its rights, or pass --skip_broken_images"
     raise UsageError(f"the folder {name} cannot be read ({error.strerror}): {remedy}") from error
@@ -98,7 +98,7 @@ def find_files(folder: Path, on_error: Callable[[OSError], object] = refuse_fold
 
     Args:
         folder: where to look.
-        on_error: called with the error of a folder that cannot be read, which is skipped unless the call raises.
+        on_error: function called with the error of an unreadable folder; the folder is skipped unless it raises.
     """
     files, visited = list[Path](), set[tuple[int, int]]()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=on_error):

@@ -54,7 +54,7 @@ class LatentDataset(StoreDataset):
 
     @cached_property
     def entries(self) -> dict[str, np.ndarray[Any, Any]]:
-        """All rows of the store by entry of an item; without the mirror images, the first variant alone."""
+        """All rows of the store by name of the entry; unless ``mirrored``, only the first variant of the latents."""
         entries = super().entries
         return entries if self.mirrored else {**entries, "latents": entries["latents"][:, :1]}
 
@@ -70,7 +70,7 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
     for start in range(0, length, ROWS_AT_ONCE):
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)
         sums[0] += some[:, 0].sum(axis=(0, 2, 3))
-        sums[1] += (some**2).sum(axis=(0, 1, 3, 4))  # squares of the mean and, unless deterministic, of the deviation
+        sums[1] += (some**2).sum(axis=(0, 1, 3, 4))  # squares of the mean and, unless deterministic, of the std
     mean, square = sums / (length * shape[3] * shape[4])
     std = np.sqrt(np.maximum(square - mean**2, 0))
     return [float(f"{m:.4g}") for m in mean], [float(f"{s:.4g}") or 1.0 for s in std]

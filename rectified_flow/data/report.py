@@ -1,4 +1,4 @@
-"""A report of the training pictures: their number and sizes, and the faults that spoil a training."""
+"""Reports on the training pictures: their number, their sizes and faults that impair training."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from rectified_flow.data.store import ImageDataset, OriginalInfo
 from rectified_flow.system.terminal import size_text
 
 FEW = 10
-"""Number of images below which a class is named."""
+"""Number of images below which a class is reported."""
 NAMED = 5
-"""Largest number of names in a list."""
+"""Maximum number of names in a list."""
 
 
 def describe_pictures(dataset: ImageDataset, near_duplicates: int) -> dict[str, str]:
-    """Return all that is known of the pictures, a text by label.
+    """Return a description of the pictures: their number, sizes and faults as texts by label.
 
     Args:
         dataset: images of a store.
-        near_duplicates: number of images that nearly equal another one.
+        near_duplicates: number of images that are nearly equal to an earlier one.
     """
     texts = {"pictures": dataset.description}
     if dataset.info.originals is not None:
@@ -26,7 +26,7 @@ def describe_pictures(dataset: ImageDataset, near_duplicates: int) -> dict[str, 
 
 
 def summarize_pictures(dataset: ImageDataset) -> str:
-    """Return the number and sizes of the pictures and the faults that they have in a line."""
+    """Return a summary of the pictures in one line: their number, sizes and faults."""
     originals = dataset.info.originals
     parts = [f"{len(dataset)}" if originals is None else f"{len(dataset)}, {_range(originals)}"]
     parts += [f"{count} {fault}" for count, fault in _find_faults(dataset).values() if count]
@@ -34,7 +34,7 @@ def summarize_pictures(dataset: ImageDataset) -> str:
 
 
 def name_some(names: list[str]) -> str:
-    """Return the first names of a list."""
+    """Return the first :data:`NAMED` names, joined by commas."""
     return ", ".join(names[:NAMED]) + ", ..." * (len(names) > NAMED)
 
 
@@ -46,7 +46,7 @@ def _range(originals: OriginalInfo) -> str:
 
 
 def _find_faults(dataset: ImageDataset) -> dict[str, tuple[int, str]]:
-    """Return the number of pictures or classes with each possible fault, and the fault in words, by label."""
+    """Return the number of pictures or classes with each fault, and a description of the fault, by label."""
     info, names = dataset.info, dataset.class_names
     faults = dict[str, tuple[int, str]]()
     if info.originals is not None and info.framing is not None:

@@ -33,7 +33,7 @@ from rectified_flow.system.terminal import size_text
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
 READ = ("info", "entries", "labels")
-"""Attributes of a dataset that each process reads from the store itself."""
+"""Attributes of a dataset that are not pickled: each process reads them from the store."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
 
@@ -165,7 +165,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     @property
     def fingerprint(self) -> str:
         """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
-        # Latents count as the pictures that they encode, since the autoencoder is part of the flow.
+        # Latents have the fingerprint of their pictures, since the autoencoder is part of the flow.
         content = self.info.content if self.info.latents is None else self.info.latents.pictures
         if self.rows is None:
             return content

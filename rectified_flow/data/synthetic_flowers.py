@@ -122,6 +122,6 @@ def _background(colour: Colour, side: int, rng: np.random.Generator) -> Array:
 
 
 def _paint(canvas: Array, colour: Array, depth: Array) -> Array:
-    """Paint a shape over the canvas; ``depth`` is how far inside the shape the centre of each pixel is [px]."""
+    """Paint a shape over the canvas; ``depth`` is the depth of each pixel's centre inside the shape [px]."""
     coverage = np.clip(depth + 0.5, 0, 1)[..., None]
     return (canvas * (1 - coverage) + colour * coverage).astype(np.float32)

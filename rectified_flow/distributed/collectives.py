@@ -56,7 +56,7 @@ def _gathering_device(state: Accelerator | PartialState) -> torch.device:
 
 
 def _gather(share: Tensor) -> Tensor:
-    """Return the tensors of all ranks, which have one shape, as ``[world, ...]``."""
+    """Gather tensors of equal shape from all ranks as ``[world, ...]``."""
     if not dist.is_initialized():
         return share[None]
     parts = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]

@@ -20,7 +20,7 @@ REMEDY = "pass a writable folder with --cache_dir"
 
 @contextmanager
 def claimed(writer: StoreWriter, state: PartialState) -> Iterator[bool]:
-    """Lock other runs out of a store of the cache inside the block, after waiting for one that fills it. Collective.
+    """Hold the lock of a cached store inside the block, after waiting for a run that fills the store. Collective.
 
     Yields:
         Whether rows are missing. A whole store is not locked.
@@ -31,8 +31,8 @@ def claimed(writer: StoreWriter, state: PartialState) -> Iterator[bool]:
     with ExitStack() as held:
         missing = on_main(state, lambda: _claim(writer, held, timeout=0))
         if missing is None and state.is_main_process:
-            tqdm.write(f"waiting for another run that writes these {writer.kind}")
-        while missing is None:  # in turns, so that no process waits longer in a collective
+            tqdm.write(f"waiting for another run that is writing these {writer.kind}")
+        while missing is None:  # polled, so that no process waits longer than this in a collective
             missing = on_main(state, lambda: _claim(writer, held, timeout=LOCK_TIMEOUT))
         yield missing
 
@@ -46,15 +46,15 @@ def fill(
     doing: str,
     batch_size: int,
 ) -> None:
-    """Write the rows that are missing, record the progress after each block, and finish. Collective.
+    """Write the missing rows, record the progress after each block, and finish. Collective.
 
     Args:
         writer: writer of the store, locked.
         state: state of the processes.
-        make: function that makes the rows.
+        make: function that computes the rows.
         finish: function that completes the store; it is called on the main process.
         doing: verb for the progress bar, such as ``encoding``.
-        batch_size: number of rows that each process makes at once.
+        batch_size: number of rows that each process computes at once.
 
     Raises:
         RunError: if the disk is full.
@@ -84,7 +84,7 @@ def fill(
 
 
 def _claim(writer: StoreWriter, held: ExitStack, timeout: float) -> bool | None:
-    """Lock the store and return True; return False if the store is whole, and None if another run holds the lock."""
+    """Lock the store and return whether rows are missing; return None if another run holds the lock."""
     if writer.is_whole:
         return False
     try:

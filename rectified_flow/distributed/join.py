@@ -47,10 +47,10 @@ _meetings = count()
 
 
 def wait_for(awaited: Callable[[], str | None], timeout: timedelta) -> str | None:
-    """Poll ``awaited`` until it returns None, or until the timeout; return the last of its texts.
+    """Poll ``awaited`` until it returns None or the timeout expires, and return its last text.
 
-    Every :data:`INTERVAL` seconds, a line on stderr gives the text, unless it is empty. A signal interrupts this wait,
-    which is not so for the waits inside torch.
+    A text that is not empty is printed to stderr every :data:`INTERVAL` seconds. A signal interrupts this wait, unlike
+    the waits inside torch.
     """
     start = printed = time.monotonic()
     while (text := awaited()) is not None and time.monotonic() - start <= timeout.total_seconds():
@@ -90,7 +90,7 @@ def meet(store: Store, name: str, rank: int, world_size: int, absent: str) -> No
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2, 3``."""
+    """Return the ranks as a text, such as ``rank 1`` or ``ranks 1, 2, 3``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
@@ -113,7 +113,7 @@ def join_processes() -> PartialState:
     here = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0")) + 1)
     fits = cpu or gpus == 0 or here <= gpus
     if not fits:
-        raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start {gpus}")
+        raise UsageError(f"there are more processes than the {gpus} GPUs of this machine: start at most {gpus}")
     sharded = any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in SHARDING)
     if sharded:
         raise UsageError("FSDP, DeepSpeed and Megatron-LM are not supported: launch with --multi_gpu")
@@ -122,7 +122,7 @@ def join_processes() -> PartialState:
     state = PartialState(cpu=cpu)
     seen = state.num_processes
     if seen != world_size:
-        raise UsageError(f"accelerate sees {seen} of {world_size} processes: start them with torchrun")
+        raise UsageError(f"Accelerate has found {seen} of {world_size} processes: start them with torchrun")
     return state
 
 
@@ -160,7 +160,7 @@ def _open_store(rank: int, address: tuple[str, int]) -> Store:
     place = f"rank 0 at {address[0]}:{address[1]}"
 
     def no_answer() -> str | None:
-        # torch's own attempts to connect give no reason.
+        # torch reports no reason for a failed connection.
         try:
             socket.create_connection(address, timeout=10).close()
         except OSError as error:
@@ -169,7 +169,7 @@ def _open_store(rank: int, address: tuple[str, int]) -> Store:
         return None
 
     if not hosts and wait_for(no_answer, STARTUP_TIMEOUT) is not None:
-        raise RunError(f"no answer from {place} within {STARTUP_TIMEOUT}: is it started, and can it be reached?")
+        raise RunError(f"no answer from {place} within {STARTUP_TIMEOUT}: check that it is running and reachable")
     # `meet` waits for the workers, and names the missing ones.
     return TCPStore(*address, is_master=hosts, timeout=STARTUP_TIMEOUT, wait_for_workers=False, multi_tenant=True)
 

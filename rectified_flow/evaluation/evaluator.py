@@ -133,7 +133,7 @@ class Evaluator:
         return torch.cat(parts)
 
     def compute(self, generated: Tensor) -> dict[str, float]:
-        """Return the numbers of all metrics by name, from the features of samples. Main process only."""
+        """Compute all metrics, by name, from the features of samples. Main process only."""
         features = self._by_network(generated)
         return {name: number for metric in self.metrics for name, number in metric(self.real, features).items()}
 
@@ -159,7 +159,7 @@ class Evaluator:
         return torch.cat((sampled.cpu()[:, None], shown), dim=1)
 
     def _by_network(self, features: Tensor) -> list[Tensor]:
-        """Split features of all networks side by side into those of each, ``[n, d]``."""
+        """Split concatenated features into those of each network, ``[n, d]``."""
         widths = [each.shape[1] for each in self.real.features]
         return [part.contiguous() for part in features.cpu().split(widths, dim=1)]
 

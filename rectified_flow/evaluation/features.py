@@ -37,7 +37,7 @@ class Features:
         frechet_name: name of the Fréchet distance of these features.
         kernel_name: name of the kernel distance of these features.
         resize: how images are resized to the network's input size, in words.
-        extract: the map itself, for :meth:`of`.
+        extract: function that computes the features, called by :meth:`of`.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Features:
     extract: Callable[[Tensor], Tensor]
 
     def of(self, images: Tensor) -> Tensor:
-        """Return the features of images on any device: on the CPU, without gradients, and not rounded by autocast."""
+        """Return the features of images on any device as a tensor on the CPU, without gradients or autocast."""
         with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
             return self.extract(images).cpu()
 
 
 def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequence[int]]:
-    """Yield the numbers of images, at most ``size`` at a time, beside a progress bar on the main process."""
+    """Yield at most ``size`` numbers of images at a time, with a progress bar on the main process."""
     main = PartialState().is_main_process
     with progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main) as bar:
         for first in range(0, len(numbers), size):

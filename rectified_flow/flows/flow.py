@@ -258,7 +258,7 @@ def sample_batches(
     """Generate samples, and yield their numbers and pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
 
     Args:
-        flow: the flow to sample from, or a module with such a method ``sample``.
+        flow: the flow to sample from, or another module with the method ``sample`` of a flow.
         numbers: numbers of the samples to generate.
         seed: seed of all samples.
         batch_size: largest number of samples in a batch.

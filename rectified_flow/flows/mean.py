@@ -74,7 +74,7 @@ class MeanFlow(FlowMap):
         progress: progress of training in [0, 1], which the trainer sets for objectives with a schedule.
 
     Raises:
-        ValueError: if the fraction is not in [0, 1], or guidance has no conditions to work with.
+        ValueError: if the fraction is not in [0, 1], or guidance is used without conditions.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ def integrate(
     watch: Watch | None = None,
     evaluate_at_data: bool = True,
 ) -> Tensor:
-    """Carry ``x`` ``[b, ...]`` along ``velocity`` from ``times[0]`` to ``times[-1]``, one step per interval.
+    """Integrate ``velocity`` from ``x`` ``[b, ...]`` at ``times[0]`` to ``times[-1]``, with one step per interval.
 
     Args:
         velocity: called with ``x`` and a time.
@@ -66,7 +66,7 @@ def integrate(
 def take_steps(
     step: Callable[[Tensor, float, float], Tensor], x: Tensor, times: list[float], watch: Watch | None = None
 ) -> Tensor:
-    """Replace ``x`` by ``step(x, t, t_next)`` in each interval of ``times``; ``watch`` is that of :func:`integrate`."""
+    """Set ``x`` to ``step(x, t, t_next)`` in each interval of ``times``; see :func:`integrate` for ``watch``."""
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
@@ -113,7 +113,7 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
     end = min(LAST_STEP, times[-2] / 2) if ends_at_data else times[-1]
     ways = [*times[:-1], end] if watch is not None else [times[0], end]
     stops = torch.tensor(ways, device=x.device)
-    # Without step_t it would step past the end and interpolate back, and no network is trained beyond data and noise.
+    # Without step_t, odeint would step past the end and interpolate, where the network is not trained.
     path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options={"step_t": stops})
     if ends_at_data:
         path[-1] = _euler(velocity, path[-1], end, 0.0)
@@ -151,10 +151,10 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
         guidance: scale and interval of the guidance.
 
     Raises:
-        ValueError: if there is guidance, but no condition to guide by.
+        ValueError: if guidance is used without conditions.
     """
     if guidance.scale != 1 and not chosen(kinds).keys() & conditions.keys():
-        raise ValueError("guidance needs a network that takes conditions, and their values")
+        raise ValueError("guidance needs a network that takes conditions: pass their values")
     earliest, latest = guidance.interval
 
     def velocity(x: Tensor, t: float) -> Tensor:

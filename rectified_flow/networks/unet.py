@@ -201,7 +201,7 @@ class TimeEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, then attention if ``heads`` is not zero; ``resample`` changes the side."""
+    """A residual block, followed by attention if ``heads`` is not zero; ``resample`` changes the resolution."""
 
     def __init__(
         self,

@@ -55,18 +55,18 @@ class Counters:
     updates: Natural = 0
     """Number of steps that changed the weights; the others were skipped."""
     bad_steps: Natural = 0
-    """Number of steps that were skipped for a loss or gradient that was not finite."""
+    """Number of steps that were skipped because a loss or gradient was not finite."""
     bad_in_a_row: Natural = 0
-    """Number of consecutive steps that were skipped for a loss or gradient that was not finite."""
+    """Number of consecutive steps that were skipped because a loss or gradient was not finite."""
     scaler_skips: Natural = 0
     """Number of steps that were skipped because the loss scale of fp16 was too large."""
     summands: Natural = 0
-    """Number of good steps since the last line of metrics."""
+    """Number of steps that changed the weights since the last line of metrics."""
 
 
 @dataclass(kw_only=True)
 class TrainerFile(Counters):
-    """The contents of ``trainer.json``: the state of a run after ``step`` steps, but for its tensors."""
+    """The contents of ``trainer.json``: the state of a run after ``step`` steps, without its tensors."""
 
     run: RunIdentity
     sums: dict[str, ByRank] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def list_steps(folder: Path) -> list[Path]:
     Raises:
         UsageError: if the folder may not be read.
     """
-    with suppress(DamageError), reading(folder):  # it may be missing, or no folder
+    with suppress(DamageError), reading(folder):  # the path may be missing or not a folder
         return [folder / name for name in sorted(os.listdir(folder)) if NAME.fullmatch(name)]
     return []
 
@@ -122,7 +122,7 @@ def save(
     Args:
         folder: folder of the run's checkpoints.
         step: number of optimizer steps made.
-        tensors: named tensors by file name: contiguous, and each in memory of its own.
+        tensors: named tensors by file name. Each tensor is contiguous and shares memory with no other.
         documents: plain data by file name.
         best: mark the checkpoint as the best.
 
@@ -143,7 +143,7 @@ def save(
             file = artifact.stage / name
             file.touch()
             mode = file.stat().st_mode  # the rights that any new file has in the folder
-            save_file(dict(values), file)  # leaves a file that nobody else may read
+            save_file(dict(values), file)  # creates a file that only its owner can read
             file.chmod(S_IMODE(mode))
         for name, document in documents.items():
             (artifact.stage / name).write_text(json.dumps(document, indent=1))
@@ -157,7 +157,7 @@ def save(
 def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
     """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
 
-    A checkpoint that holds something foreign is reported and kept.
+    A checkpoint that contains foreign files is reported and kept.
 
     Args:
         newest: checkpoint written last. Later checkpoints, if any, are damaged leftovers and do not count towards
@@ -218,7 +218,7 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
             return newest_checkpoint(folder, names)
         _report_once(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
-        raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start anew")
+        raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start a new run")
     return None
 
 
@@ -297,7 +297,7 @@ def load_tensors(path: Path, *names: str) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for name in names:
-        with reading(path / name), open_regular(path / name):  # safetensors would wait for a pipe
+        with reading(path / name), open_regular(path / name):  # safetensors would block on a named pipe
             try:
                 tensors |= load_file(path / name)
             except (RuntimeError, SafetensorError) as error:
@@ -394,13 +394,13 @@ def load_state(path: Path) -> TrainerFile:
 
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the contents of a safetensors file of named tensors, some of which may share memory (tied weights)."""
+    """Serialise named tensors to the safetensors format. Tensors may share memory (tied weights)."""
     return save_to_bytes({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()})
 
 
 @cache
 def _report_once(text: str) -> None:
-    """Print a line, unless a check before the start of a run has printed it."""
+    """Print a line once: the checks before a run may have printed it already."""
     tqdm.write(text)
 
 

@@ -158,7 +158,7 @@ class TrainingConfig(Flags):
         if self.origin is not None:
             object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
         if self.lr_decay == "rsqrt" and self.lr_warmup_steps <= 0:
-            raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, from where it decays")
+            raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, where the decay begins")
         if self.train_num_steps is not None and self.num_epochs is not None:
             raise UsageError("--train_num_steps and --num_epochs exclude each other; give one")
         if self.num_workers <= 0 and (self.persistent_workers or self.multiprocessing_context):
@@ -195,7 +195,7 @@ class TrainingConfig(Flags):
             accumulation = self.gradient_accumulation_steps or 1
         batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
         if batch.total != total:
-            raise UsageError(f"--global_batch_size {total} does not divide: {batch}")
+            raise UsageError(f"--global_batch_size {total} cannot be split evenly: {batch}")
         return batch
 
     def total_steps(self, batch: GlobalBatch, dataset_length: int, step: int = 0, images_seen: int = 0) -> int:

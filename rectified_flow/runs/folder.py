@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the command line reads these files before torch is imported
 RunState = Literal["running", "finished", "interrupted", "failed"]
 LOCK_FILE, STATUS_FILE, BEST = ".lock", "status.json", "best"
 RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
-"""Files and folders that every run writes in its output folder, beside its logs."""
+"""Files and folders that every run writes into its output folder, in addition to its logs."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def read_status(folder: Path) -> Status | None:
 
 
 def write_status(folder: Path, state: RunState, step: int, total_steps: int, message: str = "") -> str:
-    """Write the status of the run in ``folder``, if the disk is not full, and return the run's name in trackers."""
+    """Write the status of the run in ``folder``, unless the disk is full, and return the run's name in trackers."""
     path, known = folder / STATUS_FILE, read_status(folder)
     run_id = uuid.uuid4().hex[:12] if known is None else known.id  # the same after every restart
     now, host, pid = time.strftime("%Y-%m-%dT%H:%M:%S%z"), platform.node(), os.getpid()
@@ -159,13 +159,13 @@ def write_status(folder: Path, state: RunState, step: int, total_steps: int, mes
     try:
         replace_file(path, text)
     except OSError:
-        with suppress(OSError):  # overwrite the old file, which needs no more space
+        with suppress(OSError):  # overwriting the old file needs no more space
             path.write_text(text)
     return run_id
 
 
 def write_failure(folder: Path, error: BaseException, step: int, total_steps: int) -> None:
-    """Write the cause of an early end, unless another rank has written one. The first failure causes the others."""
+    """Write the cause of a failure, unless another rank has written one, since the first failure causes the others."""
     known = read_status(folder)
     if known is None or known.state not in ("failed", "finished"):
         state: RunState = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
@@ -180,17 +180,17 @@ def is_run(folder: Path) -> bool:
 
 
 def prepare_folders(config: TrainingConfig) -> None:
-    """Make the folders of a run, and claim the names of its files there. Call in one process only.
+    """Create the folders of a run, and claim the names of its files there. Call in one process only.
 
     Raises:
-        UsageError: if a folder cannot be written, or holds a file of the user's that the run would replace.
+        UsageError: if a folder cannot be written, or contains a file of the user's that the run would replace.
     """
     for flag, folder in config.folders.items():
         prepare_folder(flag, folder)
     known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
     claim(config.output_dir, RUN_FILES, ours=known)
-    if not known and config_file.exists():  # as that of a saved model
-        raise UsageError(f"{config_file} is not of a run: move it away, or choose another --output_dir")
+    if not known and config_file.exists():  # such as that of a saved model
+        raise UsageError(f"{config_file} does not belong to a run: move it away, or choose another --output_dir")
     claim(config.checkpoints, [BEST], ours=any(map(is_artifact, config.checkpoints.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not (step / MANIFEST).is_file():
@@ -198,9 +198,9 @@ def prepare_folders(config: TrainingConfig) -> None:
 
 
 def lock_folders(config: TrainingConfig, held: ExitStack) -> None:
-    """Make the folders of a run, and lock other runs out of them until ``held`` closes.
+    """Create the folders of a run, and lock them until ``held`` closes.
 
-    The locks are the operating system's, so they end with the process, however it ends.
+    The operating system releases the locks when the process ends, even if it is killed.
 
     Raises:
         UsageError: if the folders cannot be written, or another run holds them.

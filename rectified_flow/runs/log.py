@@ -136,7 +136,7 @@ class RunLog:
             file.flush()
 
     def start_trackers(self, document: Mapping[str, Any], run_id: str) -> None:
-        """Start the tracker that ``--log_with`` names, if it names one; the run resumes there as ``run_id``.
+        """Start the tracker of ``--log_with``, if any; a resumed run continues there as ``run_id``.
 
         Args:
             document: the contents of the run's ``config.json``.
@@ -207,10 +207,10 @@ class RunLog:
 
     @contextmanager
     def tolerant(self, what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-        """Report an error of these kinds inside the block by a warning that ``what`` was not written."""
+        """Replace an exception of these kinds inside the block by a warning that ``what`` was not written."""
         try:
             yield
-        except kinds as error:  # by default any, as each tracker has errors of its own
+        except kinds as error:  # any by default, since each tracker has its own exceptions
             tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
 
 

@@ -90,7 +90,7 @@ def choose_checkpoint(
     places = (own, config.checkpoints, config.output_dir)
     if run.origin not in {"new", before.origin, *(str(place.resolve()) for place in places)}:
         raise UsageError(
-            f"{config.checkpoints} holds checkpoints of a run that did not start from {config.resume}, or newer ones: "
+            f"{config.checkpoints} has checkpoints of a run that did not start from {config.resume}, or newer ones: "
             "choose another --output_dir"
         )
     if run.dataset != before.dataset:
@@ -140,7 +140,7 @@ def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
-    """Return a clause for each value that changed. An option that an older version lacked was off."""
+    """Return a description of each changed value. An option that an older version lacked counts as off."""
     return {
         name: f"{name} was {then.get(name)} and is now {now.get(name)}"
         for name in dict.fromkeys([*then, *now])

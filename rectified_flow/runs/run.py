@@ -47,7 +47,7 @@ class BackgroundSaver:
         self._thread = ThreadPoolExecutor(1, "saver")
         self._writing: Future[Path | None] | None = None
         self._problem = ""
-        """The cause if the last step is not saved."""
+        """The reason why the last step was not saved; empty if it was saved."""
         self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(
@@ -68,7 +68,7 @@ class BackgroundSaver:
         try:
             self.wait(self.config.rank_timeout / 2)
         except TimeoutError:
-            tqdm.write(f"warning: step {step} is not saved, the disk is still writing the checkpoint before")
+            tqdm.write(f"warning: step {step} is not saved: the previous checkpoint is still being written")
             self._problem = "the disk is too slow"
             return
         # A copy in any case: on a CPU, too, the next step changes the weights while these are written.
@@ -114,7 +114,7 @@ class BackgroundSaver:
         try:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
-            tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the checkpoint before stays")
+            tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the previous checkpoint is kept")
             self._problem = str(error)
             return None
         try:
@@ -135,7 +135,7 @@ class Run:
         flow: the module in training.
         dataset: the data.
         progress: returns the steps made, and those of the whole run.
-        flags: all flags of the program that built the parts, if a program did.
+        flags: all flags of the program that built the parts, or None.
         unused: flags of the run that have no effect.
     """
 
@@ -272,7 +272,7 @@ class Run:
                 self.print(line(name, place))
 
     def write_status(self, *, running: bool = False) -> str:
-        """Write whether the run is running, finished or interrupted, and return its name. Main process only."""
+        """Write the state of the run, and return its name in trackers. Main process only."""
         step, total_steps = self.progress()
         ended: RunState = "finished" if step >= total_steps else "interrupted"
         return write_status(self.config.output_dir, "running" if running else ended, step, total_steps)

@@ -32,7 +32,7 @@ def file_of(length: float) -> str:
 
 
 def keep_snapshots(checkpoints: Path) -> None:
-    """Link the averages of every intact checkpoint to a snapshot, which stays when the checkpoint is pruned.
+    """Link the averages of every intact checkpoint to a snapshot, which is kept when the checkpoint is pruned.
 
     Raises:
         OSError: if they cannot be linked or copied.

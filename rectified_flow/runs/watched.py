@@ -29,20 +29,20 @@ CHUNK = 2**24
 NO_MEASUREMENTS = {"step", "image_size", "num_real", "num_samples", "seed", "steps"}
 """Names of the numbers in a row that are settings, or the step, and not measurements."""
 LARGEST, LAST_STEP = 1e300, 2**53
-"""Bounds of the values and of the steps of a curve; NaN and infinity are not below any."""
+"""Exclusive upper bounds of the values and steps of a curve, which NaN and infinity exceed as well."""
 MOST_CURVES = 100
-"""Curves of a file that are shown; further names are left out."""
+"""Maximum number of curves of a file; further curves are left out."""
 SAMPLES = "samples"
 SHOWN_SAMPLES = 1000
 QUIET = 600
 """Seconds without a new line or status after which a running run is reported as silent."""
 
 Points: TypeAlias = "array[float]"
-"""A curve as step, value, step, value: a list of pairs would take a second to thin after 100,000 lines."""
+"""A curve as alternating steps and values. A list of pairs would take a second to thin after 100,000 lines."""
 
 
 def thinned(curve: Points, count: int = POINTS) -> list[tuple[int, float]]:
-    """Return at most ``count`` points of a curve: means of as many neighbours, each at the last of their steps."""
+    """Thin a curve to at most ``count`` points: means of neighbouring values, each at the last of their steps."""
     points = np.array(curve).reshape(-1, 2)  # [n, step and value]
     if len(points) > count:
         bounds = np.arange(count + 1) * len(points) // count  # [count + 1]
@@ -115,10 +115,10 @@ class WatchedRun:
         """Return the values that a page shows of the run, as JSON can hold them.
 
         ``step`` and ``total_steps`` are optimizer steps, ``seconds_left`` and ``silent`` seconds. ``curves`` has lists
-        of ``[step, value]`` by file and name, of at most :data:`POINTS`. ``message`` is the run's own.
+        of ``[step, value]`` by file and name, of at most :data:`POINTS`. ``message`` is that of ``status.json``.
 
         Raises:
-            OSError: if a file is there and cannot be read.
+            OSError: if an existing file cannot be read.
             UsageError: if ``status.json`` is damaged.
         """
         status, last = self._status(), self._files["metrics"].last
@@ -221,7 +221,7 @@ def _json(run: WatchedRun, number: int, name: str) -> str:
     card = {"id": number, "name": name}
     try:
         return json.dumps(card | run.report(), allow_nan=False)
-    except (ArithmeticError, OSError, ValueError) as error:  # numbers too great or near 0, too, and a damaged status
+    except (ArithmeticError, OSError, ValueError) as error:  # also an overflow, a division by 0 or a damaged status
         empty = WatchedRun(run.folder / "nowhere").report()
         return json.dumps(card | empty | {"message": f"{run.folder} cannot be shown ({first_line(error)})"})
 

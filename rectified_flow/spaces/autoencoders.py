@@ -51,7 +51,7 @@ class Autoencoder(ABC):
         """
         pictures = torch.zeros(1, 3, image_size, image_size, device="meta")
         decoded = None
-        with suppress(RuntimeError):  # a side does not divide
+        with suppress(RuntimeError):  # a side is not divisible
             mean, std = self.encode(pictures)
             decoded = self.decode(mean)
         if decoded is None or decoded.shape[-1] != image_size:
@@ -110,7 +110,7 @@ CONFIG_FILE, VAE_FOLDER = "config.json", "vae"
 WEIGHTS = "diffusion_pytorch_model"
 WEIGHTS_FILE, INDEX_FILE = f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json"
 MOST_LAYERS, LARGEST_NUMBER = 100, 10_000
-"""Bounds on the numbers of a ``config.json``: 10,000 layers take minutes to build, even without weights."""
+"""Upper bounds of numbers in a ``config.json``: 10,000 layers take minutes to build, even without weights."""
 
 
 @register
@@ -150,10 +150,10 @@ class PretrainedAutoencoder(Autoencoder):
 
     @torch.no_grad()
     def _call(self, method: str, x: Tensor) -> Any:
-        """Call a method of the module in float32; one with 3D convolutions takes a picture as a video of one frame."""
+        """Call a method of the module in float32, with a video of one frame for a module with 3D convolutions."""
         module = self._module(x.device)
         takes_frames = any(isinstance(each, nn.Conv3d) for each in module.modules())
-        # The meta device has no lower precision to leave.
+        # On the meta device there is no autocast to disable.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             return getattr(module, method)(x.float()[:, :, None] if takes_frames else x.float())
 
@@ -162,14 +162,14 @@ class PretrainedAutoencoder(Autoencoder):
             return _load(self.source, weights=False)
         if self._expected not in (None, _fingerprint_of(self.source)):
             raise UsageError(
-                f"--autoencoder {self.source} has other weights than the flow was trained with: name the "
-                "autoencoder of its training"
+                f"--autoencoder {self.source} is not the autoencoder that the flow was trained with: pass "
+                "the original autoencoder"
             )
         return _load(self.source).to(device)
 
 
 def _without_frames(x: Tensor) -> Tensor:
-    """Return the only frame of a video ``[b, c, 1, h, w]``, and a picture as it is."""
+    """Return the single frame of a video ``[b, c, 1, h, w]``, or a picture unchanged."""
     return x[:, :, 0] if x.ndim == 5 else x
 
 
@@ -239,7 +239,7 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
         root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
         subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
         config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
-    except (OSError, ValueError) as error:  # errors of the hub are of these types
+    except (OSError, ValueError) as error:  # includes the errors of the hub
         raise UsageError(
             f"--autoencoder {source} cannot be found ({first_line(error)}): pass haar, or the folder or hub id of an "
             "autoencoder"
@@ -258,7 +258,7 @@ def _find(source: str) -> tuple[Any, dict[str, Any], str]:
 
 
 def _largest(value: object) -> float:
-    """Return the largest number in a setting; lists count by their lengths, too."""
+    """Return the largest number or length of a list in a setting."""
     if isinstance(value, list):
         return max(len(value), *map(_largest, value), 0)
     return value if isinstance(value, int | float) else 0

@@ -109,7 +109,7 @@ class Pixels(Space):
         return f"{size} px" + " with transparency" * (channels == RGBA)
 
     def _part(self, data: Tensor, *, at_random: bool = False) -> Tensor:
-        """Return the centre, or random parts, of pictures that are larger than the given shape; others as they are."""
+        """Crop pictures that are larger than the shape, at the centre or at random; return others unchanged."""
         height, width = self._sides or data.shape[-2:]
         high, wide = data.shape[-2] - height, data.shape[-1] - width
         if min(high, wide) < 0 or high == wide == 0:

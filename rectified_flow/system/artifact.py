@@ -42,7 +42,7 @@ MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
 """Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
 CHECKPOINT = "checkpoint"
-"""Kind of a checkpoint, and of an artifact whose manifest names no kind, as in commit 2b575ae."""
+"""Kind of a checkpoint, and of an artifact whose manifest has no kind, as in commit 2b575ae."""
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""
 SMALL = 2**20
@@ -61,8 +61,8 @@ FileName = Annotated[str, Field(pattern=r"^[^./\x00][^/\x00]*$")]
 class FileRecord:
     """Size [bytes], hash and time of modification [s] of a finished file.
 
-    A large file whose time is still the recorded one is not hashed again. Manifests of checkpoints record no times:
-    every file that is read of a checkpoint is hashed.
+    A large file with the recorded time of modification is not hashed again. Manifests of checkpoints record no times,
+    so each file of a checkpoint is hashed when it is read.
     """
 
     size: Natural
@@ -77,7 +77,7 @@ class Manifest:
     files: dict[FileName, FileRecord]
     kind: str = CHECKPOINT
     step: Natural | None = None
-    """Optimizer steps before a checkpoint of commit 2b575ae."""
+    """Optimizer steps before a checkpoint, in manifests of commit 2b575ae."""
     format: Natural = FORMAT
 
 
@@ -137,7 +137,7 @@ class Artifact:
             with lock_of(self.path.with_name(f"{self.path.name}.lock")).acquire(timeout=timeout):
                 yield
         except Timeout as error:
-            raise BusyError(f"another run writes the {self.kind} {self.path}: wait for its end, or {remedy}") from error
+            raise BusyError(f"another run is writing the {self.kind} {self.path}: wait for it, or {remedy}") from error
         except (OSError, NotImplementedError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
@@ -174,7 +174,7 @@ class Artifact:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Make the stage for a build that does not resume: it is removed if the block fails."""
+        """Create the stage of a build that does not resume, and remove the stage if the block fails."""
         self.begin()
         try:
             yield
@@ -199,7 +199,7 @@ class Artifact:
         self.publish()
 
     def seal(self) -> None:
-        """Write the manifest of the stage, and flush everything."""
+        """Write the manifest of the stage, and flush all files."""
         for path in owned_files(self.stage, self.kind):
             if path.name not in (*self.files, MARKER):  # a leftover of a killed build
                 path.unlink()
@@ -318,11 +318,11 @@ def owned_files(folder: Path, kind: str) -> list[Path]:
 
 
 def _known_files(folder: Path, kind: str) -> set[str]:
-    """Return the names of the files that the manifest and the marker in ``folder`` prove to be the project's."""
+    """Return the names of the files that the manifest or the marker in ``folder`` lists for this kind."""
     known = set[str]()
     proofs: dict[str, type[Manifest] | type[Marker]] = {MANIFEST: Manifest, MARKER: Marker}
     for name, schema in proofs.items():
-        with suppress(DamageError):  # a document that cannot be read proves nothing
+        with suppress(DamageError):  # an unreadable document lists no files
             document = read_document(folder / name, schema)
             known |= {name, *document.files} if document.kind == kind else set()
     return known

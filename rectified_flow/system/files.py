@@ -20,9 +20,9 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
 
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
-"""Errors that do not mean a damaged file: missing rights, a busy network disk, or too many open files."""
+"""Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
 LONGEST = 100
-"""Largest number of characters of a refused path or value in an error message."""
+"""Maximum length of a refused path or value in an error message."""
 LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
@@ -46,7 +46,7 @@ def locked(path: Path, busy: str, timeout: float) -> Iterator[None]:
 
     Args:
         path: the lock's file.
-        busy: beginning of the error message, such as "another process writes in FOLDER".
+        busy: beginning of the error message, such as "another process is writing to FOLDER".
         timeout: time to wait for another process that holds the lock [s].
 
     Raises:
@@ -57,7 +57,7 @@ def locked(path: Path, busy: str, timeout: float) -> Iterator[None]:
         try:
             held.enter_context(lock_of(path).acquire(timeout=timeout))
         except Timeout as error:
-            raise BusyError(f"{busy}: wait for its end, or choose another folder") from error
+            raise BusyError(f"{busy}: wait until it ends, or choose another folder") from error
         except PermissionError as error:
             raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
         except (OSError, NotImplementedError) as error:
@@ -101,7 +101,7 @@ def replace_file(path: Path, content: bytes | str, *, durable: bool = True) -> N
                 os.fsync(file.fileno())
         beside.replace(path)
     finally:
-        beside.unlink(missing_ok=True)  # there is none after the renaming
+        beside.unlink(missing_ok=True)  # absent after the file was renamed
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def reading(path: Path) -> Iterator[None]:
 def writing(
     what: object, kind: type[Exception] = RunError, remedy: str = "make room, or choose another folder"
 ) -> Iterator[None]:
-    """Turn an error in writing ``what`` into an error of this kind, whose sentence ends with the remedy."""
+    """Raise ``kind``, with a sentence that ends with ``remedy``, if an error occurs in writing ``what``."""
     try:
         yield
     except OSError as error:
@@ -175,7 +175,7 @@ def usable_path(name: str, path: Path) -> Path:
             the rights of a folder forbid looking into it.
     """
     try:
-        str(path).encode()  # no JSON file can hold a name that is not UTF-8
+        str(path).encode()  # a JSON file cannot contain a name that is not UTF-8
         path = path.expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
             path.stat()
@@ -224,7 +224,7 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
         NewerError: if it has a key that the schema does not know.
         DamageError: if it is no JSON, or does not fit the schema.
     """
-    from pydantic import ValidationError  # takes as long to load as the rest of a command line
+    from pydantic import ValidationError  # as slow to import as the rest of a command line
 
     try:
         return cast(T, _adapter(schema).validate_json(content, strict=True, extra="forbid"))  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ def parse_document(content: bytes | str, schema: type[T], source: object) -> T:
 
 
 def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> UsageError:
-    """Return an error about the unknown key of a newer version if there is one, else about the first problem."""
+    """Return an error about an unknown key, which a newer version wrote, or else about the first problem."""
     problem = next((each for each in problems if each["type"] == "unexpected_keyword_argument"), problems[0])
     key = ".".join(map(str, problem["loc"]))
     match problem["type"]:

@@ -89,7 +89,7 @@ def allow_open_files() -> None:
         raised = ENOUGH_OPEN_FILES if hard == resource.RLIM_INFINITY else min(ENOUGH_OPEN_FILES, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft = raised
-    too_few = f"this process may have {soft} files open, and needs {FEWEST_OPEN_FILES}"
+    too_few = f"this process can open {soft} files, but needs {FEWEST_OPEN_FILES}"
     if soft < FEWEST_OPEN_FILES:
         raise UsageError(f"{too_few}: raise the limit (ulimit -n)")
 

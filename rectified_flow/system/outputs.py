@@ -1,11 +1,11 @@
-"""Single files in folders of the user's, written so that no file of the user's is ever replaced.
+"""Output files in the folders of a user, written without replacing any file of the user.
 
-A folder that programs write into has a hidden record, ``.rectified-flow.json``, of the names of the files that they
-wrote there. A program replaces only a file whose name is in the record. Any other file, link or folder belongs to the
-user: where it has a name that the program needs, the program refuses to start, or to write, with an error that names
-it. A name enters the record before its file is written, so a killed program leaves no file without a record.
+The hidden record of an output folder, ``.rectified-flow.json``, lists the names of the files that programs wrote there.
+A program replaces only files in the record. Any other file, link or folder belongs to the user: if it has the name of
+an output, the program raises an error that names the path, and writes nothing there. A name is added to the record
+before its file is written, so a killed program leaves no file without a record.
 
-Folders that are built as a whole (stores, checkpoints) follow the same rule by their manifest, see
+For folders that are built as a whole (stores and checkpoints), the manifest takes the place of the record; see
 :mod:`rectified_flow.system.artifact`.
 """
 
@@ -24,7 +24,7 @@ RECORD = ".rectified-flow.json"
 
 @dataclass(frozen=True)
 class Record:
-    """The contents of ``.rectified-flow.json``: the names of the files and folders that programs wrote beside it."""
+    """The contents of ``.rectified-flow.json``: the names of the files and subfolders that programs wrote there."""
 
     files: list[str]
 
@@ -34,17 +34,17 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
 
     Args:
         folder: an existing folder.
-        names: names in it.
-        ours: the folder is the project's own, such as the folder of a run. Without a record, which versions before
-            0.3 did not write, all that it holds is taken for the project's.
+        names: names of files or subfolders of ``folder``.
+        ours: whether the folder belongs to the project, such as the folder of a run. Versions before 0.3 wrote no
+            record; without a record, all contents of such a folder are treated as written by the project.
 
     Raises:
-        UsageError: if one exists that the record does not have, the record cannot be read, or the folder is a
+        UsageError: if a name exists that is not in the record, the record cannot be read, or the folder is a
             checkpoint or store, in which a foreign file would count as damage.
         OSError: if the record cannot be written.
     """
     if is_artifact(folder):
-        raise UsageError(f"{folder} is a checkpoint or another folder that is complete: choose a folder of its own")
+        raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
     record, names = folder / RECORD, list(names)
     is_recorded = lexists(record)
     if is_recorded:
@@ -53,7 +53,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
         written = {entry.name for entry in folder.iterdir()} if ours else set()
     for name in names:
         path = folder / name
-        linked = path.is_symlink() and not path.is_dir()  # the link would be replaced, or what it leads to written
+        linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
         if linked or (lexists(path) and name not in written):
             raise UsageError(
                 f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
@@ -64,11 +64,11 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:
-    """Write or replace a file as :func:`replace_file` does, unless it is a file of the user's.
+    """Write or replace a file as :func:`replace_file` does, unless ``path`` is a file of the user.
 
     Raises:
-        UsageError: if it exists and the project did not write it.
-        OSError: if it cannot be written.
+        UsageError: if ``path`` exists and the project did not write it.
+        OSError: if ``path`` cannot be written.
     """
     claim(path.parent, [path.name])
     replace_file(path, content, durable=durable)

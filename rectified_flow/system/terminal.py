@@ -30,8 +30,8 @@ def open_missing_streams() -> None:
 def tolerant_streams() -> Iterator[None]:
     """Inside the block, output that cannot be written or encoded raises no error.
 
-    Output to a closed terminal or pipe, or to a full disk, is discarded. A character that the encoding lacks is written
-    as its escape.
+    Output to a closed terminal or pipe, or to a full disk, is discarded. Characters that the encoding lacks are
+    escaped.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = map(_tolerant, before)
@@ -54,14 +54,14 @@ class _TolerantFile(FileIO):
 
 
 def _tolerant(stream: TextIO) -> TextIO:
-    if not isinstance(stream, TextIOWrapper):  # notebooks and tests have streams of other classes
+    if not isinstance(stream, TextIOWrapper):  # notebooks and tests use streams of other classes
         return stream
     if not isinstance(stream.buffer, BufferedWriter | FileIO):
         stream.reconfigure(errors="backslashreplace")
         return stream
-    with suppress(OSError):  # its reader may be gone
+    with suppress(OSError):  # the terminal or pipe may be closed
         stream.flush()
-    # Not in the stream's own buffer, which Python would flush again at exit.
+    # Python would flush the stream's own buffer again at exit.
     file = _TolerantFile(stream.fileno(), "w", closefd=False)
     buffer = file if stream.write_through else BufferedWriter(file)
     return TextIOWrapper(

@@ -1,4 +1,4 @@
-"""The Accelerator of a run, and the precision that it computes in."""
+"""The Accelerator of a run and its precision."""
 
 import os
 
@@ -14,12 +14,12 @@ from rectified_flow.runs.config import TrainingConfig
 
 
 def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
-    """Choose the precision of a run: the flag's, else Accelerate's or its launcher's, else the fastest that is safe.
+    """Choose the precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest safe one.
 
-    The fastest is bf16 on a GPU made for it, if the objective ``supports_bf16``, and float32 (``no``) elsewhere.
+    The fastest is bf16 on a GPU with native support if ``supports_bf16``, and float32 (``no``) otherwise.
 
     Raises:
-        UsageError: if fp16 is asked for on a CPU, where Accelerate would silently take float32.
+        UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -41,12 +41,12 @@ def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
         mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=config.output_dir,
-        # Micro-batches are counted by the trainer: this divides the loss and ignores where the loader ends.
+        # The trainer counts micro-batches. The plugin divides the loss and ignores the end of the loader.
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=config.split_batch(state.num_processes).accumulation, sync_with_dataloader=False
         ),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
     if not supports_bf16:
-        torch.backends.cudnn.allow_tf32 = False  # PyTorch's default for convolutions: almost as coarse as bf16
+        torch.backends.cudnn.allow_tf32 = False  # TF32, a default of PyTorch, is almost as coarse as bf16
     return accelerator

@@ -115,7 +115,7 @@ class Measurement(Callback):
         return any(row["step"] == trainer.state.step for row in self.file.rows())
 
     def _measure_all(self, trainer: "Trainer") -> bool:
-        """Measure all items and record a line, and return whether no stop was requested meanwhile."""
+        """Measure all items and record a line; return False if a stop was requested meanwhile."""
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))

@@ -55,10 +55,10 @@ def activation_memory(flow: nn.Module, item: dict[str, Tensor], autocast: Autoca
 
 
 def cost_of(action: Callable[[], object]) -> tuple[int, int]:
-    """Count the cost of ``action`` without gradients; on torch's meta device nothing is computed.
+    """Count the cost of ``action`` without gradients. On torch's meta device, nothing is computed.
 
     Returns:
-        Floating-point operations, and the memory of the results at the peak [bytes].
+        The number of floating-point operations, and the peak memory of the results [bytes].
     """
     with torch.no_grad(), FlopCounterMode(display=False) as counter, _Activations(nn.Module()) as activations:
         action()
@@ -92,7 +92,7 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
 def _training_step(
     flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
 ) -> Iterator[Callable[[], None]]:
-    """Yield a function that computes the loss and the gradient of a batch of ``count`` equal items."""
+    """Yield a function that computes the loss and the gradient of a batch of ``count`` identical items."""
     batch = {name: torch.cat([value] * count) for name, value in item.items()}
 
     def step() -> None:

@@ -203,4 +203,4 @@ def _mark_best(trainer: "Trainer", step: int) -> str:
         return f"The checkpoint of step {step} was not kept"
     with suppress(OSError):  # a full disk does not stop the run
         checkpoint.mark_best(path)
-    return f"{folder / BEST} is the checkpoint of step {step}, and the last one may draw better pictures"
+    return f"{folder / BEST} is the checkpoint of step {step}, but the last one may generate better samples"

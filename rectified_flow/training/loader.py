@@ -28,7 +28,7 @@ _MultiProcessingDataLoaderIter._shutdown = True
 
 
 def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -> Iterator[Batch]:
-    """Yield the endless micro-batches of one rank.
+    """Yield the micro-batches of one rank without end.
 
     Raises:
         RunError: if the loader processes cannot be started.

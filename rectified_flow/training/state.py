@@ -80,7 +80,7 @@ class TrainingState(checkpoint.Counters):
         super().__init__(step=0)
         self.flow, self.ema, self.power, self.optimizer, self.parameters = flow, ema, power, optimizer, parameters
         self.sums: dict[str, Tensor] = {}
-        """This rank's loss, and the flow's other logged values, summed over the last ``summands`` good steps."""
+        """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
     @property
     def scale_may_be_too_large(self) -> bool:

@@ -270,11 +270,11 @@ class Trainer:
         self._step_seconds = time.perf_counter() - began
 
     def _copied_buffers(self) -> list[Tensor]:
-        """Return copies of the flow's buffers, such as running means, which every forward pass may change."""
+        """Copy the flow's buffers, such as running means, which a forward pass may change."""
         return [buffer.clone() for buffer in self.flow.buffers()]
 
     def _undo_passes(self, buffers: list[Tensor]) -> None:
-        """Drop the gradients, and give the flow's buffers the values that they had before the passes."""
+        """Reset the gradients and restore the flow's buffers, which the passes may have changed."""
         self.state.optimizer.zero_grad()
         for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
             buffer.copy_(before)

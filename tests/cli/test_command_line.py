@@ -66,7 +66,7 @@ def test_a_run_can_be_started_again_from_its_own_config(tmp_path: Path) -> None:
     words = "--lr_decay cosine --no_horizontal_flip --time_mean -1 --coupling ot --adam_betas 0.5 0.6 --import json"
     config = parse_rectified(words)
     file = write(tmp_path / "config.json", {"run": plain(config.run), "flags": recorded(config)})
-    with pytest.raises(UsageError, match="is of a run with --import json: pass it again"):
+    with pytest.raises(UsageError, match="belongs to a run with --import json: pass it again"):
         parse_rectified(f"--config {file}")
     again = parse_rectified(f"--config {file} --import json")
     assert recorded(again) == recorded(config)
@@ -100,7 +100,7 @@ def test_a_flag_overrides_those_that_would_outlive_it(
             '{"run": {"seed": 1}, "flags": {"objective": "so_flow"}}',
             "sets flags that this program does not have: objective",
         ),
-        ('{"run": {"seed": 1}, "data": {}}', "is of a run that no program started"),
+        ('{"run": {"seed": 1}, "data": {}}', "belongs to a run of the Python API"),
         ("seed: 1", "config.json cannot be read (Invalid JSON: "),
         ("[1]", "config.json is damaged: it is [1], but input should be "),
         (None, "config.json is missing"),
@@ -212,7 +212,7 @@ def test_no_flag_has_two_defaults(
     ],
 )
 def test_an_unset_variable_is_not_the_current_folder(words: list[str], flag: str) -> None:
-    with pytest.raises(UsageError, match=f"--{flag} is empty: is a variable not set?"):
+    with pytest.raises(UsageError, match=f"--{flag} is empty: check whether a variable is unset"):
         parse(TrainRectifiedFlow, "Train a flow.", words)
 
 

@@ -239,7 +239,7 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
-    with pytest.raises(UsageError, match="names no pictures: pass --dataset_path"):
+    with pytest.raises(UsageError, match="records no pictures: pass --dataset_path"):
         _training_data(MeasureConfig(), read_trained(path))
     given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
     expected = _training_data(MeasureConfig(), read_trained(source))

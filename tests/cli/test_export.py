@@ -124,7 +124,7 @@ def test_a_program_that_differs_is_not_written(
     monkeypatch.setattr(exporting, "_serialise", lambda *_arguments, **_flags: b"")
     monkeypatch.setattr(exporting, "_load", lambda _content, _form: lambda inputs: returned * inputs["x"])
     sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
-    with pytest.raises(RunError, match=r"the program differs from the flow by .* above 0.0001"):
+    with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         export(parse(ExportConfig, "Export."))
     assert [path.name for path in (tmp_path / "exported").iterdir()] == [RECORD]
 

@@ -122,7 +122,7 @@ REFUSED = [
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
     ("--solver adaptive --steps 4", "exclude each other"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
-    ("--from_images {tmp}/nowhere", "is no picture and no folder with pictures"),
+    ("--from_images {tmp}/nowhere", "is neither a picture nor a folder of pictures"),
     ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
 ]
 
@@ -155,7 +155,7 @@ def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
 def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:
     flags = f"--checkpoint {run} --steps 1 --output_dir {tmp_path} --num_samples"
     assert program("sample.py", f"{flags} 3".split())[0] == 0
-    assert_refused("sample.py", 1, f"{flags} 2", "holds 00002.png of an earlier call")
+    assert_refused("sample.py", 1, f"{flags} 2", "contains 00002.png of an earlier call")
     assert program("sample.py", f"{flags} 4".split())[0] == 0
     assert len(pictures(tmp_path)) == 5
 
@@ -167,7 +167,7 @@ def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path
             "sample.py",
             world_size,
             f"--checkpoint {run} --output_dir {tmp_path}",
-            f"another process draws pictures into --output_dir {tmp_path}: wait for its end, or choose another folder",
+            f"another process is writing to --output_dir {tmp_path}: wait until it ends, or choose another folder",
         )
     assert not list(tmp_path.glob("*.png"))
 
@@ -188,5 +188,5 @@ def test_a_checkpoint_is_not_overwritten_by_the_model_that_is_made_of_it(run: Pa
     [path] = checkpoint.list_checkpoints(run / "checkpoints")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     flags = f"--checkpoint {run} --output_dir {tmp_path} --save_pretrained {path}"
-    assert_refused("sample.py", 1, flags, "is of a run or a checkpoint: choose a folder of its own")
+    assert_refused("sample.py", 1, flags, "belongs to a run or a checkpoint: choose another folder")
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before

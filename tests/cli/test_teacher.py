@@ -130,12 +130,12 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
         ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be at most 1"),
-        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "differ in paths (150 there, 70 now)"),
+        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "differ in paths (150 stored, 70 requested)"),
         (
             "--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3",
-            "differ in guidance_scale (2.0 there, 1",
+            "differ in guidance_scale (2.0 stored, 1",
         ),
-        ("--teacher {run} --output_dir {run}", "is of a run without --teacher: choose another"),
+        ("--teacher {run} --output_dir {run}", "belongs to a run without --teacher: choose another"),
         ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
         ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
         ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
@@ -195,7 +195,7 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)
     assert_refused(
-        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "is gone: choose another --output_dir"
+        "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "no longer exists: choose another --output_dir"
     )
 
 

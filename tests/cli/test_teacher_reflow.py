@@ -162,7 +162,7 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
     shutil.copytree(teacher, run)
     before = sorted(path.name for path in run.iterdir())
     flags = f"--reflow_from {run} --output_dir {run} --loss mse --time_distribution logit_normal"
-    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints is of a run without --reflow_from")
+    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints belongs to a run without --reflow_from")
     assert sorted(path.name for path in run.iterdir()) == before
 
 
@@ -176,7 +176,7 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
         ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
         (
             "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",
-            "differ in pairs (150 there, 7 now)",
+            "differ in pairs (150 stored, 7 requested)",
         ),
         ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
         (

@@ -78,7 +78,7 @@ def test_image_size_not_divisible(world_size: int) -> None:
 @both
 def test_batch_not_dividing(world_size: int) -> None:
     flags = f"{TINY} --global_batch_size 15 --batch_size 4"
-    assert_refused(world_size, flags, "--global_batch_size 15 does not divide")
+    assert_refused(world_size, flags, "--global_batch_size 15 cannot be split evenly")
 
 
 @both

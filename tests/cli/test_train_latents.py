@@ -169,7 +169,7 @@ def test_another_run_that_encodes_is_waited_for(
 
     monkeypatch.setattr(filling, "_claim", release_later)
     assert encode(pictures).path == path
-    assert "waiting for another run that writes these latents" in capsys.readouterr().out
+    assert "waiting for another run that is writing these latents" in capsys.readouterr().out
 
 
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:
@@ -299,7 +299,7 @@ def test_each_class_from_pictures_to_samples(journey: tuple[Path, dict[str, Any]
     assert code == 0, text
     assert (gone[0], changed[0]) == (2, 2)
     assert f"--autoencoder {folder / kind}/vae cannot be found" in gone[1]
-    assert "has other weights than the flow was trained with" in changed[1]
+    assert "is not the autoencoder that the flow was trained with" in changed[1]
     assert again == 0, errors
     assert Image.open(folder / kind / "run/generated/00001.png").size == (32, 32)
 

@@ -125,5 +125,5 @@ def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
     flags = "--train_num_steps 3000 --evaluate_every 1000 --holdout 0.3 --stop_when_memorising"
     split = Split(training=list(range(32)), held_out=list(range(32, 46)), left_out=[])
     config = parse(TrainRectifiedFlow, "", flags.split())
-    with pytest.raises(UsageError, match="needs 4 measurements, and --evaluate_every 1000 makes 3 in 3000 steps"):
+    with pytest.raises(UsageError, match="needs 4 measurements, but --evaluate_every 1000 makes 3 in 3000 steps"):
         build_heldout_hook(config.run, config.evaluation, tiny_dataset(tmp_path), split)

@@ -179,18 +179,18 @@ def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rectified_flow.cli.watch.PORTS", 1)
     with served(run) as server:
         port = server.server_address[1]
-        with pytest.raises(UsageError, match=f"--port {port} to {port} cannot be served .*: pass others"):
+        with pytest.raises(UsageError, match=f"--port {port} to {port} cannot be used .*: pass others"):
             serve(WatchedConfig((run,), port=port))
 
 
 def test_bad_input(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nowhere is no folder: pass the --output_dir of a run, or a folder of runs"):
+    with pytest.raises(UsageError, match="nowhere is not a folder: pass the --output_dir of a run, or a folder"):
         serve(WatchedConfig((tmp_path / "nowhere",)))
-    with pytest.raises(UsageError, match="an argument is empty: is a variable not set"):
+    with pytest.raises(UsageError, match="an argument is empty: check whether a variable is unset"):
         parse(WatchConfig, "Watch.", [""])
     with pytest.raises(UsageError, match="--port is 70000; it must be at most 65535"):
         WatchedConfig(port=70000)
-    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 and --port 0 to 0 cannot be served"):
+    with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 and --port 0 to 0 cannot be used"):
         serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=0))
 
 

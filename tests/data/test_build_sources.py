@@ -59,7 +59,7 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     assert dataset.labels.tolist() == [0, 1, 1]
     again = open_dataset(**dataset.arguments | {"cache_dir": str(dataset.path.parent)})
     assert again.path == dataset.path, "the recipe opens other pictures"
-    with pytest.raises(UsageError, match="is empty: is a variable not set"):
+    with pytest.raises(UsageError, match="is empty: check whether a variable is unset"):
         open_dataset("", "", image_size=4)
 
 
@@ -75,7 +75,7 @@ def test_the_hubs_layout(tmp_path: Path) -> None:
     assert dataset.class_names == ["cat", "dog"]
     assert dataset.labels.tolist() == [1, 0, 1]
     assert dataset.images[:, 0, 0, 0].tolist() == [10, 0, 10]
-    with pytest.raises(UsageError, match="has no split 'test', only train"):
+    with pytest.raises(UsageError, match="has no split 'test': pass one of train"):
         open_dataset("", folder, image_size=4, split="test")
 
 

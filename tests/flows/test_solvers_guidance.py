@@ -64,5 +64,5 @@ def test_it_needs_conditions() -> None:
     with pytest.raises(ValueError, match="guidance needs a network that takes conditions"):
         flow.sample(1, guidance=Guidance(2))
     labelled = RectifiedFlow(Unet(8, (1,), conditions=KINDS, image_size=8), space=Pixels((3, 8, 8)))
-    with pytest.raises(ValueError, match="guidance needs a network that takes conditions, and their values"):
+    with pytest.raises(ValueError, match="guidance needs a network that takes conditions: pass their values"):
         labelled.encode(torch.zeros(1, 3, 8, 8), guidance=Guidance(2))

@@ -109,7 +109,7 @@ def test_it_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults need; take 16"),
+        ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults require; pass 16"),
         ("--aspect_ratio 3", "--aspect_ratio is 3; it must be width:height, two whole numbers from 1 to 9999, such as"),
         ("--aspect_ratio 0:1", "--aspect_ratio is 0:1; it must be"),
         ("--aspect_ratio 3:-2", "--aspect_ratio is 3:-2; it must be"),
@@ -121,7 +121,7 @@ def test_it_is_frozen() -> None:
             "--aspect_ratio 9:16",
             "64 with --aspect_ratio 9:16 gives sides that are not divisible by 8",
         ),
-        ("--aspect_ratio 16:9", "--dim_mults need; take 72"),
+        ("--aspect_ratio 16:9", "--dim_mults require; pass 72"),
         ("--aspect_ratio 3:2 --autoencoder haar", "--aspect_ratio 3:2 excludes --autoencoder"),
         ("--crop random --autoencoder haar", "--crop random excludes --autoencoder"),
         ("--alpha --autoencoder haar", "--alpha excludes --autoencoder"),
@@ -188,7 +188,7 @@ def test_batch_arithmetic(flags: dict[str, Any], world_size: int, expected: str)
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_size: int) -> None:
-    with pytest.raises(UsageError, match=f"--global_batch_size {flags['global_batch_size']} does not divide"):
+    with pytest.raises(UsageError, match=f"--global_batch_size {flags['global_batch_size']} cannot be split evenly"):
         TrainingConfig(**flags).split_batch(world_size)
 
 

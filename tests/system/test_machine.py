@@ -135,5 +135,5 @@ def test_too_few_open_files_are_refused(monkeypatch: pytest.MonkeyPatch, hard: i
 
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (16, hard))
     monkeypatch.setattr(resource, "setrlimit", fail)
-    with pytest.raises(UsageError, match=r"may have 16 files open, and needs 64: raise the limit \(ulimit -n\)"):
+    with pytest.raises(UsageError, match=r"can open 16 files, but needs 64: raise the limit \(ulimit -n\)"):
         allow_open_files()

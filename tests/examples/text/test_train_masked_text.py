@@ -117,7 +117,7 @@ def test_a_text_without_words_to_predict_is_a_sentence(line: str, tmp_path: Path
     [
         ("", "--text is missing"),
         ("--text {text} --width 33", "it must be a multiple of 32"),
-        ("--text {text} --max_samples 30", "30 lines are too few to hold some out"),
+        ("--text {text} --max_samples 30", "--text has 30 lines, too few for a held-out set"),
     ],
 )
 def test_bad_input_is_a_sentence(text: Path, flags: str, sentence: str, tmp_path: Path) -> None:

@@ -268,13 +268,13 @@ def test_bad_input(models: dict[str, Path], clips: Path, tmp_path: Path, monkeyp
     one = f"--model {models['one']} --output_dir {tmp_path}/run --preview_clips 0 {SIZE}"
     cases = {
         f"{one} --dataset_path {tmp_path}/none": "is not a folder",
-        f"{one} --dataset_path {tmp_path}/empty": "holds no clips (gif, mkv, mov, mp4, webm, or folders of frames)",
+        f"{one} --dataset_path {tmp_path}/empty": "contains no clips (gif, mkv, mov, mp4, webm, or folders of frames)",
         f"{one} --dataset_path {tmp_path}/mute": "a.mp4 has no caption: write one into a.txt",
         f"{one} --dataset_path {tmp_path}/broken": "a.mp4 cannot be read",
-        f"{one} --dataset_path {clips} --frames 13": "has 9 frames at 16 a second, and --frames is 13",
+        f"{one} --dataset_path {clips} --frames 13": "has 9 frames at 16 frames per second, fewer than --frames 13",
         f"{one} --dataset_path {clips} --frames 8": "--frames is 8; it must be 1 more than a multiple of 4",
         f"{one} --dataset_path {clips} --height 24": "--height is 24; it must be a multiple of 16",
-        f"{one} --dataset_path {clips} --first_frame": "--first_frame needs a model whose tokens have times",
+        f"{one} --dataset_path {clips} --first_frame": "--first_frame needs a model with a separate time",
         f"{one} --dataset_path {clips} --model {models['two']}": "pass --noise_range 0.875 1 or 0 0.875",
         f"{one} --dataset_path {clips} --model {tmp_path}/empty": "cannot be found",
         f"{one} --dataset_path {clips} --num_samples 4": "pass --preview_clips instead",
@@ -303,7 +303,7 @@ def test_flags_at_both_ends(runs: Path) -> None:
 def test_a_run_does_not_go_on_as_another(runs: Path, models: dict[str, Path], clips: Path, flags: str) -> None:
     """Nothing in the weights would tell."""
     words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {runs}/1"
-    with pytest.raises(UsageError, match=rf"was trained with {flags.split(maxsplit=1)[0]} .*, and this run has"):
+    with pytest.raises(UsageError, match=rf"was trained with {flags.split(maxsplit=1)[0]} .*, but this run has"):
         example.check_same_run(flags_of(f"{words} {flags}"))
     example.check_same_run(flags_of(f"{words} --caption_dropout 0.3"))
 
@@ -337,7 +337,7 @@ def test_objectives_that_need_an_interval_are_refused(models: dict[str, Path], c
     wan = wan_of(models["one"], clips)
     network = WanNetwork(wan.transformer(), torch.zeros(7, 32), "here")
     flow = MeanFlow(network, space=wan.space)
-    with pytest.raises(UsageError, match="a Wan transformer takes no r: train it as a rectified flow"):
+    with pytest.raises(UsageError, match="a Wan transformer does not accept r: train it as a rectified flow"):
         flow(latents=torch.randn(2, 1, 1, *wan.space.shape), text=torch.randn(2, 7, 32))
 
 
