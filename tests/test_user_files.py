@@ -61,7 +61,11 @@ def offender(text: str, files: dict[Path, bytes | None], folder: Path) -> Path:
     """Return the file or folder beside or in ``folder`` that the refusal ``text`` names."""
     places = {path for each in files for path in (each, *each.parents) if path.is_relative_to(folder.parent)}
     named = [path for path in places - {folder.parent, folder} if str(path) in text]
-    named += [path for path in places if path.parent in (folder, *named) and f"holds {path.name}" in text]
+    named += [
+        path
+        for path in places
+        if path.parent in (folder, *named) and (f"holds {path.name}" in text or f"contains {path.name}" in text)
+    ]
     assert named, f"a refusal that names no file: {text}"
     return max(named, key=lambda path: len(path.parts))
 

@@ -178,7 +178,7 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
             "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",
             "differ in pairs (150 stored, 7 requested)",
         ),
-        ("--reflow_from {tmp} --pairs_dir {pairs}", "holds pairs of"),
+        ("--reflow_from {tmp} --pairs_dir {pairs}", "contains pairs of"),
         (
             "--reflow_from {run} --prediction velocity",
             "has no effect with --reflow_from: the run inherits --prediction clean",
