@@ -194,7 +194,7 @@ def card_of_run(
     return {
         "metadata": metadata,
         "dataset": dataset,
-        "command": shlex.join(["python", program, *command_line(changed)]) if "flags" in trained.config else None,
+        "command": shlex.join(["python", program, *command_line(changed)]) if trained.config.get("flags") else None,
         "results": results,
     }
 
