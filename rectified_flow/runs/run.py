@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from rectified_flow.data.stream import fingerprint_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal, check_shared
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -115,7 +115,7 @@ class BackgroundSaver:
             path = checkpoint.save(folder, step, tensors, documents, best=best)
         except Exception as error:  # a full disk is an OSError in one library and a SafetensorError in another
             tqdm.write(f"warning: could not save step {step} to {folder} ({error}); the previous checkpoint is kept")
-            self._problem = str(error)
+            self._problem = first_line(error)
             return None
         try:
             keep_snapshots(folder)
