@@ -146,9 +146,10 @@ class WatchedRun:
 
     def sample(self, name: str) -> bytes | None:
         """Return the PNG file of a grid; None if there is none, or it is a link that leads out of the folder."""
-        path, folder = (os.path.realpath(each) for each in (self.folder / SAMPLES / name, self.folder))
         with suppress(OSError):
-            return _read(Path(path)) if name in self.samples() and Path(path).is_relative_to(folder) else None
+            if name in self.samples():  # first, as a request may contain a null byte, which no path may
+                path, folder = (os.path.realpath(each) for each in (self.folder / SAMPLES / name, self.folder))
+                return _read(Path(path)) if Path(path).is_relative_to(folder) else None
         return None
 
     def _status(self) -> Status | None:
@@ -222,7 +223,7 @@ def _json(run: WatchedRun, number: int, name: str) -> str:
     try:
         return json.dumps(card | run.report(), allow_nan=False)
     except (ArithmeticError, OSError, ValueError) as error:  # also an overflow, a division by 0 or a damaged status
-        empty = WatchedRun(run.folder / "nowhere").report()
+        empty = WatchedRun(Path(__file__).with_name("nowhere")).report()  # not below a folder that cannot be read
         return json.dumps(card | empty | {"message": f"{run.folder} cannot be shown ({first_line(error)})"})
 
 
