@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from clips import Clip
 from encoded_clips import ClipDataset
 from rectified_flow import Callback, Measurement, Trainer
+from rectified_flow.errors import UsageError
 from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import write_motion, write_picture
 from rectified_flow.system.signals import raise_if_stop_requested
@@ -43,7 +44,7 @@ class LoraFile(Callback):
         if trainer.accelerator.is_main_process:
             try:
                 write_lora(transformer_of(trainer), trainer.config.output_dir / "lora")
-            except (OSError, SafetensorError) as error:
+            except (OSError, UsageError, SafetensorError) as error:
                 trainer.run.print(f"warning: the LoRA of step {trainer.state.step} could not be written ({error})")
 
 
