@@ -56,7 +56,7 @@ def evaluate(config: EvaluateConfig) -> None:
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    on_main(state, lambda: _claim(folder, ours=measure.output_dir is None and is_run(folder)))
+    on_main(state, lambda: _claim(folder, ours=is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})

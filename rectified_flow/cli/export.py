@@ -123,7 +123,7 @@ def export(config: ExportConfig) -> None:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     page = [each.name for each in PAGE_FILES.iterdir()] if flags.format == "page" else []
-    ours = flags.output_dir is None and is_run(trained.run_folder)
+    ours = is_run(folder if flags.output_dir else trained.run_folder)
     claim(folder, [FILES[flags.format], "model.json", *page], ours=ours)
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:

@@ -24,10 +24,12 @@ from rectified_flow.flows.solvers import CALLS_PER_STEP
 from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.files import prepare_folder, writing
+from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
@@ -53,7 +55,10 @@ def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
         with deterministic(Samples(0, shown)):
             data, _ = space.augment(pictures.read_batch(shown)["images"])
         sheet = to_grid(space.render(space.decode(space.encode(data))))
-        path = write_picture(prepare_folder("output_dir", output_dir) / SHEET_FILE, sheet)
+        path = prepare_folder("output_dir", output_dir) / SHEET_FILE
+        with writing(path):
+            claim(output_dir, [SHEET_FILE], ours=is_run(output_dir))
+        write_picture(path, sheet)
         tqdm.write(line("sheet", f"{path}: {len(shown)} pictures as they are trained on"))
 
     on_main(state, report)

@@ -68,7 +68,8 @@ def sample(config: SampleConfig) -> None:
     card = {} if flags.save_pretrained is None else _prepare_card(flags, trained)
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
-        on_main(state, lambda: _claim(folder, flags, held, ours=not flags.output_dir and is_run(trained.run_folder)))
+        place = folder if flags.output_dir else trained.run_folder
+        on_main(state, lambda: _claim(folder, flags, held, ours=is_run(place)))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
             tqdm.write(describe(config, trained, options, state))
@@ -153,6 +154,7 @@ def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) 
     claim(folder, [*(file.name for file in files), "grid.png", *path], ours=ours)
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
+        claim(flags.save_pretrained, ["grid.png"])  # written last
 
 
 def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], state: PartialState) -> str:
