@@ -156,7 +156,13 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:
-    """Return whether each row has none of the conditions that can be chosen, bool ``[b]``."""
-    pairs = [(values[name], none) for name, none in none_of(kinds, values).items()]
-    same = [(each == none) | (each.isnan() & none.isnan()) for each, none in pairs]
-    return torch.stack([each.reshape(len(each), -1).all(dim=1) for each in same]).all(dim=0)
+    """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
+
+    Where a row of NaN stands for "none", a row with a single NaN does, too, as in the embedding.
+    """
+    rows = []
+    for name, none in none_of(kinds, values).items():
+        same = (values[name] == none).reshape(len(none), -1).all(dim=1)
+        missing = (values[name].isnan() & none.isnan()).reshape(len(none), -1).any(dim=1)
+        rows.append(same | missing)
+    return torch.stack(rows).all(dim=0)

@@ -34,6 +34,11 @@ def test_values_are_not_none() -> None:
         assert all_none(BOTH, {name: each}).tolist() == [False] * 5
 
 
+def test_a_single_number_that_is_missing_makes_a_vector_none() -> None:
+    vectors = torch.tensor([[1.0, torch.nan], [1.0, 2.0]])
+    assert all_none({"place": Vector(2)}, {"place": vectors}).tolist() == [True, False]
+
+
 def test_labels_are_drawn_uniformly_and_by_number() -> None:
     torch.manual_seed(0)
     drawn = Labels(3).draw("labels", 3000, CPU)
