@@ -76,6 +76,10 @@ class TrainerFile(Counters):
     optimizer: str | None = None
     optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.sums and self.summands == 0:
+            raise ValueError("there are sums of no summands")
+
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
