@@ -213,7 +213,7 @@ def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
     succeeds("sample.py", f"{words} {model}")
     description = (model / "config.json").read_bytes()
     words = f"{TRAIN} --output_dir {model}".format(pictures=pictures)
-    assert_refused("train_oxford.py", 1, words, "config.json does not belong to a run")
+    assert_refused("train_oxford.py", 1, words, "config.json is damaged or does not belong to a run")
     assert (model / "config.json").read_bytes() == description
 
 

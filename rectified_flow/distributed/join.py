@@ -149,6 +149,8 @@ def _create_group(cpu: bool, world_size: int) -> None:
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=STARTUP_TIMEOUT)
     except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
         raise RunError(f"{unconnected} ({first_line(error)}): {_remedy()}") from error
     finally:
         slow.cancel()

@@ -190,7 +190,9 @@ def prepare_folders(config: TrainingConfig) -> None:
     known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
     claim(config.output_dir, RUN_FILES, ours=known)
     if not known and config_file.exists():  # such as that of a saved model
-        raise UsageError(f"{config_file} does not belong to a run: move it away, or choose another --output_dir")
+        raise UsageError(
+            f"{config_file} is damaged or does not belong to a run: move it away, or choose another --output_dir"
+        )
     claim(config.checkpoints, [BEST], ours=any(map(is_artifact, config.checkpoints.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not (step / MANIFEST).is_file():

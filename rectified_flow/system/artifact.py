@@ -245,9 +245,10 @@ def read_manifest(folder: Path, kind: str = CHECKPOINT) -> Manifest:
 
 def is_artifact(folder: Path) -> bool:
     """Return whether ``folder`` has the manifest of a finished artifact of any kind."""
-    with suppress(UsageError):
+    try:
         return bool(read_document(folder / MANIFEST, Manifest).files)
-    return False
+    except UsageError as error:
+        return isinstance(error, NewerError)
 
 
 def find_damage(folder: Path, kind: str = CHECKPOINT, names: Collection[str] | None = None) -> str | None:

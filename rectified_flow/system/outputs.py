@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import is_artifact
-from rectified_flow.system.files import read_document, replace_file
+from rectified_flow.system.files import read_document, replace_file, writing
 
 RECORD = ".rectified-flow.json"
 
@@ -39,9 +39,8 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             record; without a record, all contents of such a folder are treated as written by the project.
 
     Raises:
-        UsageError: if a name exists that is not in the record, the record cannot be read, or the folder is a
-            checkpoint or store, in which a foreign file would count as damage.
-        OSError: if the record cannot be written.
+        UsageError: if a name exists that is not in the record, the record cannot be read or written, or the folder is
+            a checkpoint or store, in which a foreign file would count as damage.
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
@@ -60,7 +59,8 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
                 "folder"
             )
     if not written.issuperset(names) or (written and not is_recorded):
-        replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
+        with writing(record, UsageError):
+            replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:

@@ -125,7 +125,8 @@ class Measurement(Callback):
         return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:
-        tolerant = trainer.run.log.tolerant(self.name, (RunError, UsageError))
-        with tolerant, writing(f"{self.name} of step {trainer.state.step}"):
+        tolerant, what = trainer.run.log.tolerant, f"{self.name} of step {trainer.state.step}"
+        with tolerant(self.name, (RunError,)), writing(what):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
+        with tolerant(f"the plot of {self.name}", (RunError, UsageError)), writing(what):
             self.plot(trainer)
