@@ -239,7 +239,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_in_words(result: tuple[int, str]) -> None:
     code, text = result
     assert code in (0, 1, 2), text
-    assert "Traceback" not in text, text
+    # Python itself prints one if the signal of the timer arrives within a callback of its garbage collector.
+    assert text.count("Traceback") == text.count("Exception ignored in"), text
 
 
 tried = settings(
