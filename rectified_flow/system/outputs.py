@@ -39,8 +39,9 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             record; without a record, all contents of such a folder are treated as written by the project.
 
     Raises:
-        UsageError: if a name exists that is not in the record, the record cannot be read or written, or the folder is
-            a checkpoint or store, in which a foreign file would count as damage.
+        UsageError: if a name exists that is not in the record, the record cannot be read, or the folder is a
+            checkpoint or store, in which a foreign file would count as damage.
+        RunError: if the record cannot be written, for example on a full disk.
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
@@ -59,7 +60,7 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
                 "folder"
             )
     if not written.issuperset(names) or (written and not is_recorded):
-        with writing(record, UsageError):
+        with writing(record):
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
 
 

@@ -180,7 +180,9 @@ def write_on_a_full_disk(folder: Path) -> str:
 
 
 def test_a_full_disk_is_told_and_leaves_nothing_half_written(tmp_path: Path) -> None:
-    assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(f"{tmp_path}/00000.png cannot be written (")
+    assert run_on_ranks(1, write_on_a_full_disk, tmp_path)[0].startswith(
+        f"{tmp_path}/.rectified-flow.json cannot be written ("
+    )
     assert not list(tmp_path.iterdir())
 
 
