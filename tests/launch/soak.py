@@ -91,7 +91,7 @@ class Soak:
 
     def checkpoints(self) -> list[Path]:
         folder = self.run / "checkpoints"
-        return sorted(path for path in folder.glob("step_*") if (path / "manifest.json").exists())
+        return sorted(path for path in folder.glob("step_*") if not path.suffix and (path / "manifest.json").exists())
 
     def ended(self) -> bool:
         return self.launcher is not None and self.launcher.poll() is not None
