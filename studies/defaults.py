@@ -1,4 +1,4 @@
-"""Which default settings matter? Compare short rectified flows that differ in one setting."""
+"""Comparison of short rectified flows that differ in one default setting."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What helps where pictures are few? Measure trainings on 64 to 4,000 pictures with held-out pictures.
+"""Measurements of trainings on 64 to 4,000 pictures, judged by held-out pictures.
 
 A case is a setting and a number of pictures. A row is compared on the way: the loss on held-out pictures beside that on
 training pictures, the kernel distance to held-out pictures, and the share of copies. Budgets are images, as passes over

@@ -96,6 +96,8 @@ class MeanFlow(FlowMap):
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
         self.objective = objective
+        if not isinstance(objective, Variant) and objective not in VARIANTS:
+            raise ValueError(f"objective is {objective!r}; choose {', '.join(VARIANTS)}, or pass a Variant")
         self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
         self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
         self.mean_fraction = mean_fraction

@@ -90,7 +90,7 @@ def test_the_launch_script_from_another_folder(tmp_path: Path) -> None:
 
 
 def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> None:
-    """In the precision of the flag, whatever a launcher asks for."""
+    """Train in the precision of the flag, whatever precision the launcher requests."""
     command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), *TINY, "--mixed_precision", "no", "--dry_run"]
     code, output = launch(command, tmp_path, ACCELERATE_MIXED_PRECISION="bf16")
     assert code == 0, output
