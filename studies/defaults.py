@@ -1,4 +1,4 @@
-"""Comparison of short rectified flows that differ in one default setting."""
+"""How does one changed default setting move the samples of a short rectified flow?"""
 
 import sys
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
-"""Measurements of trainings on 64 to 4,000 pictures, judged by held-out pictures.
+"""When does a training on 64 to 4,000 pictures memorise, and which settings delay it?
 
-A case is a setting and a number of pictures. A row is compared on the way: the loss on held-out pictures beside that on
-training pictures, the kernel distance to held-out pictures, and the share of copies. Budgets are images, as passes over
-the pictures decide when a network memorises.
+A case is a setting and a number of pictures. A row is measured several times on the way: the loss on held-out pictures
+beside the loss on training pictures, the kernel distance to held-out pictures, and the share of copies. Budgets are
+images, as passes over the pictures decide when a network memorises.
 """
 
 import json
