@@ -18,7 +18,7 @@ from studies.training import load_trained, measure_calls, once, open_pictures, t
 RECTIFIED, SHARE = "rectified flow", 0.75
 """The case that the others start from, and its share of their budgets."""
 PATHS, PATH_STEPS = 256, 16
-AFTER: Mapping[str, Any] = {"learning_rate": 1e-3, "decays": True}
+AFTER: Mapping[str, Any] = {"learning_rate": 1e-3, "decay": "cosine"}
 """Half the rate of the rectified flow, falling to 0: its rate would spoil the velocity that is already learned."""
 
 

@@ -48,7 +48,7 @@ SETTINGS = {
     "augment 0.4": Setting("slower, no nearer", {"augmentation": 0.4}),
     "augment 0.15, dropout": Setting("no better than augmentation alone", AUGMENTED, {"dropout": 0.1}),
     "half the channels": Setting("memorises later, and is farther", network={"dim": 12}),
-    "rate falls to 0": Setting("nearer at the end, as gradients are noisy", run={"decays": True}),
+    "rate falls to 0": Setting("nearer at the end, as gradients are noisy", run={"decay": "cosine"}),
     "related": Setting("much nearer from the start, and memorises as early", related=True),
     "related, augment 0.15": Setting("the best", AUGMENTED, related=True),
     "mean flow": Setting("memorises as early in passes", mean_flow=True),

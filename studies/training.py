@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from math import cos, pi
 from os import environ
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 from torchvision.utils import save_image
 
@@ -23,6 +24,7 @@ from rectified_flow import (
     load_flow,
     open_dataset,
 )
+from rectified_flow.flows.flow import network_of, sample_batches
 from studies.harness import CLOCKS, Figures, Row
 
 FEATURES: Final = "efficientnet_lite0"
@@ -35,6 +37,16 @@ NAMES = {
 }
 """Figures of samples, and their names in an evaluation."""
 ENDLESS = 10**9
+Decay = Literal["none", "cosine", "linear", "cooldown"]
+DECAYS: Mapping[Decay, Callable[[float], float]] = {
+    "none": lambda share: 1.0,
+    "cosine": lambda share: 0.5 + 0.5 * cos(pi * share),
+    "linear": lambda share: 1.0 - share,
+    "cooldown": lambda share: min(1.0, 4 * (1.0 - share)),
+}
+"""Factors of the learning rate after a share of the budget; ``cooldown`` is constant for three quarters."""
+GUIDE_SHARE = 0.35
+GUIDE_FILE = "guide.pt"
 GRID = 36
 """Samples in the picture beside a run."""
 SHORT_RUN: Mapping[str, Any] = {
@@ -108,8 +120,8 @@ def train_flow(
     minutes: float | None = None,
     images: int | None = None,
     prepared: float = 0.0,
-    decays: bool = False,
-    callbacks: tuple[Callback, ...] = (),
+    decay: Decay = "none",
+    keeps_guide: bool = False,
     **settings: Any,
 ) -> None:
     """Train a flow until its budget is spent, from the newest checkpoint if there is one.
@@ -121,8 +133,8 @@ def train_flow(
         minutes: the budget of this training, by the row's clock.
         images: the budget as a number of images, instead.
         prepared: seconds of the budget that were spent before.
-        decays: let the learning rate fall to 0 over the budget (cosine).
-        callbacks: further callbacks.
+        decay: the fall of the learning rate to 0 over the budget.
+        keeps_guide: keep the averaged weights at :data:`GUIDE_SHARE` of the budget, see :func:`autoguided`.
         settings: fields of :class:`TrainingConfig` that differ from :data:`SHORT_RUN`.
 
     Raises:
@@ -136,12 +148,47 @@ def train_flow(
 
     def schedule(updates: int, total: int) -> float:
         warmup = min(1.0, (updates + 1) / max(1, config.lr_warmup_steps))
-        return warmup * (0.5 + 0.5 * cos(pi * budget.fraction(updates, total)) if decays else 1.0)
+        return warmup * DECAYS[decay](budget.fraction(updates, total))
 
-    trainer = Trainer(flow, data, config, lr_schedule=schedule, callbacks=[*callbacks, budget])
+    others = [KeepGuide(row, budget)] if keeps_guide else []
+    trainer = Trainer(flow, data, config, lr_schedule=schedule, callbacks=[*others, budget])
     if not trainer.train():
         raise RuntimeError(f"{row.folder} was asked to stop, and is saved")
     write_trained(row, trainer.state.images_seen, budget.seconds)
+
+
+class KeepGuide(Callback):
+    """Keeps the averaged weights at a share of the budget, to guide samples away from them."""
+
+    def __init__(self, row: Row, budget: Budget) -> None:
+        self.file, self.budget = row.folder / GUIDE_FILE, budget
+
+    def on_step(self, trainer: Trainer) -> None:
+        """Save the weights when the share is spent."""
+        if not self.file.exists() and self.budget.fraction(trainer.state.step, trainer.total_steps) >= GUIDE_SHARE:
+            torch.save(network_of(trainer.averaged_flow).state_dict(), self.file)
+
+
+class _Autoguided(nn.Module):
+    def __init__(self, network: nn.Module, guide: nn.Module, scale: float) -> None:
+        super().__init__()
+        self.network, self.guide, self.scale = network, guide, scale
+        self.conditions = getattr(network, "conditions", {})
+
+    def forward(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
+        return torch.lerp(self.guide(x, t, **conditions), self.network(x, t, **conditions), self.scale)
+
+
+def autoguided(row: Row, scale: float) -> Any:
+    """Return the trained flow of a row with its output pushed away from that of its guide.
+
+    Autoguidance of Karras et al. 2024 (arXiv:2406.02507): the guide is the same network after a part of the run.
+    """
+    flow = load_trained(row)
+    guide = deepcopy(flow.network)
+    guide.load_state_dict(torch.load(row.folder / GUIDE_FILE, weights_only=True))
+    flow.network = _Autoguided(flow.network, guide, scale)
+    return flow
 
 
 def write_trained(row: Row, images: float, seconds: float) -> None:
@@ -187,9 +234,8 @@ def measure_samples(
         generated = evaluator.generate(flow, **options)
         numbers = evaluator.compute(generated)
         figures[name] = {short: float(numbers[long]) for short, long in NAMES.items()}
-        torch.manual_seed(0)
-        grid = flow.sample(GRID, **options)
-        save_image(grid, row.folder / f"{name}.png", nrow=round(GRID**0.5), pad_value=1)
+        [(_, grid)] = sample_batches(flow, range(GRID), **options)
+        save_image(grid / 255, row.folder / f"{name}.png", nrow=round(GRID**0.5), pad_value=1)
     return figures
 
 

@@ -9,8 +9,11 @@ For folders that are built as a whole (stores and checkpoints), the manifest tak
 :mod:`rectified_flow.system.artifact`.
 """
 
+import fcntl
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from os.path import lexists
 from pathlib import Path
@@ -45,12 +48,8 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
-    record, names = folder / RECORD, list(names)
-    is_recorded = lexists(record)
-    if is_recorded:
-        written = set(read_document(record, Record).files)
-    else:
-        written = {entry.name for entry in folder.iterdir()} if ours else set()
+    names = list(names)
+    written = _recorded(folder, ours=ours)
     for name in names:
         path = folder / name
         linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
@@ -59,9 +58,29 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
                 f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
                 "folder"
             )
-    if not written.issuperset(names) or (written and not is_recorded):
-        with writing(record):
+    record = folder / RECORD
+    if not written.issuperset(names) or (written and not lexists(record)):
+        with writing(record), _alone(folder):
+            written = _recorded(folder, ours=ours)  # another program may have added names meanwhile
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
+
+
+def _recorded(folder: Path, *, ours: bool) -> set[str]:
+    """Return the names that programs wrote into ``folder``; see :func:`claim`."""
+    if lexists(folder / RECORD):
+        return set(read_document(folder / RECORD, Record).files)
+    return {entry.name for entry in folder.iterdir()} if ours else set()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other programs out of the block; the lock is on the folder itself, so no file is left in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_output(path: Path, content: bytes | str, *, durable: bool = True) -> None:

@@ -16,7 +16,14 @@ from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import LrDecay, TrainingConfig
-from rectified_flow.training.optimizers import BuildOptimizer, NamedParameters, build_schedule, find_optimizer
+from rectified_flow.training.optimizers import (
+    BuildOptimizer,
+    NamedParameters,
+    build_schedule,
+    find_optimizer,
+    muon,
+    orthogonalize,
+)
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses, metrics, tiny_config, train
 from tests.training.test_bad_numbers import train_with_bad_steps
@@ -57,6 +64,46 @@ def test_another_optimizer_skips_a_bad_step(tmp_path: Path, flowers: ImageDatase
     assert [row["step"] for row in bad] == [4, 5, 9]
 
 
+@pytest.mark.parametrize("shape", [(64, 576), (96, 16), (8, 8)])
+def test_singular_values_become_one(shape: tuple[int, int]) -> None:
+    """The singular vectors stay, and the polynomial acts on each singular value as on a number."""
+    generator = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(2, *shape, generator=generator), full_matrices=False)
+    values = torch.logspace(-2, 0, min(shape))
+    expected = values / values.norm()
+    for _ in range(5):
+        expected = 3.4445 * expected - 4.7750 * expected**3 + 2.0315 * expected**5
+    found = u.mT @ orthogonalize(u @ values.diag() @ v) @ v.mT
+    torch.testing.assert_close(found, expected.diag().expand_as(found), atol=1e-3, rtol=0)
+    assert 0.6 < expected[len(expected) // 2 :].min() < expected.max() < 1.25
+
+
+def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
+    torch.manual_seed(0)
+    named = {
+        "conv.weight": torch.randn(16, 8, 3, 3),
+        "conv.bias": torch.randn(16),
+        "embedding.weight": torch.randn(9, 9),
+    }
+    ours, theirs = ({name: torch.nn.Parameter(value.clone()) for name, value in named.items()} for _ in range(2))
+    options = {"lr": 0.01, "betas": (0.9, 0.99), "weight_decay": 0.1}
+    optimizers = (
+        muon(ours.items(), **options, update_size=0.3),  # type: ignore[arg-type]
+        torch.optim.AdamW(theirs.values(), **options),  # type: ignore[arg-type]
+    )
+    for _ in range(3):
+        before = ours["conv.weight"].detach().clone()
+        for name, value in named.items():
+            ours[name].grad = theirs[name].grad = torch.randn_like(value)
+        for optimizer in optimizers:
+            optimizer.step()
+        moved = ours["conv.weight"].detach() - before * (1 - 0.01 * 0.1)
+        assert moved.square().mean().sqrt() == pytest.approx(0.01 * 0.3, rel=0.2)
+    for name in ("conv.bias", "embedding.weight"):
+        assert torch.equal(ours[name], theirs[name])
+    assert not torch.equal(ours["conv.weight"], theirs["conv.weight"])
+
+
 class Halves(torch.optim.SGD):
     """SGD with momentum on matrices and without on vectors, whose state has a tensor or a number."""
 
@@ -90,7 +137,9 @@ def in_two_groups(parameters: NamedParameters) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    "build", [SGD, in_two_groups, partial(halves, lr=0.1)], ids=["SGD", "AdamW in two groups", "numbers"]
+    "build",
+    [SGD, in_two_groups, partial(halves, lr=0.1), partial(muon, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)],
+    ids=["SGD", "AdamW in two groups", "numbers", "Muon"],
 )
 def test_another_optimizer_resumes_byte_equal(
     tmp_path: Path, flowers: ImageDataset, world_size: int, build: BuildOptimizer

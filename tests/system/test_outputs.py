@@ -1,0 +1,45 @@
+"""The record of an output folder: nothing foreign is replaced, and no name is lost."""
+
+import json
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rectified_flow.errors import UsageError
+from rectified_flow.system.outputs import RECORD, claim, write_output
+
+FORK = get_context("fork")
+PROCESSES, NAMES = 4, 25
+
+
+def claim_some(folder: Path, number: int, barrier: Any) -> None:
+    barrier.wait()
+    for index in range(NAMES):
+        claim(folder, [f"{number}-{index}.png"])
+
+
+def test_programs_at_once_lose_no_name(tmp_path: Path) -> None:
+    """Names that several programs add at the same moment are all in the record at the end."""
+    barrier = FORK.Barrier(PROCESSES)
+    processes = [FORK.Process(target=claim_some, args=(tmp_path, number, barrier)) for number in range(PROCESSES)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    names = json.loads((tmp_path / RECORD).read_text())["files"]
+    assert sorted(names) == sorted(f"{number}-{index}.png" for number in range(PROCESSES) for index in range(NAMES))
+    assert [path.name for path in tmp_path.iterdir()] == [RECORD]
+
+
+def test_a_file_of_the_users_is_refused_and_an_own_one_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "grid.png"
+    mine.write_text("mine")
+    with pytest.raises(UsageError, match=r"grid\.png would be overwritten"):
+        write_output(mine, "other")
+    assert mine.read_text() == "mine"
+    for content in ("first", "second"):
+        write_output(tmp_path / "own.png", content)
+    assert (tmp_path / "own.png").read_text() == "second"
