@@ -3,6 +3,7 @@
 ``make fuzz`` tries :data:`CASES` of each kind by other random numbers every time; the other tests run a few of them.
 """
 
+import importlib
 import json
 import math
 import os
@@ -27,10 +28,13 @@ from rectified_flow.flags import flag_types
 from rectified_flow.runs.watched import WatchedRuns
 from tests.programs import program
 from tests.ranks import run_on_ranks
+from train_masked_text import TextConfig, TextFlags
+from train_point_clouds import CloudConfig, CloudFlags
 
 CASES = int(os.environ.get("FUZZ_CASES", "12"))
 """Number of cases of each kind."""
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1 --train_num_steps 1"
+SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4 --measure_every 1"
 SAMPLE = "--checkpoint trained --num_samples 2 --steps 1"
 PROGRAMS: dict[str, tuple[type, str]] = {
     "train_oxford.py": (TrainRectifiedFlow, f"--dataset_path pictures --output_dir new {TINY}"),
@@ -39,8 +43,48 @@ PROGRAMS: dict[str, tuple[type, str]] = {
     "evaluate.py": (EvaluateConfig, f"{SAMPLE} --feature_network efficientnet_lite0"),
     "export.py": (ExportConfig, "--checkpoint trained --format torch"),
     "watch.py": (WatchConfig, "trained --port 0"),
+    "train_masked_text.py": (
+        TextFlags,
+        f"--text lines.txt --vocabulary 40 --length 8 --measured_lines 20 --output_dir new {SMALL}",
+    ),
+    "train_point_clouds.py": (CloudFlags, f"--points 10 --measured_clouds 10 --output_dir new {SMALL}"),
 }
 """Each program with its flags, and words with which it runs for a second in the folder of :func:`sandbox`."""
+PACKAGES = {"train_masked_text.py": "transformers.models.bert.modeling_bert", "train_point_clouds.py": "sklearn.svm"}
+"""The package that each example imports while it runs; those of other programs are imported once for all cases."""
+LARGEST, LARGEST_WIDTH = str(2**53 - 1), str(2**53 - 32)
+ENDS: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
+    "train_masked_text.py": (
+        TextConfig,
+        {
+            "text": ("words.txt", "file.txt", "pipe", "/dev/zero", "empty", "circle", "noise.png"),
+            "max_samples": ("1", "40", LARGEST),
+            "skip_empty": ("no",),
+            "vocabulary": ("1", str(2**20), LARGEST),
+            "length": ("1", "2", "100000", str(2**31), LARGEST),
+            "width": ("1", "100000", str(2**31), LARGEST_WIDTH),
+            "layers": (LARGEST,),
+            "measure_every": (LARGEST,),
+            "measured_lines": ("1", LARGEST),
+        },
+    ),
+    "train_point_clouds.py": (
+        CloudConfig,
+        {
+            "geometry": ("sphere", "torus"),
+            "points": ("2", "100000", str(2**31), LARGEST),
+            "point_coupling": ("independent", "barycentric"),
+            "coupling": ("ot",),
+            "condition_dropout": ("0.99999999", "1"),
+            "width": ("1", "100000", str(2**31), LARGEST_WIDTH),
+            "layers": (LARGEST,),
+            "guidance_scale": ("0", "1e30", "1e300"),
+            "measure_every": (LARGEST,),
+            "measured_clouds": ("500", LARGEST),
+        },
+    ),
+}
+"""Each example with values of its own flags at both ends of their range, and beyond."""
 SLOW = ("open", "compile", "import", "config", "interrupted_exit_code")
 """Flags that are not tried: they start a browser or a compiler, or have tests of their own."""
 SLOW_VALUES = ("wandb", "inception", "spawn", "forkserver")
@@ -53,6 +97,7 @@ WORDS = ("x", "-", "1:1", "0:1", "🙂", "a" * 5000, "%s", "../x", "trained", "A
 PATHS = (
     *("missing", "missing/deeper", "file.txt", "empty", "pictures", "trained", "pipe", "dangling", "circle", "trained"),
     *("/dev/null", "/dev/zero", "x" * 300, "~nobody/x", "\udcff", "file.txt/below", "trained/config.json", "noise.png"),
+    *("lines.txt", "words.txt"),
 )
 
 
@@ -91,6 +136,8 @@ def sandbox(folder: Path, trained: Path) -> None:
     shutil.copytree(trained, folder, symlinks=True)
     (folder / "empty").mkdir()
     (folder / "file.txt").write_text("some text")
+    (folder / "lines.txt").write_text("the sun and a sea\n" * 80)
+    (folder / "words.txt").write_text("sun sun\n[MASK] \n  \n" * 40)
     (folder / "dangling").symlink_to("missing too")
     (folder / "circle").symlink_to("circle")
     os.mkfifo(folder / "pipe")
@@ -102,6 +149,8 @@ def run_limited(folder: Path, trained: Path, script: str, words: list[str], dama
     sandbox(folder, trained)
     if damaged:
         damage(*damaged)
+    if script in PACKAGES:
+        importlib.import_module(PACKAGES[script])
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
     seconds = 1.0 if script == "watch.py" else SECONDS
     timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
@@ -275,3 +324,13 @@ def test_damaged_runs(
     folder = tmp_path_factory.mktemp("case") / "sandbox"
     script, words = reader
     assert_in_words(run_on_ranks(1, run_limited, folder, trained, script, words.split(), damaged)[0])
+
+
+@pytest.mark.parametrize(("script", "flag"), [(script, flag) for script, (_, flags) in ENDS.items() for flag in flags])
+def test_each_flag_of_the_examples_at_both_ends(script: str, flag: str, trained: Path, tmp_path: Path) -> None:
+    own, flags = ENDS[script]
+    assert flag_types(own).keys() == flags.keys()
+    for number, value in enumerate(flags[flag]):
+        words = [f"--no_{flag}"] if value == "no" else [f"--{flag}", value]
+        call = [*PROGRAMS[script][1].split(), *words]
+        assert_in_words(run_on_ranks(1, run_limited, tmp_path / str(number), trained, script, call)[0])

@@ -12,13 +12,17 @@ from torch import Tensor
 from digits import DIGITS, Digits
 from geometry import Geometry
 from rectified_flow import Measurement, Trainer, randomness
+from rectified_flow.errors import RunError
 from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import Panel, draw_panels
+from rectified_flow.system.signals import interruptible, raise_if_stop_requested
 from riemannian import RiemannianFlow, shares
 from transport import cloud_costs
 
+AT_ONCE = 4
+"""Clouds whose distances are computed between two polls for a stop request."""
 TRANSPORT: dict[str, Any] = {"regularisation": 0.02, "tolerance": 1e-2, "max_iterations": 500}
 
 
@@ -51,7 +55,7 @@ class Distances(Measurement):
         flow = trainer.averaged_flow
         assert isinstance(flow, RiemannianFlow)
         weights, labels = (self.held_out[name][numbers] for name in ("weights", "labels"))
-        with randomness.deterministic(randomness.Samples(trainer.config.seed, numbers)):
+        with randomness.deterministic(randomness.Samples(trainer.config.seed, numbers)), interruptible(flow):
             drawn = flow.sample(
                 weights=weights.to(trainer.device), labels=labels.to(trainer.device), guidance=self.guidance
             ).cpu()
@@ -62,12 +66,21 @@ class Distances(Measurement):
     def costs(self, x: Tensor, weights: Tensor) -> list[Tensor]:
         """Return the distances ``[b, k]`` of clouds to each held-out cloud, of each kind."""
         geometry, y = self.digits.geometry, self.held_out["clouds"]
-        a, b = shares(weights), shares(self.held_out["weights"])
-        return [cloud_costs(x, a, y, b, geometry, **TRANSPORT), chamfer_costs(x, a, y, b, geometry)]
+        b, rows = shares(self.held_out["weights"]), []
+        for clouds, a in zip(x.split(AT_ONCE), shares(weights).split(AT_ONCE), strict=True):
+            raise_if_stop_requested()  # all pairs of hundreds of clouds take minutes
+            rows.append((cloud_costs(clouds, a, y, b, geometry, **TRANSPORT), chamfer_costs(clouds, a, y, b, geometry)))
+        return [torch.cat(each) for each in zip(*rows, strict=True)]
 
     def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, float]:
-        """Print and return the distances, and draw the clouds."""
+        """Print and return the distances, and draw the clouds.
+
+        Raises:
+            RunError: if a generated point is not finite.
+        """
         real = self.held_out["clouds"]
+        if not rows.isfinite().all():
+            raise RunError("generated points are not finite: lower --guidance_scale or --learning_rate")
         clouds, *costs = rows.split([real[0].numel(), *[self.total] * 2 * len(self.kinds)], dim=1)
         clouds, distances = clouds.reshape(real.shape), [matched(each) for each in costs]
         as_asked, of_real = self.share_as_asked(clouds), self.share_as_asked(real)

@@ -9,6 +9,8 @@ from point_clouds import PointClouds
 from rectified_flow import randomness
 
 DIGITS, SIDE = 10, 8
+PICTURES = 1797
+"""Pictures of scikit-learn's dataset."""
 GEOMETRIES: dict[str, Geometry] = {"plane": Euclidean(2), "sphere": Sphere(3), "torus": FlatTorus(2)}
 EXTENT = {"plane": 2.0, "sphere": 1.2, "torus": 0.4}
 """Half the side of a digit: in the plane, in radians, and as a share of the way around."""

@@ -19,13 +19,14 @@ from typing import Literal
 from accelerate.utils import set_seed
 
 from cloud_distances import Distances
-from digits import DIGITS, Digits
+from digits import DIGITS, PICTURES, Digits
 from point_clouds import Points
 from rectified_flow import Trainer, TrainingConfig
 from rectified_flow.cli.parts import join
-from rectified_flow.cli.train_flags import ProgramConfig
+from rectified_flow.cli.train_flags import BYTES_PER_WEIGHT, ProgramConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import AtLeastTwo, Flags, Fraction, Positive, recorded
+from rectified_flow.flags import AtLeastTwo, Flags, Fraction, NonNegative, Positive, recorded
+from rectified_flow.system.machine import require_memory
 from riemannian import PointCoupling, RiemannianFlow
 from set_transformer import HEAD, SetTransformer
 
@@ -48,7 +49,7 @@ class CloudConfig(Flags):
     """Channels of a point."""
     layers: Positive = 3
     """Layers of attention."""
-    guidance_scale: float = 1.0
+    guidance_scale: NonNegative = 1.0
     """Guidance scale of the measured clouds."""
     measure_every: Positive = 500
     """Steps between measurements."""
@@ -63,6 +64,10 @@ class CloudConfig(Flags):
             raise UsageError(
                 f"--measured_clouds is {self.measured_clouds}; it must be a multiple of {DIGITS}, at most 500"
             )
+        clouds, numbers = f"{PICTURES} clouds of --points {self.points}", 3 * 4  # coordinates and weight, float32
+        require_memory(PICTURES * self.points * numbers, clouds, "lower --points")
+        network = f"a network of --width {self.width} and --layers {self.layers}"
+        require_memory(BYTES_PER_WEIGHT * 16 * self.layers * self.width**2, network, "lower one of the two")
 
 
 @dataclass(frozen=True)

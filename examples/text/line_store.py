@@ -124,7 +124,7 @@ def _open_index(path: Path, skip_empty: bool, cache_dir: Path | None) -> Path:
     if not path.exists():
         raise UsageError(f"{path} does not exist: pass another file")
     if not path.is_file():
-        raise UsageError(f"{path} is a folder: pass text files")
+        raise UsageError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}: pass text files")
     if path.stat().st_size <= 0:
         raise UsageError(f"{path} is empty: pass another file")
     index = Artifact(_place(path, skip_empty, cache_dir), KIND, (STARTS_FILE, INFO_FILE))

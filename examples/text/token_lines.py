@@ -47,7 +47,10 @@ class TokenLines(Dataset[dict[str, Tensor]]):
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the tokens of some items, ``[b, length]``."""
         encoded = self._encoder.encode_batch([self.store[self._line(index)] for index in indices])
-        return {"tokens": torch.tensor([each.ids for each in encoded])}
+        tokens = torch.zeros(len(encoded), self.length, dtype=torch.int64)
+        for row, each in zip(tokens, encoded, strict=True):
+            row[: len(each)] = torch.tensor(each.ids)
+        return {"tokens": tokens}
 
     def _line(self, index: int) -> int:
         others = HELD_OUT_EVERY - 1
@@ -57,7 +60,6 @@ class TokenLines(Dataset[dict[str, Tensor]]):
     def _encoder(self) -> Tokenizer:
         encoder = Tokenizer.from_str(self.tokenizer)
         encoder.enable_truncation(self.length)
-        encoder.enable_padding(length=self.length, pad_id=0)
         return encoder
 
     def __getstate__(self) -> dict[str, Any]:

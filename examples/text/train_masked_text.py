@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 import tyro
 from accelerate.utils import set_seed
+from annotated_types import Interval
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -26,12 +27,14 @@ from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
 from rectified_flow.cli.parts import join
-from rectified_flow.cli.train_flags import ProgramConfig
+from rectified_flow.cli.train_flags import BYTES_PER_WEIGHT, ProgramConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.runs.resume import check_start
+from rectified_flow.system.machine import require_memory
 from rectified_flow.system.pictures import Panel, draw_panels
+from rectified_flow.system.signals import interruptible
 from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
 
 
@@ -45,7 +48,7 @@ class TextConfig(Flags):
     """Use the first lines only."""
     skip_empty: bool = True
     """Leave empty lines out."""
-    vocabulary: Positive = 4000
+    vocabulary: Annotated[int, Interval(gt=0, le=2**20)] = 4000  # the tokenizer reserves memory for all of them
     """Largest number of different tokens."""
     length: Positive = 32
     """Tokens of a line; the rest of a longer line is left out."""
@@ -64,6 +67,9 @@ class TextConfig(Flags):
             raise UsageError("--text is missing: pass one or more text files")
         if self.width % HEAD != 0:
             raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
+        weights = (12 * self.layers * self.width + self.length) * self.width  # of attention and its MLP, and positions
+        what = f"a model of --width {self.width}, --layers {self.layers} and --length {self.length}"
+        require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the three")
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,8 @@ class Accuracy(Measurement):
         tokens = self.tokens[numbers].to(device)
         with randomness.deterministic(randomness.Samples(0, numbers), device):  # the same masks at each measurement
             hidden, chosen = model.mask(tokens)
-        found = torch.cat([model.predict(part).argmax(dim=-1) for part in hidden.split(64)]) == tokens
+        with interruptible(model):
+            found = torch.cat([model.predict(part).argmax(dim=-1) for part in hidden.split(64)]) == tokens
         common = tokens == self.most_frequent
         return torch.stack([(each & chosen).sum(dim=1) for each in (chosen, found, common)], dim=1).float()
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from rectified_flow.cli.train_flags import ProgramConfig, check_folders
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Flags, Natural, Positive, PositiveNumber, Probability, default_is
+from rectified_flow.flags import Flags, Natural, NonNegative, Positive, PositiveNumber, Probability, default_is
 from rectified_flow.runs.config import TrainingConfig
 
 
@@ -49,7 +49,7 @@ class WanConfig(Flags):
     """Clips to sample every --sample_every steps, with the first captions; 0 for none."""
     preview_steps: Positive = 30
     """Steps of the pipeline's own scheduler."""
-    preview_guidance: float = 5.0
+    preview_guidance: NonNegative = 5.0
     """Guidance scale of previews."""
 
     def __post_init__(self) -> None:

@@ -1,18 +1,21 @@
 """The example on point clouds: the network's symmetries, the trainer's promises, and what it learns."""
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 import train_point_clouds as example
-from cloud_distances import chamfer_costs
+from cloud_distances import Distances, chamfer_costs
 from digits import GEOMETRIES, Digits
 from geometry import Euclidean
 from point_clouds import PointClouds, Points
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
+from rectified_flow.system.signals import Interrupted, defer_signals, stop_on_signals
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -127,6 +130,15 @@ def test_rasters_are_the_pictures_again() -> None:
     cloud = digits.clouds[0]
     raster = digits.rasterise(cloud[None], torch.ones(1, len(cloud)))[0]
     assert torch.allclose(raster, (digits.pictures[0] / digits.pictures[0].sum()).float(), atol=0.03)
+
+
+def test_a_stop_is_heeded_within_a_measurement() -> None:
+    """The distances of all pairs of hundreds of clouds take minutes."""
+    distances = Distances(Digits("plane", 8), 10, every=1)
+    with stop_on_signals(), defer_signals():
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            distances.costs(distances.others["clouds"], distances.others["weights"])
 
 
 def test_chamfer_by_hand() -> None:

@@ -193,5 +193,8 @@ def test_processes_share_a_large_text(tmp_path: Path) -> None:
 def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder: pass text files"):
         open_lines(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="is no regular file: pass text files"):
+        open_lines(tmp_path / "pipe")
     with pytest.raises(UsageError, match="does not exist"):
         open_lines(tmp_path / "none")
