@@ -10,7 +10,6 @@ from accelerate import Accelerator, PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.recipe import may_choose
 from rectified_flow.cli.teacher import files_of
 from rectified_flow.cli.train_flags import TrainConfig
 from rectified_flow.data.report import describe_pictures
@@ -27,11 +26,10 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import prepare_folder, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import to_grid, write_picture
-from rectified_flow.system.terminal import line, lines
+from rectified_flow.system.terminal import duration, line, lines
 from rectified_flow.training import costs
 from rectified_flow.training.accelerator import build_accelerator
 
@@ -82,8 +80,14 @@ SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
 """Time that the measured images take at best [s], and their largest number."""
 
 
-def print_plan(config: TrainConfig, flow: Flow) -> None:
-    """Print every flag with its resolved value, and the size, memory and time of the run."""
+def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> None:
+    """Print every flag with its resolved value, and the size, memory and time of the run.
+
+    Args:
+        config: all flags.
+        flow: the flow to train.
+        length: number of pictures, if they have been opened.
+    """
     run, space, taught = config.run, flow.space, config.teacher_data
     points = 0 if taught is None or taught.rows == "pairs" else taught.points
     accelerator = build_accelerator(run, flow)
@@ -100,14 +104,15 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
     with accelerator.autocast():
-        flops = costs.forward_flops(flow, _blank(space, (space.shape or (0,))[1:], points, accelerator.device))
-    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px, not opened yet"
-    accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, None))
-    texts = {}
-    if may_choose(config):
-        chosen = "--augment, --holdout and a shorter run may be chosen when the folder is opened (docs/small_data.md)"
-        length = "as many images as the teacher's run, where no flag gives the length (docs/mean_flow.md)"
-        texts["recipe"] = chosen if taught is None else length
+        flops = costs.forward_flops(
+            flow, costs.blank_item(space, (space.shape or (0,))[1:], points, accelerator.device)
+        )
+    data = (
+        f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
+        + ", not opened yet" * (length is None)
+    )
+    accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, length))
+    texts: dict[str, str] = {}
     if taught is not None:
         calls = taught.count * taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
         size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
@@ -119,7 +124,7 @@ def print_plan(config: TrainConfig, flow: Flow) -> None:
         texts |= _autoencoder_costs(space, mirrored=config.data.horizontal_flip)
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
     measured = tuple(min(side, largest) for side in (space.shape or (0,))[1:])
-    item = _blank(space, measured, points, accelerator.device)
+    item = costs.blank_item(space, measured, points, accelerator.device)
     accelerator.print(lines(texts | _step_costs(run, accelerator, flow, flops, item, measured)))
 
 
@@ -177,28 +182,12 @@ def _step_costs(
         return texts | {"time": f"unknown: {count} images do not fit into the memory of the {device.type}"}
     images = batch.per_process * batch.accumulation
     step, flops_of_step = seconds * images, 3 * flops * images
-    whole = "" if run.num_epochs else f", {_duration(step * run.total_steps(batch, 0))} in all"
+    whole = "" if run.num_epochs else f", {duration(step * run.total_steps(batch, 0))} in all"
     size = "x".join(map(str, dict.fromkeys(reversed(measured))))  # one number for a square
     how = f"measured just now on {count} images of {size} px" + ", not compiled" * run.compile
     least = flops_of_step / rate
     return texts | {
-        "time": f"about {_duration(step)} a step{whole}: {how}",
-        "at best": f"{_duration(least)} a step ({least / step:.0%} of that): {flops_of_step / 1e12:.3g} TFLOP per "
+        "time": f"about {duration(step)} a step{whole}: {how}",
+        "at best": f"{duration(least)} a step ({least / step:.0%} of that): {flops_of_step / 1e12:.3g} TFLOP per "
         f"process at the measured matmul rate of {rate / 1e12:.3g} TFLOP/s",
     }
-
-
-def _duration(seconds: float) -> str:
-    """Return seconds in a fitting unit."""
-    units = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
-    unit, size = next((each for each in units.items() if seconds >= each[1]), ("ms", 1e-3))
-    return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"
-
-
-def _blank(space: Space, sides: Sequence[int], points: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch of one item of zeros, with a path of ``points`` points unless ``points`` is 0."""
-    zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
-    batch = {space.key: space.to_stored(zeros)}
-    if points:
-        batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
-    return batch

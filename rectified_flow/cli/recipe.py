@@ -1,81 +1,186 @@
-"""Hyperparameters that the program chooses by the number of pictures, where no flag sets them."""
+"""Flags that the program chooses where the user sets none: by the time to train, the machine and the pictures.
 
-from collections.abc import Mapping
+A run on one's own pictures takes the time that ``--budget`` gives. The program measures how fast this machine trains
+networks of several widths, takes the widest one that this time is long enough for, and sets the number of steps. From
+then on that number determines the run, and not the time, so that the run is the same after a resume and on any number
+of processes. docs/budget.md has the measurements behind the settings.
+"""
+
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from math import ceil
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from rectified_flow.cli.train_flags import TrainConfig
+from rectified_flow.cli.teacher import recipe_of
+from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.flags import checked, command_line, replaced
+from rectified_flow.flags import checked, command_line, plain, refuse, replaced
+from rectified_flow.flows.solvers import CALLS_PER_STEP
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.runs.folder import program_flags, read_config
-from rectified_flow.system.terminal import line
+from rectified_flow.system.terminal import line, lines
 
 Config = TypeVar("Config", bound=TrainConfig)
+Measure: TypeAlias = Callable[[Config], float]
+"""Measures the images per second of a training with these flags, on this process."""
 
-
+DEFAULT_BUDGET = "1h"
+"""Time to train on one's own pictures where no flag gives the length."""
 FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 """Least number of pictures in a folder to hold some out, and least number of held-out pictures to measure on."""
+FEW = 16_000
+"""Number of pictures below which they are augmented, and more of them are held out."""
 PASSES, AUGMENTED_PASSES = 400, 1000
 """Numbers of passes over 64 pictures at 16 px after which samples contain few copies: without, with augmentation."""
-LEAST_STEPS = 3000
-"""Least number of optimizer steps in a run, chosen to be well above the learning rate warm-up."""
-LEAST_IMAGES, MOST_IMAGES = LEAST_STEPS * DEFAULT_BATCH_SIZE, DEFAULT_TRAIN_NUM_STEPS * DEFAULT_BATCH_SIZE
-"""Least and largest number of images that a run is trained on; the largest is that of a run of default length.
+LEAST_IMAGES = 192_000
+"""Number of images that a run may see however few the pictures are."""
 
-The length is counted in images, so that it is the same on one GPU and on eight.
-"""
-CHOSEN = ("augment", "holdout", "num_epochs", "train_num_steps", "global_batch_size")
-"""Flags that a recipe may set, and ``train_num_steps``, which ``num_epochs`` replaces."""
+
+@dataclass(frozen=True)
+class Size:
+    """A size of the network, and the least number of images for which it is better than the one before."""
+
+    dim: int
+    blocks: int
+    images: int
+
+
+SIZES = (Size(16, 1, 0), Size(24, 1, 4_000), Size(32, 1, 16_000), Size(48, 1, 60_000), Size(64, 1, 250_000))
+"""Sizes of the network, in rising order."""
+SMALLEST_SIDE, MOST_LEVELS = 8, 5
+"""Least side of the lowest level of the network [px], which is the one with attention; largest number of levels."""
+SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
+OF_PICTURES: dict[type, dict[str, Any]] = {
+    TrainRectifiedFlow: {"optimizer": "muon", **SHORT},
+    TrainMeanFlow: {**SHORT, "learning_rate": 1e-3},
+}
+"""Settings of the optimizer for runs on pictures, by program."""
+OF_TEACHER: dict[str, Any] = {**SHORT, "learning_rate": 1e-3}
+"""Settings of the optimizer for runs on the data of a teacher."""
+LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
+"""Bounds of the batch size (the least ones per process), and the least number of steps with a larger batch."""
+FEWEST_STEPS = 10
+EMA_SHARE = 0.05
+"""Length of the average of the weights, as a share of the steps."""
+TRAINED_SHARE = 0.9
+"""Share of the budget that the steps take; the rest is for previews, measurements and checkpoints."""
+ROWS_SHARE = 1 / 3
+"""Largest share of the budget that a teacher's data may take."""
+FORWARD_SHARE = 0.35
+"""Share of a training step that the forward pass takes."""
+PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0
+"""Times between previews and between lines of metrics [s]; the largest share of the time that previews may take."""
+PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
+"""Numbers of samples in a preview, and the network calls for each."""
+CHOSEN = (
+    *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps"),
+    *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
+    *(
+        "teacher_paths",
+        "reflow_pairs",
+        "ema_decay",
+        "sample_every",
+        "num_samples",
+        "sample_steps",
+        "save_every",
+        "log_every",
+    ),
+)
+"""Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
+LENGTHS = {"num_epochs", "train_num_steps"}
 ALTERNATIVES = (
-    {"num_epochs", "train_num_steps"},
+    LENGTHS,
     {"global_batch_size", "batch_size", "gradient_accumulation_steps"},
+    {"dim", "dim_mults", "network", "network_options"},
+    {"optimizer", "learning_rate", "optimizer_options"},
 )
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
 
-def recipe_for(count: int, processes: int = 1, **fixed: float) -> dict[str, Any]:
-    """Return flags that suit a number of pictures; docs/small_data.md has the measurements behind them.
+def with_recipe(config: Config, count: int) -> Config:
+    """Return the flags of a run on ``count`` pictures, and print the chosen ones. Collective.
+
+    Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its original settings.
+
+    Raises:
+        UsageError: if ``--budget`` is given beside another flag for the length.
+    """
+    lengths = config.program.given & {*LENGTHS, "config"}
+    refuse({"budget": config.program.budget if lengths else None}, f"excludes --{min(lengths, default='')}: give one")
+    if not may_choose(config):
+        return config
+    state, fixed = PartialState(), _fixed(config)
+    before = on_main(state, lambda: _settings_of_run(config))
+    if before is not None:
+        kept = {name: value for name, value in before.items() if name not in fixed}
+        if kept.get("global_batch_size"):  # the number of processes may have changed
+            whole = kept["global_batch_size"] // state.num_processes * state.num_processes
+            kept["global_batch_size"] = max(whole, state.num_processes)
+        state.print(line("recipe", "the settings from the start of the run, where no flag changes them"))
+        return replaced(config, kept)
+    flags: dict[str, Any] = {}
+    if config.teacher_data is None:
+        flags = for_pictures(count, augmentable=config.data.autoencoder is None)
+        flags = {name: value for name, value in flags.items() if name not in fixed}
+    if flags:
+        words = " ".join(command_line(flags))
+        state.print(line("recipe", f"{words}, for {count:,} pictures; flags override it (docs/small_data.md)"))
+    return replaced(config, flags)
+
+
+def with_plan(config: Config, count: int, measure: Measure[Config]) -> Config:
+    """Return the flags of a run that takes the time of ``--budget``, and print the chosen ones. Collective.
 
     Args:
-        count: number of pictures in the folder.
-        processes: number of training processes.
-        fixed: values of ``augment`` and ``holdout`` that the user has set.
+        config: the flags, with those that suit the pictures.
+        count: number of pictures.
+        measure: measures the images per second of a training with other flags, on this process.
+
+    Raises:
+        UsageError: if only few steps fit into the budget.
     """
-    few = count * PASSES < MOST_IMAGES
-    flags: dict[str, Any] = {"augment": 0.15} if few else {}
+    budget = budget_of(config)
+    if budget is None or on_main(PartialState(), lambda: _settings_of_run(config)) is not None:
+        return config
+    return _Planner(config, count, budget, measure).plan()
+
+
+def _fixed(config: TrainConfig) -> set[str]:
+    """Return the names of the flags that the user has set, and of the alternatives to them."""
+    fixed = set(config.program.given)
+    for names in ALTERNATIVES:
+        fixed |= names if fixed & names else set()
+    return fixed
+
+
+def budget_of(config: TrainConfig) -> str | None:
+    """Return the time that the run is to take, or None if a flag gives its length."""
+    if not may_choose(config) or config.program.given & LENGTHS:
+        return None
+    return config.program.budget or DEFAULT_BUDGET
+
+
+def may_choose(config: TrainConfig) -> bool:
+    """Return whether flags may be chosen: with a budget, for the pictures of a folder, and for the data of a teacher.
+
+    Nothing is chosen for a data set of the hub without a budget, or for a run by the flags of a file.
+    """
+    chooses = config.data.dataset_path is not None or config.teacher_data is not None
+    return (chooses or config.program.budget is not None) and config.program.config is None
+
+
+def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
+    """Return the flags that suit a number of pictures; docs/small_data.md has the measurements behind them."""
+    few = count < FEW
+    flags: dict[str, Any] = {"augment": 0.15} if few and augmentable else {}
     if count >= FEWEST_TO_HOLD_OUT:
         flags["holdout"] = proposed_share(count, least=0.05 if few else 0.01)
-    flags |= fixed
-    trained = count * (1 - flags.get("holdout", 0))
-    passes = AUGMENTED_PASSES if flags.get("augment") else PASSES
-    images = min(max(passes * trained, LEAST_IMAGES), MOST_IMAGES)
-    flags |= {"num_epochs": max(1, round(images / trained))} | batch_for(images, processes)
-    return {name: value for name, value in flags.items() if name not in fixed}
-
-
-def taught_recipe(images_of_teacher: int, rows: int, processes: int = 1) -> dict[str, Any]:
-    """Return flags of a run on a teacher's data: it is as long as the teacher's run, in images.
-
-    Args:
-        images_of_teacher: number of images that the teacher was trained on.
-        rows: number of rows that the teacher generated.
-        processes: number of training processes.
-    """
-    images = min(max(images_of_teacher, LEAST_IMAGES), MOST_IMAGES)
-    return {"num_epochs": max(0.01, round(images / rows, 2))} | batch_for(images, processes)
-
-
-def batch_for(images: float, processes: int) -> dict[str, int]:
-    """Return a smaller global batch size if a run on ``images`` images would have too few steps with the default."""
-    fitting = int(images) // LEAST_STEPS // processes * processes
-    return {} if fitting >= DEFAULT_BATCH_SIZE * processes else {"global_batch_size": max(fitting, processes)}
+    return flags
 
 
 def proposed_share(count: int, least: float = 0.05) -> float:
@@ -83,55 +188,159 @@ def proposed_share(count: int, least: float = 0.05) -> float:
     return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
 
 
-def may_choose(config: TrainConfig) -> bool:
-    """Return whether flags may be chosen: for the pictures of a folder, and for the data of a teacher.
+class _Planner(Generic[Config]):
+    """The choice of a run's settings by its budget.
 
-    Nothing is chosen for a data set of the hub, or for a run by the flags of a file.
+    Args:
+        config: the flags so far.
+        count: number of pictures.
+        budget: the time, as in ``--budget``.
+        measure: measures the images per second of a training on this process.
     """
-    chooses = config.data.dataset_path is not None or config.teacher_data is not None
-    return chooses and config.program.config is None
+
+    def __init__(self, config: Config, count: int, budget: str, measure: Measure[Config]) -> None:
+        self.config, self.fixed, self.count, self.measure = config, _fixed(config), count, measure
+        self.state, self.budget, self.seconds = PartialState(), budget, seconds_of(budget)
+
+    def plan(self) -> Config:
+        """Choose the settings, print them with their reasons, and return all flags of the run. Collective."""
+        taught = self.config.teacher_data
+        self._choose_batch(images=0)  # the least one, which is measured soonest
+        reason = "the network is the teacher's"
+        if taught is None and self.fixed.isdisjoint(ALTERNATIVES[2]):
+            reason = self._choose_size()
+        elif taught is None:
+            reason = "the network is as the flags ask for"
+        self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
+        rate = self._rate()
+        if taught is not None:
+            self.seconds -= self._choose_rows(taught, rate)
+        images, why = TRAINED_SHARE * self.seconds * rate, "as many as fit into the time"
+        passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
+        most = max(LEAST_IMAGES, passes * self.count)
+        if taught is None and images > most:
+            images, why = most, f"fewer than fit into the time: more than {passes} passes would memorise the pictures"
+        batch = self._choose_batch(images)
+        rate = self._rate()
+        steps = int(min(images, TRAINED_SHARE * self.seconds * rate) / batch)
+        if steps < FEWEST_STEPS:
+            raise UsageError(
+                f"--budget {self.budget} is too short for training here: a step of {batch} images takes "
+                f"{batch / rate:.1f} s; give a longer one, or lower --image_size"
+            )
+        length = {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
+        self._set(length | {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)})
+        self._set(on_the_way(batch / rate, rate, self.seconds))
+        self._print(rate, reason, why)
+        return self.config
+
+    def _set(self, flags: Mapping[str, Any]) -> None:
+        """Set flags that the user has not set."""
+        self.config = replaced(self.config, {name: value for name, value in flags.items() if name not in self.fixed})
+
+    def _rate(self) -> float:
+        """Measure the images per second on all processes, by the slowest of them."""
+        return self.state.num_processes * min(gather_object([self.measure(self.config)]))
+
+    def _choose_size(self) -> str:
+        """Choose the largest size of the network that the budget is long enough for, and return the reason."""
+        start, chosen, reason = self.config, SIZES[0], "the largest there is"
+        for size in SIZES:
+            self.config = start
+            self._set(flags_of(size, self.config))
+            images = TRAINED_SHARE * self.seconds * self._rate()
+            if images < size.images:
+                reason = f"--dim {size.dim} would see {images:,.0f} images in this time, and needs {size.images:,}"
+                break
+            chosen = size
+        self.config = start
+        self._set(flags_of(chosen, self.config))
+        return reason
+
+    def _choose_rows(self, taught: TeacherData, rate: float) -> float:
+        """Choose how many rows the teacher generates, and return the time that it takes for them [s]."""
+        flag = f"{taught.flag.removesuffix('_from')}_{taught.rows}"
+        stored = on_main(self.state, lambda: recipe_of(taught))
+        if stored is not None:
+            self._set({flag: stored.pairs})
+            return 0.0
+        calls = taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
+        each = calls * FORWARD_SHARE / rate
+        self._set(
+            {
+                flag: max(
+                    LEAST_BATCH * self.state.num_processes, min(taught.count, int(ROWS_SHARE * self.seconds / each))
+                )
+            }
+        )
+        chosen = self.config.teacher_data
+        return each * (taught.count if chosen is None else chosen.count)
+
+    def _choose_batch(self, images: float) -> int:
+        """Choose the global batch size for a number of images, and return it."""
+        if self.fixed.isdisjoint(ALTERNATIVES[1]):
+            least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else LEAST_BATCH
+            fitting = 2 ** int(log2(max(1.0, images / STEPS)))
+            processes = self.state.num_processes
+            batch = min(max(fitting, least * processes), MOST_BATCH)
+            if self.config.teacher_data is not None:
+                batch = max(processes, min(batch, self.config.teacher_data.count // processes * processes))
+            self._set({"global_batch_size": ceil(batch / processes) * processes})
+        return self.config.run.split_batch(self.state.num_processes).total
+
+    def _print(self, rate: float, reason: str, why: str) -> None:
+        """Print the plan."""
+        run, processes = self.config.run, self.state.num_processes
+        steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
+        flags = plain(self.config)
+        groups = {
+            "network": (("dim", "dim_mults", "network_options"), reason),
+            "training": (("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay"), "docs/budget.md"),
+            "on the way": (("sample_every", "num_samples", "save_every"), "a preview and a checkpoint at these steps"),
+        }
+        machine = f"{processes} x {self.state.device.type} trains {rate:,.1f} images/s"
+        words = {
+            "budget": f"{self.budget} (--budget): {machine}",
+            "length": f"{steps:,} steps of {batch} = {steps * batch:,} images, {why}",
+        }
+        for name, (names, text) in groups.items():
+            words[name] = f"{' '.join(command_line({each: flags[each] for each in names}))}; {text}"
+        self.state.print(lines(words))
 
 
-def with_recipe(config: Config, count: int) -> Config:
-    """Return the flags of a run on ``count`` pictures or a teacher's data, and print the chosen ones. Collective.
+def flags_of(size: Size, config: TrainConfig) -> dict[str, Any]:
+    """Return the flags of a network of a size for the sides of the pictures; its lowest level has about 8 pixels."""
+    width, height = config.data.framing.width, config.data.framing.height
+    levels = 1
+    while min(width, height) % 2**levels == max(width, height) % 2**levels == 0 and levels < MOST_LEVELS:
+        if min(width, height) // 2**levels < SMALLEST_SIDE:
+            break
+        levels += 1
+    side = min(width, height) // 2 ** (levels - 1)
+    options = (f"blocks_per_level={size.blocks}", f"attention_sides=[{side}]")
+    mults = (*[1] * (levels - 3), 1, 2, 3)[-levels:] if levels > 2 else (1, 2)[:levels]
+    return {"dim": size.dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
 
-    Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its
-    original settings.
+
+def on_the_way(step: float, rate: float, budget: float) -> dict[str, Any]:
+    """Return the intervals of previews, checkpoints and lines of metrics, and a number of samples that costs little.
+
+    Args:
+        step: time of a step [s].
+        rate: images per second of the training.
+        budget: time of the run [s].
     """
-    if not may_choose(config):
-        return config
-    fixed = set(config.program.given)
-    for names in ALTERNATIVES:
-        fixed |= names if fixed & names else set()
-    fixed |= {"augment"} if config.data.autoencoder is not None else set()  # augmentation needs pixels
-    state = PartialState()
-    before = on_main(state, lambda: _settings_of_run(config))
-    if before is not None:
-        kept = {name: value for name, value in before.items() if name not in fixed}
-        if kept.get("global_batch_size"):  # the number of processes may have changed
-            whole = kept["global_batch_size"] // state.num_processes * state.num_processes
-            kept["global_batch_size"] = max(whole, state.num_processes)
-        _print(state, {name: value for name, value in kept.items() if value}, "from the start of the run")
-        return replaced(config, kept)
-    fixed |= {"global_batch_size"} if "num_epochs" in fixed else set()  # the recipe fits the batch size to the length
-    taught = config.teacher_data
-    if taught is None:
-        given = {name: getattr(config.data, name) for name in ("augment", "holdout") if name in fixed}
-        recipe, reason = recipe_for(count, state.num_processes, **given), f"for {count:,} pictures"
-        page = "docs/small_data.md"
-    else:
-        images = on_main(state, lambda: _images_seen(taught.source))
-        recipe = {} if images is None else taught_recipe(images, taught.count, state.num_processes)
-        reason, page = "for as many images as the teacher's run", "docs/mean_flow.md"
-    flags = {name: value for name, value in recipe.items() if name not in fixed}
-    _print(state, flags, f"{reason}; flags override it ({page})")
-    return replaced(config, flags)
-
-
-def _print(state: PartialState, flags: Mapping[str, Any], reason: str) -> None:
-    if flags:
-        words = command_line({name: int(value) if value == int(value) else value for name, value in flags.items()})
-        state.print(line("recipe", f"{' '.join(words)}, {reason}"))
+    interval = min(PREVIEW_SECONDS, budget / 4)
+    sample = PREVIEW_CALLS * FORWARD_SHARE / rate  # time of a sample
+    count = next((each for each in PREVIEWS if each * sample <= PREVIEW_SHARE * interval), PREVIEWS[-1])
+    every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
+    return {
+        "num_samples": count,
+        "sample_steps": PREVIEW_CALLS // 2,
+        "sample_every": every,
+        "save_every": every,
+        "log_every": min(50, max(1, round(LOG_SECONDS / step))),
+    }
 
 
 def _settings_of_run(config: Config) -> dict[str, Any] | None:
@@ -145,11 +354,4 @@ def _settings_of_run(config: Config) -> dict[str, Any] | None:
         with suppress(DamageError):  # the trainer reports a damaged checkpoint
             flags = program_flags(read_config(path))
             return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
-    return None
-
-
-def _images_seen(source: Path) -> int | None:
-    """Return the number of images that a checkpoint was trained on, if it is known."""
-    with suppress(DamageError):
-        return checkpoint.load_state(source).images_seen or None
     return None

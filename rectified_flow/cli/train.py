@@ -1,5 +1,6 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
+from functools import partial
 from math import ceil, prod
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,16 @@ from rectified_flow.cli.parts import (
     picture_space,
 )
 from rectified_flow.cli.plan import look, print_plan
-from rectified_flow.cli.recipe import proposed_share, with_recipe
+from rectified_flow.cli.recipe import budget_of, may_choose, proposed_share, with_plan, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
-from rectified_flow.cli.train_flags import UNET, EvaluationConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.train_flags import (
+    UNET,
+    EvaluationConfig,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+    seconds_of,
+)
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
@@ -36,6 +44,8 @@ from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
 from rectified_flow.flags import recorded, refuse
 from rectified_flow.flows.flow import Flow
+from rectified_flow.load import autocast
+from rectified_flow.networks.unet import to_device
 from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import check_start
@@ -43,12 +53,17 @@ from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import require_memory
 from rectified_flow.system.terminal import line
-from rectified_flow.training.callbacks import Callback
+from rectified_flow.training.accelerator import choose_precision
+from rectified_flow.training.callbacks import Callback, Pace
+from rectified_flow.training.costs import blank_item, measure_rate
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
+from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.trainer import Trainer
 
 MEASUREMENTS = 10
-"""Least number of measurements of the held-out loss in a run, where no flag gives an interval."""
+"""Number of measurements of the held-out loss in a run, where no flag gives an interval."""
+MEASURED_SHARE = 0.05
+"""Largest share of the run's computations that they take, unless a flag asks for them."""
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -103,10 +118,10 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     space = build_space(config.data)
     if isinstance(space, Latents):
         config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
-    if config.program.dry_run:
+    if config.program.dry_run and not may_choose(config):
         print_plan(config, build_flow(config, PLANNED_LABELS, space))
         return True
-    if not config.program.look:
+    if not (config.program.look or config.program.dry_run):
         on_main(state, lambda: check_start(config.run, config.network.init_from))
         require_room_for_batch(config, space)
         space.prepare(state.device)
@@ -117,8 +132,13 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     if config.program.look:
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
-    config.check_held_out(proposed_share(len(pictures)))
     space = space if isinstance(space, Latents) else build_space(config.data)  # the recipe may add augmentation
+    budget = budget_of(config)
+    config = with_plan(config, len(pictures), partial(training_rate, pictures.conditions, space, state))
+    if config.program.dry_run:
+        print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))
+        return True
+    config.check_held_out(proposed_share(len(pictures)))
     flow = build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
@@ -126,7 +146,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     dataset = _open_rows(config, flow, pictures, state)
     asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
     split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
     held_out = None
     if split is not None:
         callbacks.append(build_heldout_hook(config.run, config.evaluation, dataset, split))
@@ -134,6 +154,26 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+
+
+def training_rate(conditions: Kinds, space: Space, state: PartialState, config: TrainConfig) -> float:
+    """Measure the images per second of a training with these flags on this process.
+
+    Args:
+        conditions: conditions of the data.
+        space: the space of the flow.
+        state: the processes.
+        config: all flags.
+    """
+    flow = build_flow(config, conditions, space)
+    precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
+    to_device(flow, state.device, precision).train()
+    taught, batch = config.teacher_data, config.run.split_batch(state.num_processes)
+    points = 0 if taught is None or taught.rows == "pairs" else taught.points
+    item = blank_item(space, (space.shape or (0,))[1:], points, state.device)
+    build = find_optimizer(config.run, fused=state.device.type == "cuda")
+    precise = partial(autocast, precision, state.device)
+    return measure_rate(flow, build, item, batch.per_process * batch.accumulation, precise)
 
 
 def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
@@ -231,13 +271,17 @@ def build_heldout_hook(
     Raises:
         UsageError: if ``--stop_when_memorising`` would have too few measurements.
     """
-    total = run.total_steps(run.split_batch(PartialState().num_processes), len(split.training))
+    batch = run.split_batch(PartialState().num_processes)
+    total = run.total_steps(batch, len(split.training))
     often = max(1, total // MEASUREMENTS)
     every = config.evaluate_every or min(run.save_every or often, often)
+    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
+    if not config.evaluate_every and not config.stop_when_memorising:
+        # A step passes each image forward, and backward at twice the cost.
+        every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
     if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
         made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
         raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
-    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
     return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
 
 

@@ -1,5 +1,6 @@
 """The flags of the training programs, one dataclass a group. Imports no torch, so that ``--help`` answers at once."""
 
+import re
 from dataclasses import dataclass, field, fields
 from math import prod
 from os.path import realpath
@@ -33,6 +34,8 @@ from rectified_flow.system.machine import require_memory
 BYTES_PER_WEIGHT = 16
 """Least training memory of a weight: itself, its gradient and two moments in float32."""
 UNET = "Unet"
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+"""Units of --budget."""
 
 
 @dataclass(frozen=True)
@@ -307,16 +310,36 @@ class ProgramConfig(Flags):
             raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
 
 
+def seconds_of(budget: str) -> float:
+    """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.
+
+    Raises:
+        UsageError: if it is no such time, or 0.
+    """
+    number, unit = budget[:-1], SECONDS.get(budget[-1:])
+    seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
+    if seconds <= 0:
+        raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
+    return seconds
+
+
 @dataclass(frozen=True)
 class TrainProgramConfig(ProgramConfig):
     """Flags that the training programs have."""
 
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
+    budget: Annotated[str | None, default_is("1h for your own pictures where no flag gives the length")] = None
+    """Time to train, such as 90s, 30m, 2h or 1d; network, length and rates are chosen for it and this machine."""
     dry_run: bool = False
     """Print all flags, the batch arithmetic, and the memory and time of a step, and exit."""
     look: bool = False
     """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget is not None:
+            seconds_of(self.budget)
 
 
 def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:

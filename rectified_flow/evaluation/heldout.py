@@ -111,6 +111,11 @@ class HeldOutPictures:
             rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
             self._sides.append(dataset.subset(rows[chosen]))
 
+    @property
+    def passes(self) -> int:
+        """Number of images that a measurement passes through the network."""
+        return 2 * self.count * TIMES
+
     @torch.no_grad()
     def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         """Measure the loss of some of the ``2 * count`` pictures, of which the held-out ones come first.

@@ -101,3 +101,10 @@ class Silent:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_arguments, **_options: None
+
+
+def duration(seconds: float) -> str:
+    """Return a time in a fitting unit, such as ``12 minutes``."""
+    units = {"days": 86400, "hours": 3600, "minutes": 60, "s": 1}
+    unit, size = next((each for each in units.items() if seconds >= each[1]), ("ms", 1e-3))
+    return f"{seconds / size:.{0 if seconds / size >= 10 else 1}f} {unit}"

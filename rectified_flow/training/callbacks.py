@@ -1,5 +1,6 @@
-"""Callbacks: user code at the events of a run, and measurements at intervals."""
+"""Callbacks: user code at the events of a run, measurements at intervals, and a watch over the run's pace."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -13,9 +14,15 @@ from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.files import writing
 from rectified_flow.system.signals import Interrupted
+from rectified_flow.system.terminal import duration
 
 if TYPE_CHECKING:
     from rectified_flow.training.trainer import Trainer
+
+LATE = 1.1
+"""Predicted time of a run, as a multiple of its budget, above which the user is warned."""
+LONGEST_RUN, LONGEST_STEP = 86_400.0, 20.0
+"""Times of a run and of a step on a CPU above which the user is warned [s]."""
 
 
 class Callback:
@@ -47,6 +54,52 @@ class Callback:
 
     def on_end(self, trainer: "Trainer") -> None:
         """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
+
+
+class Pace(Callback):
+    """A warning, once, if a run will take much longer than its budget, or than a user of a CPU may expect.
+
+    Args:
+        budget: the time that the run was planned for [s], or None. A resumed run is not compared with it.
+    """
+
+    def __init__(self, budget: float | None) -> None:
+        self.budget = budget
+        self._first_step, self._has_warned = 0, False
+        self._began = self._began_second = 0.0
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Start the clock."""
+        self._first_step, self._began = trainer.state.step, time.perf_counter()
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Predict the end of the run, and warn if it is far away."""
+        now, done = time.perf_counter(), trainer.state.step - self._first_step
+        if done == 1:
+            self._began_second = now  # the first step also allocates memory and may compile
+        if self._has_warned or done < 2:
+            return
+        step = (now - self._began_second) / (done - 1)
+        rest = step * (trainer.total_steps - trainer.state.step)
+        if self.budget is not None and self._first_step == 0:
+            whole, enough = now - self._began + rest, max(5, trainer.total_steps // 20)
+            if done >= enough and whole > LATE * self.budget:
+                self._warn(
+                    trainer,
+                    f"this run will take about {duration(whole)} instead of the {duration(self.budget)} of --budget: a "
+                    f"step takes {duration(step)} on average, longer than measured at the start; other programs may "
+                    "use the processor",
+                )
+        elif trainer.device.type == "cpu" and (rest > LONGEST_RUN or step > LONGEST_STEP):
+            self._warn(
+                trainer,
+                f"this run will take about {duration(rest)} on this CPU, {duration(step)} a step: pass --budget 1h, or "
+                "another time, for a network and a length that fit into it",
+            )
+
+    def _warn(self, trainer: "Trainer", text: str) -> None:
+        self._has_warned = True
+        trainer.run.print(f"warning: {text}")
 
 
 class Measurement(Callback):

@@ -1,7 +1,7 @@
 """The costs of a training step, counted and measured on the network itself: operations, memory, time."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from timeit import repeat
 from typing import Any
@@ -17,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import precision_name
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import lines
+from rectified_flow.training.optimizers import BuildOptimizer
 
 Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
@@ -88,6 +90,23 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
         return _shortest(step, of=3)
 
 
+def measure_rate(
+    flow: nn.Module, build: BuildOptimizer, item: dict[str, Tensor], count: int, autocast: Autocast = nullcontext
+) -> float:
+    """Measure the images per second of training steps on a batch, with the optimizer's updates.
+
+    Args:
+        flow: returns the loss; its weights are changed.
+        build: builds the optimizer.
+        item: a batch of one.
+        count: images in the batch that is measured.
+        autocast: the precision of a forward pass.
+    """
+    optimizer = build([(name, p) for name, p in flow.named_parameters() if p.requires_grad])
+    with _training_step(flow, item, count, autocast) as step:
+        return count / _shortest(lambda: (step(), optimizer.step()), of=4)
+
+
 @contextmanager
 def _training_step(
     flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
@@ -103,6 +122,15 @@ def _training_step(
 
     with deterministic(BatchRows(0, 0, count, slice(None)), next(flow.parameters()).device):
         yield step
+
+
+def blank_item(space: Space, sides: Sequence[int], points: int, device: torch.device) -> dict[str, Tensor]:
+    """Return a batch of one item of zeros, with a path of ``points`` points unless ``points`` is 0."""
+    zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
+    batch = {space.key: space.to_stored(zeros)}
+    if points:
+        batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
+    return batch
 
 
 def _shortest(action: Callable[[], object], of: int) -> float:

@@ -118,7 +118,7 @@ def muon(
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
         by_kind[_is_matrix(name, parameter)].append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": by_kind[True], "momentum": momentum, "update_size": update_size, "iterations": iterations},
         {"params": by_kind[False], "betas": betas},
     ]
@@ -145,7 +145,7 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: list[dict[str, Any]], *, lr: float, weight_decay: float) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay}
+        defaults: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
         others = [group for group in groups if "momentum" not in group]
         self._adamw = torch.optim.AdamW(others, **defaults) if others else None
         super().__init__([group | defaults for group in groups], defaults)

@@ -1,86 +1,131 @@
-"""Recipes: what suits the number of pictures is chosen where no flag says otherwise, and stays on resuming."""
+"""What suits the pictures and the time is chosen where no flag says otherwise, and stays on resuming."""
 
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.recipe import CHOSEN, recipe_for, taught_recipe, with_recipe
-from rectified_flow.cli.train_flags import DataConfig, TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.recipe import CHOSEN, SIZES, for_pictures, with_plan, with_recipe
+from rectified_flow.cli.train_flags import DataConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.runs import checkpoint
 
+FAST, SLOW = 1e6, 2e4
+"""Images per second of a network of width 1 on two machines; the time of a step grows with the square of the width."""
 
-def chosen(count: int, words: str = "", folder: str = "pictures", kind: type = TrainRectifiedFlow) -> dict[str, object]:
+
+def chosen(
+    count: int,
+    words: str = "",
+    folder: str = "pictures",
+    kind: type[TrainConfig] = TrainRectifiedFlow,
+    rate: float = SLOW,
+) -> dict[str, object]:
     """All flags of a run on so many pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
-    return recorded(with_recipe(parse(kind, "Train.", (data + words).split()), count))
+    config = with_recipe(parse(kind, "Train.", (data + words).split()), count)
+    return recorded(with_plan(config, count, lambda config: rate / config.network.dim**2))
 
 
 @pytest.mark.parametrize("kind", [TrainRectifiedFlow, TrainMeanFlow])
-def test_fewer_pictures_get_more_help(kind: type) -> None:
+def test_fewer_pictures_get_more_help(kind: type[TrainConfig]) -> None:
     few, some, more, many = (chosen(count, kind=kind) for count in (100, 200, 2000, 40_000))
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    assert (more["num_epochs"], many["num_epochs"]) == (1000, 162), "never longer than the default"
     for count in range(1, 30_000, 7):
-        flags = recipe_for(count)
+        flags = for_pictures(count)
         assert flags.keys() <= set(flag_types(kind))
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
-def test_the_length_never_shrinks_with_the_number_of_pictures() -> None:
-    lengths = []
-    for count in range(1, 30_000, 7):
-        flags = recipe_for(count)
-        lengths.append(flags["num_epochs"] * count * (1 - flags.get("holdout", 0)))
-    assert lengths[0] == 192_000, "a network needs so many"
-    assert all(now > 0.99 * before for before, now in pairwise(lengths)), "up to the share that is held out"
-    assert max(lengths) == pytest.approx(6_400_000, rel=3e-3)
-    assert recipe_for(10_000_000)["num_epochs"] == 1
+def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
+    widths, images = [], []
+    for budget in ("2m", "12m", "1h", "4h", "1d"):
+        flags = chosen(2000, f"--budget {budget}", rate=SLOW)
+        widths.append(int(str(flags["dim"])))
+        images.append(int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])))
+        assert images[-1] == pytest.approx(0.9 * seconds_of(budget) * SLOW / widths[-1] ** 2, rel=0.02)
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+    assert images == sorted(images)
+    for flags, size in (
+        (chosen(2000, "--budget 12m", rate=rate), size) for rate, size in ((200.0, 0), (FAST * 1e6, -1))
+    ):
+        assert flags["dim"] == SIZES[size].dim
 
 
-def test_the_length_is_in_pictures_whatever_the_batch() -> None:
-    for count in (500, 8000, 20_000):
-        assert chosen(count, "--global_batch_size 512")["num_epochs"] == chosen(count)["num_epochs"] is not None
+def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
+    assert chosen(2000) == chosen(2000, "--budget 60m")
+    assert "budget      1h (--budget): 1 x cpu trains" in capsys.readouterr().out
+    given = chosen(2000, "--train_num_steps 30")
+    assert (given["train_num_steps"], given["dim"], given["optimizer"]) == (30, 64, "adamw")
+    assert (chosen(2000, "--num_epochs 3")["num_epochs"], chosen(2000, folder="")["train_num_steps"]) == (3, None)
 
 
-def test_a_run_on_several_processes_has_steps_enough() -> None:
-    """The batch is smaller where the default one would leave too few steps, and any number of processes divides it."""
-    assert "global_batch_size" not in recipe_for(10)
-    for count, processes, batch in ((50, 8, 64), (50, 3, 63), (500, 8, 152), (1000, 2, None), (5000, 8, None)):
-        flags = recipe_for(count, processes)
-        assert flags.get("global_batch_size") == batch
-        images = flags["num_epochs"] * count * (1 - flags.get("holdout", 0))
-        assert images / flags.get("global_batch_size", 64 * processes) > 2990
-    assert taught_recipe(5000, 100, 8) == {"num_epochs": 1920, "global_batch_size": 64}
-    assert taught_recipe(1_000_000, 5000) == {"num_epochs": 200}
-    assert taught_recipe(10**9, 50_000, 8) == {"num_epochs": 128}
+def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, passes in (("", 1000), ("--augment 0", 400), ("--autoencoder haar", 400)):
+        flags = chosen(800, f"--budget 4d {words}", rate=FAST)
+        seen = int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"]))
+        assert seen == pytest.approx(passes * 800, rel=0.01)
+        assert f"more than {passes} passes would memorise" in capsys.readouterr().out
+    flags = chosen(10, "--budget 4d", rate=FAST)
+    assert int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])) == pytest.approx(192_000, rel=0.01)
 
 
-def test_fewer_passes_without_augmentation() -> None:
-    for flags in ("--augment 0", "--autoencoder haar"):
-        assert chosen(800, flags)["num_epochs"] == 400
-    assert chosen(800, "--augment 0.4")["num_epochs"] == 1000
-    assert chosen(100, "--augment 0")["num_epochs"] == 1920, "as many images as fewer pictures need"
+def test_any_number_of_processes_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for processes in (1, 2, 3, 8):
+        monkeypatch.setattr(PartialState(), "num_processes", processes)
+        monkeypatch.setattr("rectified_flow.cli.recipe.gather_object", lambda rates: rates * 3)
+        flags = chosen(5000, "--budget 1h", rate=FAST)
+        assert int(str(flags["global_batch_size"])) % processes == 0
+
+
+def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
+    """16 calls of 0.35 of a training image each; the first preview comes within two minutes if the share allows."""
+    for rate, budget in ((SLOW, "12m"), (SLOW, "1d"), (FAST, "1h"), (100.0, "1h")):
+        flags = chosen(5000, f"--budget {budget}", rate=rate)
+        speed = rate / int(str(flags["dim"])) ** 2
+        interval = int(str(flags["sample_every"])) * int(str(flags["global_batch_size"])) / speed
+        cost = int(str(flags["num_samples"])) * 16 * 0.35 / speed
+        assert cost <= 0.051 * interval
+        assert interval < 1.02 * max(120, cost / 0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--budget 1m --train_num_steps 5", "--budget excludes --train_num_steps"),
+        ("--budget 2s", "--budget 2s is too short for training here: a step of 8 images takes 8.0 s"),
+        *(
+            (f"--budget {each}", f"--budget is {each}; it must be a time such as")
+            for each in ("5", "0m", "1e9h", "m", "nanh")
+        ),
+    ],
+)
+def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        chosen(2000, words, rate=256.0)
 
 
 def test_flags_override_it() -> None:
     flags = chosen(800, "--augment 0 --stop_when_memorising")
     assert (flags["augment"], flags["stop_when_memorising"], flags["holdout"]) == (0, True, 0.05)
     assert chosen(800, "--holdout 0.2")["holdout"] == 0.2
-    for given in ("--num_epochs 3", "--train_num_steps 50"):
-        flags = chosen(800, given)
-        assert (flags["num_epochs"], flags["train_num_steps"]) in ((3, None), (None, 50))
     assert chosen(800, "--autoencoder haar")["augment"] == 0
+    given = chosen(800, "--dim 40 --batch_size 24 --learning_rate 1e-4 --ema_decay 0.5 --sample_every 7")
+    assert (given["dim"], given["dim_mults"]) == (40, [1, 2, 3, 4]), "one's own network is left as it is"
+    assert (given["batch_size"], given["global_batch_size"]) == (24, None)
+    assert (given["optimizer"], given["learning_rate"]) == ("adamw", 1e-4)
+    assert (given["ema_decay"], given["sample_every"]) == (0.5, 7)
 
 
-def test_it_is_for_ones_own_pictures_alone(tmp_path: Path) -> None:
+def test_it_is_for_ones_own_pictures_alone() -> None:
     flags = chosen(100, folder="")
-    assert (flags["augment"], flags["num_epochs"]) == (DataConfig().augment, None)
-    assert chosen(100, f"--reflow_from {tmp_path}")["augment"] == 0
+    assert (flags["augment"], flags["train_num_steps"]) == (DataConfig().augment, None)
+    flags = chosen(100, "--budget 1h", folder="")
+    assert flags["train_num_steps"] is not None, "a budget is for any data"
 
 
 def test_a_run_goes_on_as_it_began(
@@ -89,13 +134,14 @@ def test_a_run_goes_on_as_it_began(
     """Also one of a version that had no recipes, and one with values that this version does not take."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert "recipe      --augment 0.15 --holdout 0.05 --num_epochs 1000, for 800" in capsys.readouterr().out
+    assert "recipe      --augment 0.15 --holdout 0.05, for 800" in capsys.readouterr().out
     save(tmp_path, 1, began)
-    assert chosen(20_000, run) == began
-    assert "--augment 0.15 --holdout 0.05 --num_epochs 1000, from the start of the run" in capsys.readouterr().out
+    assert chosen(20_000, run, rate=FAST) == began
+    assert chosen(20_000, f"{run} --budget 3d", rate=FAST) == began
+    assert "the settings from the start of the run" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
-    assert longer == began | {"train_num_steps": 20_000, "num_epochs": None}
-    save(tmp_path, 2, longer | {"lr_decay": "removed"})
+    assert longer == began | {"train_num_steps": 20_000}
+    save(tmp_path, 2, longer | {"log_with": "removed"})
     assert chosen(800, run) == longer, "it is extended once"
     save(tmp_path, 3, began | {"global_batch_size": 63})
     extended = chosen(800, f"{run} --num_epochs 2000")
@@ -103,19 +149,20 @@ def test_a_run_goes_on_as_it_began(
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     assert chosen(800, run)["global_batch_size"] == 62, "and is one that two processes can share"
     monkeypatch.undo()
-    earlier = {name: value for name, value in began.items() if name not in ("augment", "holdout", "num_epochs")}
+    earlier = {name: value for name, value in began.items() if name not in CHOSEN}
     save(tmp_path, 4, earlier)
     capsys.readouterr()
     flags = chosen(800, run)
-    assert (flags["augment"], flags["holdout"], flags["num_epochs"]) == (0, 0, None)
-    assert "recipe" not in capsys.readouterr().out
+    assert (flags["augment"], flags["holdout"], flags["num_epochs"], flags["dim"]) == (0, 0, None, 64)
 
 
 def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:
     began = chosen(800, "--augment 0 --train_num_steps 70")
     save(tmp_path, 60, began)
     flags = chosen(900, f"--resume {tmp_path} --output_dir {tmp_path / 'other'}")
-    assert {name: flags[name] for name in CHOSEN} == {name: began[name] for name in CHOSEN}
+    assert {name: flags[name] for name in CHOSEN if name in flags} == {
+        name: began[name] for name in CHOSEN if name in began
+    }
     missing = chosen(900, f"--resume {tmp_path / 'none'} --output_dir {tmp_path / 'other'}")
     assert missing["augment"] == 0.15, "the run itself says that there is none"
 

@@ -13,7 +13,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.cli.parts import open_pictures
-from rectified_flow.cli.recipe import with_recipe
+from rectified_flow.cli.recipe import with_plan, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
@@ -125,7 +125,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
     [
         ("--teacher {tmp}", "there is no checkpoint at"),
         ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
-        ("--teacher {run} --teacher_paths 10", "--teacher_paths 10 is fewer than one global batch"),
+        ("--teacher {run} --teacher_paths 10 --batch_size 16", "--teacher_paths 10 is fewer than one global batch"),
         ("--teacher {run} --coupling ot", "--coupling has no effect with --teacher"),
         ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
@@ -199,19 +199,33 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     )
 
 
-def test_a_run_is_as_long_as_its_teachers(teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In images; one that resumes, even without its teacher, stays as long."""
+def test_a_teachers_paths_take_at_most_a_third_of_the_budget(
+    teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are as many as there are already, if there are some; a run that resumes stays as long."""
     PartialState()
     mine = tmp_path / "teacher"
     shutil.copytree(teacher, mine)
-    config = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
-    assert config.run.num_epochs == 1280, "192,000 images at least, of 150 paths"
-    assert "--num_epochs 1280, for as many images as the teacher's run" in capsys.readouterr().out
-    assert with_recipe(with_teacher_flags(taught(mine, tmp_path, train_num_steps=5)), 1000).run.num_epochs is None
+
+    def planned(rate: float, *words: str) -> TrainMeanFlow:
+        flags = ["--teacher", str(mine), "--output_dir", str(tmp_path / "run"), *words]
+        config = with_recipe(with_teacher_flags(parse(TrainMeanFlow, "", flags)), 1000)
+        return with_plan(config, 1000, lambda _: rate)
+
+    config = planned(10.0, "--budget", "10m")
+    assert config.teacher_data is not None
+    assert config.teacher_data.count == int(200 / (16 * 0.35 / 10)), "16 calls, 0.35 of a training image each"
+    assert (config.run.train_num_steps or 0) * 8 == pytest.approx(0.9 * 400 * 10, rel=0.02)
+    for words in ((), ("--teacher_paths", "7000")):
+        count = planned(1000.0, *words).teacher_data
+        assert count is not None
+        assert count.count == int((*words, "5000")[1] if words else 5000), "the default, or as the flag asks for"
     run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
     shutil.rmtree(mine)
-    again = with_recipe(with_teacher_flags(taught(mine, tmp_path / "run")), 1000)
+    again = planned(10.0)
     assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
+    assert again.teacher_data is not None
+    assert again.teacher_data.count == COUNT
 
 
 def printed(config: TrainMeanFlow) -> str:
@@ -227,4 +241,4 @@ def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
     assert (
         f"paths       1,000 in 3 steps each, drawn first with {calls:,} calls of the teacher's network: 0.00 GB" in said
     )
-    assert "recipe      as many images as the teacher's run" in said
+    assert "budget      1h (--budget): 1 x cpu trains" in said

@@ -172,7 +172,7 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
         ("--reflow_from {tmp}", "there is no checkpoint at"),
         ("--reflow_from {run} --reflow_pairs 0", "--reflow_pairs is 0; it must be above 0"),
         ("--reflow_from {run} --coupling ot", "--coupling has no effect with --reflow_from"),
-        ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1", "fewer than one global batch"),
+        ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1 --batch_size 16", "fewer than one global batch"),
         ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
         (
             "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",

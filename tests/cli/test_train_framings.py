@@ -118,11 +118,13 @@ def test_pairs_and_paths_have_the_teachers_form(run: Path, tmp_path: Path) -> No
     assert StoreDataset(tmp_path / "b/paths")[0]["path"].shape == (2, 4, 8, 12)
 
 
-def test_a_dry_run_knows_the_form_and_that_a_recipe_may_follow(pictures: Path, tmp_path: Path) -> None:
+def test_a_dry_run_opens_the_pictures_and_prints_the_plan_of_the_run(pictures: Path, tmp_path: Path) -> None:
     [text] = run_on_ranks(1, printed, f"{FRAMED} --dataset_path {pictures} --dry_run --output_dir {tmp_path}/run")
-    assert f"{pictures} at 12x8 px, not opened yet" in text
+    assert f"{pictures} at 12x8 px" in text
+    assert "not opened yet" not in text
     assert "images of 12x8 px" in text
-    assert "a shorter run may be chosen when the folder is opened" in text
+    assert "recipe      --augment 0.15, for 20 pictures" in text
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_look_at_a_folder(pictures: Path, tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""A run in a given time: its plan is fixed when it starts, on any number of processes, and lateness is announced."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.flags import parse
+from rectified_flow.training import callbacks
+from rectified_flow.training.callbacks import Pace
+from tests.programs import program
+from tests.ranks import run_on_ranks
+
+TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0 --log_every 1"
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pictures")
+    for number, pixels in enumerate(np.random.default_rng(0).integers(256, size=(20, 8, 8, 3), dtype=np.uint8)):
+        Image.fromarray(pixels).save(folder / f"{number}.png")
+    return folder
+
+
+def flags_of(run: Path) -> dict[str, Any]:
+    document = json.loads((run / "config.json").read_text())
+    return {**document["run"], **document["flags"]}
+
+
+def train(words: str) -> None:
+    assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) -> None:
+    """It ends at the step that was planned. The same command, or one with another budget, finds nothing left to do."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget"
+    run_on_ranks(world_size, train, f"{words} 2s")
+    flags = flags_of(tmp_path / "run")
+    steps = flags["train_num_steps"]
+    assert (flags["optimizer"], flags["lr_decay"], flags["dim"]) == ("muon", "cosine", 8)
+    assert flags["global_batch_size"] == 8 * world_size
+    assert "budget" not in flags, "the number of steps is what determines the run"
+    assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
+    run_on_ranks(world_size, train, f"{words} 1h")
+    assert flags_of(tmp_path / "run")["train_num_steps"] == steps
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:
+    folders = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    [(code, text)] = run_on_ranks(
+        1, program, "train_oxford.py", f"{folders} --image_size 8 --dry_run --budget 1s".split()
+    )
+    assert code == 0, text
+    assert not (tmp_path / "run").exists()
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def warnings_of(
+    monkeypatch: pytest.MonkeyPatch, budget: float | None, total: int, step: float, first: int = 0
+) -> list[str]:
+    """Return what a run of ``total`` steps prints whose steps take so many seconds."""
+    clock, said = Clock(), list[str]()
+    monkeypatch.setattr(callbacks, "time", clock)
+    state = SimpleNamespace(step=first)
+    run = SimpleNamespace(print=said.append)
+    trainer: Any = SimpleNamespace(state=state, total_steps=total, run=run, device=torch.device("cpu"))
+    pace = Pace(budget)
+    pace.on_start(trainer)
+    for state.step in range(first + 1, min(total, first + 200) + 1):
+        clock.now += step
+        pace.on_step(trainer)
+    return said
+
+
+def test_a_run_that_will_be_late_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warnings_of(monkeypatch, budget=100.0, total=100, step=0.9) == []
+    [text] = warnings_of(monkeypatch, budget=100.0, total=100, step=2.0)
+    assert "will take about 3.3 minutes instead of the 1.7 minutes of --budget" in text
+    assert warnings_of(monkeypatch, budget=100.0, total=100, step=2.0, first=50) == [], "a resumed run has no such time"
+
+
+def test_a_run_of_days_on_a_cpu_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warnings_of(monkeypatch, None, total=1000, step=10.0) == []
+    [text] = warnings_of(monkeypatch, None, total=100_000, step=2.0)
+    assert "will take about 2.3 days on this CPU, 2.0 s a step: pass --budget 1h" in text
+    [text] = warnings_of(monkeypatch, None, total=10, step=25.0)
+    assert "25 s a step" in text
