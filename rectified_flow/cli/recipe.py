@@ -37,6 +37,8 @@ FEW = 16_000
 """Number of pictures below which they are augmented, and more of them are held out."""
 PASSES, AUGMENTED_PASSES = 400, 1000
 """Numbers of passes over 64 pictures at 16 px after which samples contain few copies: without, with augmentation."""
+UNAUGMENTED_PASSES = 50
+"""Number of passes up to which nothing is augmented: a short run is far from memorising, and learns sooner without."""
 LEAST_IMAGES = 192_000
 """Number of images that a run may see however few the pictures are."""
 
@@ -111,7 +113,8 @@ def with_recipe(config: Config, count: int) -> Config:
         UsageError: if ``--budget`` is given beside another flag for the length.
     """
     lengths = config.program.given & {*LENGTHS, "config"}
-    refuse({"budget": config.program.budget if lengths else None}, f"excludes --{min(lengths, default='')}: give one")
+    times = {name: getattr(config.program, name) for name in ("budget", "extend") if lengths}
+    refuse(times, f"excludes --{min(lengths, default='')}: give one")
     if not may_choose(config):
         return config
     state, fixed = PartialState(), _fixed(config)
@@ -126,6 +129,8 @@ def with_recipe(config: Config, count: int) -> Config:
     flags: dict[str, Any] = {}
     if config.teacher_data is None:
         flags = for_pictures(count, augmentable=config.data.autoencoder is None)
+        if budget_of(config) is not None and not config.program.look:
+            flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
         words = " ".join(command_line(flags))
@@ -144,10 +149,41 @@ def with_plan(config: Config, count: int, measure: Measure[Config]) -> Config:
     Raises:
         UsageError: if only few steps fit into the budget.
     """
+    state = PartialState()
+    begun = on_main(state, lambda: _settings_of_run(config)) is not None
+    if config.program.extend is not None:
+        return _extended(config, config.program.extend, state, measure)
     budget = budget_of(config)
-    if budget is None or on_main(PartialState(), lambda: _settings_of_run(config)) is not None:
+    return config if budget is None or begun else _Planner(config, count, budget, measure).plan()
+
+
+def _extended(config: Config, time: str, state: PartialState, measure: Measure[Config]) -> Config:
+    """Return the flags of a finished run with as many more steps as fit into a time; an unfinished run is finished.
+
+    Raises:
+        UsageError: if there is no run, or its length is not a number of steps.
+    """
+    saved, steps = (
+        on_main(state, lambda: checkpoint.list_checkpoints(config.run.checkpoints)),
+        config.run.train_num_steps,
+    )
+    if not saved or steps is None:
+        raise UsageError(
+            f"--extend continues a run with a number of steps, and {config.run.output_dir} holds none: give --budget "
+            "for a new run, or --num_epochs"
+        )
+    if checkpoint.step_of(saved[-1]) < steps:
+        state.print(line("extend", f"not yet: the run goes on to step {steps:,} first; give --extend again then"))
         return config
-    return _Planner(config, count, budget, measure).plan()
+    batch, rate = config.run.split_batch(state.num_processes).total, _rate(config, measure)
+    more = max(1, int(TRAINED_SHARE * seconds_of(time) * rate / batch))
+    state.print(line("extend", f"{more:,} steps of {batch} images in {time}, from step {steps:,} to {steps + more:,}"))
+    return replaced(config, {"train_num_steps": steps + more})
+
+
+def _rate(config: Config, measure: Measure[Config]) -> float:
+    """Measure the images per second of all processes, by the slowest of them. Collective."""
+    return PartialState().num_processes * min(gather_object([measure(config)]))
 
 
 def _fixed(config: TrainConfig) -> set[str]:
@@ -216,6 +252,8 @@ class _Planner(Generic[Config]):
         if taught is not None:
             self.seconds -= self._choose_rows(taught, rate)
         images, why = TRAINED_SHARE * self.seconds * rate, "as many as fit into the time"
+        if taught is None and images > UNAUGMENTED_PASSES * self.count:
+            self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
         passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
         most = max(LEAST_IMAGES, passes * self.count)
         if taught is None and images > most:
@@ -239,8 +277,7 @@ class _Planner(Generic[Config]):
         self.config = replaced(self.config, {name: value for name, value in flags.items() if name not in self.fixed})
 
     def _rate(self) -> float:
-        """Measure the images per second on all processes, by the slowest of them."""
-        return self.state.num_processes * min(gather_object([self.measure(self.config)]))
+        return _rate(self.config, self.measure)
 
     def _choose_size(self) -> str:
         """Choose the largest size of the network that the budget is long enough for, and return the reason."""
@@ -293,9 +330,10 @@ class _Planner(Generic[Config]):
         run, processes = self.config.run, self.state.num_processes
         steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
         flags = plain(self.config)
+        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
         groups = {
             "network": (("dim", "dim_mults", "network_options"), reason),
-            "training": (("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay"), "docs/budget.md"),
+            "training": (rates, "see docs/budget.md"),
             "on the way": (("sample_every", "num_samples", "save_every"), "a preview and a checkpoint at these steps"),
         }
         machine = f"{processes} x {self.state.device.type} trains {rate:,.1f} images/s"

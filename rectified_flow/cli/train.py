@@ -132,9 +132,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     if config.program.look:
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
-    space = space if isinstance(space, Latents) else build_space(config.data)  # the recipe may add augmentation
-    budget = budget_of(config)
-    config = with_plan(config, len(pictures), partial(training_rate, pictures.conditions, space, state))
+    budget, latents = budget_of(config), space if isinstance(space, Latents) else None
+    config = with_plan(config, len(pictures), partial(training_rate, pictures.conditions, latents, state))
+    space = latents or build_space(config.data)  # the recipe may add augmentation
     if config.program.dry_run:
         print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))
         return True
@@ -156,15 +156,16 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def training_rate(conditions: Kinds, space: Space, state: PartialState, config: TrainConfig) -> float:
+def training_rate(conditions: Kinds, latents: Latents | None, state: PartialState, config: TrainConfig) -> float:
     """Measure the images per second of a training with these flags on this process.
 
     Args:
         conditions: conditions of the data.
-        space: the space of the flow.
+        latents: the space of latents, if the flow works on them.
         state: the processes.
         config: all flags.
     """
+    space = latents or build_space(config.data)
     flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
     to_device(flow, state.device, precision).train()

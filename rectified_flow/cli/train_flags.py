@@ -310,8 +310,12 @@ class ProgramConfig(Flags):
             raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
 
 
-def seconds_of(budget: str) -> float:
+def seconds_of(budget: str, flag: str = "budget") -> float:
     """Return the seconds of a time such as ``90s``, ``30m``, ``2h`` or ``1d``.
+
+    Args:
+        budget: the time.
+        flag: the flag that has it, for the error.
 
     Raises:
         UsageError: if it is no such time, or 0.
@@ -319,7 +323,7 @@ def seconds_of(budget: str) -> float:
     number, unit = budget[:-1], SECONDS.get(budget[-1:])
     seconds = float(number) * unit if unit and re.fullmatch(r"[0-9]{1,6}(\.[0-9]+)?", number) else 0.0
     if seconds <= 0:
-        raise UsageError(f"--budget is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
+        raise UsageError(f"--{flag} is {budget}; it must be a time such as 90s, 30m, 2h or 1d")
     return seconds
 
 
@@ -331,6 +335,8 @@ class TrainProgramConfig(ProgramConfig):
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     budget: Annotated[str | None, default_is("1h for your own pictures where no flag gives the length")] = None
     """Time to train, such as 90s, 30m, 2h or 1d; network, length and rates are chosen for it and this machine."""
+    extend: str | None = None
+    """Time by which to continue a run that has reached its last step; the learning rate rises again and falls."""
     dry_run: bool = False
     """Print all flags, the batch arithmetic, and the memory and time of a step, and exit."""
     look: bool = False
@@ -338,8 +344,8 @@ class TrainProgramConfig(ProgramConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.budget is not None:
-            seconds_of(self.budget)
+        for name in ("budget", "extend"):
+            seconds_of(getattr(self, name) or "1s", name)
 
 
 def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:

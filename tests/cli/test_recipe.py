@@ -30,9 +30,10 @@ def chosen(
 
 @pytest.mark.parametrize("kind", [TrainRectifiedFlow, TrainMeanFlow])
 def test_fewer_pictures_get_more_help(kind: type[TrainConfig]) -> None:
-    few, some, more, many = (chosen(count, kind=kind) for count in (100, 200, 2000, 40_000))
+    few, some, more, many = (chosen(count, "--train_num_steps 9", kind=kind) for count in (100, 200, 2000, 40_000))
     assert few["augment"] == some["augment"] == more["augment"] == 0.15
     assert many["augment"] == 0
+    assert [chosen(count, "--budget 12m", kind=kind)["augment"] for count in (100, 2000)] == [0.15, 0], "few passes"
     assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
     for count in range(1, 30_000, 7):
         flags = for_pictures(count)
@@ -134,7 +135,7 @@ def test_a_run_goes_on_as_it_began(
     """Also one of a version that had no recipes, and one with values that this version does not take."""
     run = f"--output_dir {tmp_path}"
     began = chosen(800, run)
-    assert "recipe      --augment 0.15 --holdout 0.05, for 800" in capsys.readouterr().out
+    assert "recipe      --holdout 0.05, for 800" in capsys.readouterr().out
     save(tmp_path, 1, began)
     assert chosen(20_000, run, rate=FAST) == began
     assert chosen(20_000, f"{run} --budget 3d", rate=FAST) == began
@@ -156,6 +157,22 @@ def test_a_run_goes_on_as_it_began(
     assert (flags["augment"], flags["holdout"], flags["num_epochs"], flags["dim"]) == (0, 0, None, 64)
 
 
+def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"--output_dir {tmp_path}"
+    with pytest.raises(UsageError, match="--extend continues a run with a number of steps"):
+        chosen(800, f"{run} --extend 30m")
+    began = chosen(800, f"{run} --budget 1h")
+    steps = int(str(began["train_num_steps"]))
+    save(tmp_path, 10, began)
+    assert chosen(800, f"{run} --extend 30m") == began
+    assert f"the run goes on to step {steps:,} first" in capsys.readouterr().out
+    save(tmp_path, steps, began)
+    longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
+    assert longer == pytest.approx(1.5 * steps, rel=0.01)
+    save(tmp_path, steps + 5, began | {"train_num_steps": longer})
+    assert chosen(800, f"{run} --extend 30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
+
+
 def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:
     began = chosen(800, "--augment 0 --train_num_steps 70")
     save(tmp_path, 60, began)
@@ -164,7 +181,7 @@ def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) ->
         name: began[name] for name in CHOSEN if name in began
     }
     missing = chosen(900, f"--resume {tmp_path / 'none'} --output_dir {tmp_path / 'other'}")
-    assert missing["augment"] == 0.15, "the run itself says that there is none"
+    assert missing["holdout"] == 0.05, "the run itself says that there is none"
 
 
 def save(run: Path, step: int, flags: dict[str, object]) -> None:
