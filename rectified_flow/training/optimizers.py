@@ -84,10 +84,11 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     products = matrices @ matrices.mT
     identity = torch.eye(len(products[0]), device=products.device)
     total = identity.expand_as(products)
-    for _ in range(iterations):
+    for number in range(iterations):
         polynomial = a * identity + b * products + c * products @ products
-        total = polynomial @ total
-        products = polynomial @ products @ polynomial  # all of these are functions of one matrix, so they commute
+        total = polynomial if number == 0 else polynomial @ total
+        if number < iterations - 1:
+            products = polynomial @ products @ polynomial  # all of these are functions of one matrix, so they commute
     return total @ matrices
 
 
