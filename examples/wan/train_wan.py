@@ -27,7 +27,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.system.terminal import line
-from wan_callbacks import LoraFile, Previews
+from wan_callbacks import LoraFile, Previews, claim_lora
 from wan_flags import WanFlags
 from wan_flow import ClipFlow, WanNetwork
 from wan_pipeline import Wan
@@ -56,6 +56,8 @@ def train(flags: WanFlags) -> bool:
     assert config.dataset_path is not None
     on_main(state, lambda: check_start(flags.run))
     on_main(state, lambda: check_same_run(flags))
+    if config.train == "lora":
+        on_main(state, lambda: claim_lora(flags.run.output_dir))
     clips, batch = find_clips(config.dataset_path), flags.run.split_batch(state.num_processes)
     if len(clips) < batch.total:
         raise UsageError(

@@ -15,7 +15,7 @@ from clips import Clip
 from encoded_clips import ClipDataset
 from rectified_flow import Callback, Measurement, Trainer
 from rectified_flow.errors import UsageError
-from rectified_flow.system.outputs import write_output
+from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import write_motion, write_picture
 from rectified_flow.system.signals import raise_if_stop_requested
 from rectified_flow.system.terminal import line
@@ -23,6 +23,8 @@ from wan_flow import WanNetwork
 from wan_pipeline import Wan
 
 STRIP_FRAMES = 8
+LORA_FOLDER, LORA_FILE = "lora", "pytorch_lora_weights.safetensors"
+"""Folder of the LoRA in that of the run, and its file, as the pipeline expects it."""
 
 
 def transformer_of(trainer: Trainer) -> nn.Module:
@@ -43,9 +45,21 @@ class LoraFile(Callback):
         """Write the file; a full disk is reported and does not end the run."""
         if trainer.accelerator.is_main_process:
             try:
-                write_lora(transformer_of(trainer), trainer.config.output_dir / "lora")
+                write_lora(transformer_of(trainer), trainer.config.output_dir / LORA_FOLDER)
             except (OSError, UsageError, SafetensorError) as error:
                 trainer.run.print(f"warning: the LoRA of step {trainer.state.step} could not be written ({error})")
+
+
+def claim_lora(output_dir: Path) -> None:
+    """Claim the names of the LoRA in the folder of a run, before its first step. Call in one process only.
+
+    Raises:
+        UsageError: if there is such a folder or file of the user's.
+    """
+    claim(output_dir, [LORA_FOLDER])
+    folder = output_dir / LORA_FOLDER
+    folder.mkdir(exist_ok=True)
+    claim(folder, [LORA_FILE], ours=True)  # runs before version 0.3 left no record there
 
 
 def write_lora(transformer: nn.Module, folder: Path) -> None:
@@ -62,11 +76,11 @@ def write_lora(transformer: nn.Module, folder: Path) -> None:
     with TemporaryDirectory(dir=folder) as stage:
         WanPipeline.save_lora_weights(
             stage,
+            weight_name=LORA_FILE,
             transformer_lora_layers=get_peft_model_state_dict(transformer),
             transformer_lora_adapter_metadata=config["default"].to_dict(),
         )
-        [written] = Path(stage).iterdir()
-        write_output(folder / written.name, written.read_bytes())
+        write_output(folder / LORA_FILE, (Path(stage) / LORA_FILE).read_bytes())
 
 
 class Previews(Measurement):

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.watched import WatchedRuns, runs_in
+from rectified_flow.system.files import LONGEST, printable
 from rectified_flow.system.terminal import lines
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -119,14 +120,16 @@ def serve(flags: WatchedConfig) -> Server:
     for folder in flags.runs:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: {REMEDY}")
+    problem: Exception
     for port in range(flags.port, min(flags.port + PORTS, 65536)):
         try:
             return Server((flags.host, port), WatchedRuns(flags.runs))
-        except OSError as error:
+        except (OSError, TypeError) as error:  # TypeError: a host that is no name of the internet
             problem = error
-            if error.errno != errno.EADDRINUSE:
+            if getattr(error, "errno", None) != errno.EADDRINUSE:
                 break
-    raise UsageError(f"--host {flags.host} and --port {flags.port} to {port} cannot be used ({problem}): pass others")
+    address = f"--host {printable(flags.host)[:LONGEST]} and --port {flags.port} to {port}"
+    raise UsageError(f"{address} cannot be used ({problem}): pass others")
 
 
 def watch(config: WatchConfig) -> None:

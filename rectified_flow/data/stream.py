@@ -16,16 +16,14 @@ from rectified_flow.randomness import mix
 from rectified_flow.runs.config import GlobalBatch
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 def image_indices(positions: Sequence[int] | Indices, length: int, seed: int) -> Indices:
     """Return the image index at each position of the endless stream over ``length`` images."""
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64), length)
-    indices = np.empty_like(offsets)
-    for epoch in np.unique(epochs):
-        now = epochs == epoch
-        indices[now] = permuted(offsets[now], length, mix(seed, "epoch", int(epoch)))
-    return indices
+    different, which = np.unique(epochs, return_inverse=True)  # many, if a large batch is of few images
+    return _permuted(offsets, length, [mix(seed, "epoch", epoch) for epoch in different.tolist()], which)
 
 
 def permuted(offsets: Indices, length: int, key: int) -> Indices:
@@ -34,19 +32,24 @@ def permuted(offsets: Indices, length: int, key: int) -> Indices:
     A Feistel network on the smallest even number of bits that covers ``length``, walked until it lands inside (Black &
     Rogaway 2002, "Ciphers with arbitrary finite domains"): no table, however many images there are.
     """
+    return _permuted(offsets, length, [key], np.zeros_like(offsets))
+
+
+def _permuted(offsets: Indices, length: int, keys: Sequence[int], which: Indices) -> Indices:
+    """Return the image of each offset under the permutation of ``keys[which]``, see :func:`permuted`."""
     half = max(1, ((length - 1).bit_length() + 1) // 2)
-    keys = [mix(key, round_) for round_ in range(6)]
-    values = _feistel(offsets.astype(np.uint64), half, keys)
+    rounds = np.array([[mix(key, round_) for key in keys] for round_ in range(6)], np.uint64)[:, which]
+    values = _feistel(offsets.astype(np.uint64), half, rounds)
     while (outside := values >= length).any():
-        values[outside] = _feistel(values[outside], half, keys)
+        values[outside] = _feistel(values[outside], half, rounds[:, outside])
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray[Any, np.dtype[np.uint64]], half: int, keys: list[int]) -> Any:
+def _feistel(values: Words, half: int, rounds: Words) -> Any:
     mask = np.uint64(2**half - 1)
     left, right = values >> np.uint64(half), values & mask
-    for key in keys:
-        mixed = (right ^ np.uint64(key)) * np.uint64(0x9E3779B97F4A7C15)
+    for keys in rounds:
+        mixed = (right ^ keys) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << np.uint64(half)) | right
@@ -65,10 +68,11 @@ class StreamSampler:
     def __iter__(self) -> Iterator[list[int]]:
         position = self.position
         while True:
-            indices = image_indices(np.arange(position, position + self.batch.total), self.length, self.seed)
+            end = position + self.batch.total
             for micro_batch in range(self.batch.accumulation):
-                yield indices[self.batch.rows(self.rank, micro_batch)].tolist()
-            position += self.batch.total
+                rows = self.batch.rows(self.rank, micro_batch)
+                yield image_indices(np.arange(position + rows.start, end, rows.step), self.length, self.seed).tolist()
+            position = end
 
 
 class Batches(Dataset[dict[str, Any]]):

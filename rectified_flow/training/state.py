@@ -18,7 +18,7 @@ from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from rectified_flow.errors import RunError, UsageError
+from rectified_flow.errors import DamageError, RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.snapshots import LENGTHS, file_of
@@ -159,7 +159,9 @@ class TrainingState(checkpoint.Counters):
             raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
         self._load_moments(checkpoint.load_tensors(path, OPTIMIZER_FILE) | saved.optimizer_numbers)
         if self.optimizer.scaler is not None and saved.grad_scaler is not None:
-            self.optimizer.scaler.load_state_dict(self.optimizer.scaler.state_dict() | saved.grad_scaler)
+            for key in self.optimizer.scaler.state_dict().keys() - saved.grad_scaler.keys():
+                raise DamageError(f"{path / checkpoint.STATE_FILE} is damaged: the key 'grad_scaler.{key}' is missing")
+            self.optimizer.scaler.load_state_dict(saved.grad_scaler)
         for name in COUNTERS:
             setattr(self, name, getattr(saved, name))
         # Each rank's own sums, to the last bit, if there are as many ranks as there were; else the mean for all.

@@ -192,6 +192,9 @@ def test_bad_input(tmp_path: Path) -> None:
         WatchedConfig(port=70000)
     with pytest.raises(UsageError, match=r"--host 192\.0\.2\.1 and --port 0 to 0 cannot be used"):
         serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=0))
+    for host in ("\udcff", "a" * 5000):
+        with pytest.raises(UsageError, match=r"--host .* and --port 0 to 0 cannot be used \(.*\): pass others"):
+            serve(WatchedConfig((tmp_path,), host=host, port=0))
 
 
 # The program

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rectified_flow.cli.teacher import with_teacher_flags
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
@@ -175,6 +176,21 @@ def test_a_key_of_a_newer_version(run: Path, trainer: Trainer, name: str, key: s
     rewrite(run, name, put(json.loads((run / STEP / name).read_text()), key, 1))
     with pytest.raises(UsageError, match=r"later'.*upgrade"):
         reader(run, trainer)
+
+
+def test_a_gradient_scaler_without_one_of_its_numbers(
+    run: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    monkeypatch.setattr(trainer.state.optimizer, "scaler", scaler)
+    document, numbers = json.loads((run / STEP / STATE).read_text()), {**scaler.state_dict(), "scale": 8.0}
+    rewrite(run, STATE, put(document, "grad_scaler", numbers))
+    resume(run, trainer)
+    assert scaler.get_scale() == 8
+    del numbers["growth_factor"]
+    rewrite(run, STATE, put(document, "grad_scaler", numbers))
+    with pytest.raises(UsageError, match=r"trainer\.json is damaged: the key 'grad_scaler\.growth_factor' is missing"):
+        resume(run, trainer)
 
 
 def test_the_documents_themselves_are_read(run: Path, trainer: Trainer) -> None:

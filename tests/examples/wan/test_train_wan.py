@@ -28,6 +28,7 @@ from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.system.outputs import RECORD
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -331,6 +332,38 @@ def test_a_full_disk_does_not_end_the_run(
     assert example.train(flags_of(f"{words} --train_num_steps 2"))
     assert (tmp_path / "run/checkpoints/step_00000002").exists()
     assert not (tmp_path / "run/lora/pytorch_lora_weights.safetensors").exists()
+
+
+def test_a_lora_of_the_users_is_refused_before_the_clips_are_read(models: dict[str, Path], tmp_path: Path) -> None:
+    words = f"--model {models['one']} --dataset_path {tmp_path}/none --output_dir {tmp_path}/run {FLAGS}"
+    mine = tmp_path / "run/lora/pytorch_lora_weights.safetensors"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    with pytest.raises(UsageError, match=r"run/lora would be overwritten, and this project did not write it"):
+        example.train(flags_of(words))
+    assert mine.read_text() == "mine"
+    mine.unlink()
+    mine.parent.rmdir()
+    for _ in range(2):
+        with pytest.raises(UsageError, match="is not a folder"):
+            example.train(flags_of(words))
+    mine.write_text("mine, though in a folder of the project")
+    (mine.parent / RECORD).write_text('{"files": []}')
+    with pytest.raises(UsageError, match=r"pytorch_lora_weights\.safetensors would be overwritten"):
+        example.train(flags_of(words))
+
+
+def test_a_run_without_records_writes_its_lora_again(
+    runs: Path, models: dict[str, Path], clips: Path, tmp_path: Path
+) -> None:
+    """Commit 2b575ae wrote no records."""
+    run = shutil.copytree(runs / "1", tmp_path / "run")
+    for record in run.rglob(RECORD):
+        record.unlink()
+    before = (run / "lora/pytorch_lora_weights.safetensors").read_bytes()
+    words = f"--model {models['one']} --dataset_path {clips} {FLAGS} --batch_size 2 --output_dir {run}"
+    assert run_on_ranks(1, train, [f"{words} --train_num_steps 7"]) == [[None]]
+    assert (run / "lora/pytorch_lora_weights.safetensors").read_bytes() != before
 
 
 def test_objectives_that_need_an_interval_are_refused(models: dict[str, Path], clips: Path) -> None:
