@@ -6,6 +6,7 @@ then on that number determines the run, and not the time, so that the run is the
 of processes. docs/budget.md has the measurements behind the settings.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,8 @@ OF_TEACHER: dict[str, Any] = {**SHORT, "learning_rate": 1e-3}
 """Settings of the optimizer for runs on the data of a teacher."""
 LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
 """Bounds of the batch size (the least ones per process), and the least number of steps with a larger batch."""
+BF16_GAIN = 1.1
+"""Speed of bf16 on a CPU, as a multiple of that of float32, above which it is chosen."""
 FEWEST_STEPS = 10
 EMA_SHARE = 0.05
 """Length of the average of the weights, as a share of the steps."""
@@ -248,6 +251,7 @@ class _Planner(Generic[Config]):
         elif taught is None:
             reason = "the network is as the flags ask for"
         self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
+        self._choose_precision()
         rate = self._rate()
         if taught is not None:
             self.seconds -= self._choose_rows(taught, rate)
@@ -294,6 +298,17 @@ class _Planner(Generic[Config]):
         self._set(flags_of(chosen, self.config))
         return reason
 
+    def _choose_precision(self) -> None:
+        """Choose bf16 for a rectified flow on a CPU that trains it faster than float32."""
+        launcher_chose = "ACCELERATE_MIXED_PRECISION" in os.environ
+        if self.state.device.type != "cpu" or launcher_chose or not isinstance(self.config, TrainRectifiedFlow):
+            return
+        rates = {}
+        for precision in ("no", "bf16"):
+            self._set({"mixed_precision": precision})
+            rates[precision] = self._rate()
+        self._set({"mixed_precision": "bf16" if rates["bf16"] > BF16_GAIN * rates["no"] else "no"})
+
     def _choose_rows(self, taught: TeacherData, rate: float) -> float:
         """Choose how many rows the teacher generates, and return the time that it takes for them [s]."""
         flag = f"{taught.flag.removesuffix('_from')}_{taught.rows}"
@@ -330,7 +345,7 @@ class _Planner(Generic[Config]):
         run, processes = self.config.run, self.state.num_processes
         steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
         flags = plain(self.config)
-        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
+        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment", "mixed_precision")
         groups = {
             "network": (("dim", "dim_mults", "network_options"), reason),
             "training": (rates, "see docs/budget.md"),

@@ -57,6 +57,16 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
         assert flags["dim"] == SIZES[size].dim
 
 
+@pytest.mark.parametrize(
+    ("gain", "words", "precision"), [(1.3, "", "bf16"), (1.05, "", "no"), (1.3, "--mixed_precision no", "no")]
+)
+def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: str) -> None:
+    config = with_recipe(parse(TrainRectifiedFlow, "", f"--dataset_path pictures --budget 1h {words}".split()), 2000)
+    rates = {None: 10.0, "no": 10.0, "bf16": 10.0 * gain}
+    planned = with_plan(config, 2000, lambda config: rates[config.run.mixed_precision])
+    assert planned.run.mixed_precision == precision
+
+
 def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(2000) == chosen(2000, "--budget 60m")
     assert "budget      1h (--budget): 1 x cpu trains" in capsys.readouterr().out
