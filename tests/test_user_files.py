@@ -1,6 +1,7 @@
 """No program removes or changes a file that the project did not write, in whichever folder a flag names."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -235,3 +236,39 @@ def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Pa
         assert link.is_symlink()
     assert (tmp_path / "file").read_text() == "{}"
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["folder", "pipe", "/dev/zero", "", "[", "[]", '{"files": 3}', '{"files": [3]}', '{"files": ["\\ud800"]}'],
+)
+def test_a_record_that_cannot_be_read_is_a_sentence(
+    content: str, trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "grid.png").write_text("mine")
+    record = folder / RECORD
+    match content:
+        case "folder":
+            record.mkdir()
+        case "pipe":
+            os.mkfifo(record)
+        case "/dev/zero":
+            record.symlink_to(content)
+        case _:
+            record.write_text(content)
+    (tmp_path / "lines.txt").write_text("the sun and a sea\n" * 80)
+    before = (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns)
+    calls = {
+        "train_oxford.py": f"{TRAIN} --output_dir {folder}".format(pictures=pictures),
+        "train_masked_text.py": f"{TEXT} --output_dir {folder}".format(text=tmp_path / "lines.txt"),
+        "sample.py": f"--checkpoint {trained} {DEFAULTS['sample.py']} --output_dir {folder}",
+        "export.py": f"--checkpoint {trained} {DEFAULTS['export.py']} --output_dir {folder}",
+    }
+    for script, words in calls.items():
+        assert_refused(script, 1, words, f"error: {record}")
+    assert (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns) == before
+    assert (folder / "grid.png").read_text() == "mine"
+    assert {path.name for path in folder.iterdir()} == {RECORD, "grid.png", "checkpoints"}
+    assert not list((folder / "checkpoints").iterdir())
