@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from functools import partial
+from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,7 +56,7 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
     claim_model(folder)
     replace_file(folder / checkpoint.MODEL_FILE, checkpoint.to_bytes(weights))
     replace_file(folder / CONFIG_FILE, json.dumps(description, indent=1))
-    if not (folder / CARD_FILE).exists():
+    if not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
         replace_file(folder / CARD_FILE, str(model_card(flow, **card)))
 
 

@@ -211,7 +211,10 @@ def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
     words = f"--checkpoint {trained} --num_samples 1 --steps 1 --output_dir {tmp_path}/drawn --save_pretrained"
     assert_refused("sample.py", 1, f"{words} {run}", f"{run} belongs to a run or a checkpoint")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    model.mkdir()
+    (model / "README.md").symlink_to(tmp_path / "nowhere")
     succeeds("sample.py", f"{words} {model}")
+    assert (model / "README.md").is_symlink()
     description = (model / "config.json").read_bytes()
     words = f"{TRAIN} --output_dir {model}".format(pictures=pictures)
     assert_refused("train_oxford.py", 1, words, "config.json is damaged or does not belong to a run")
