@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, gcd, log2
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from accelerate import PartialState
@@ -83,18 +83,9 @@ PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0
 PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 """Numbers of samples in a preview, and the network calls for each."""
 CHOSEN = (
-    *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps"),
+    *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps", "teacher_paths", "reflow_pairs"),
     *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
-    *(
-        "teacher_paths",
-        "reflow_pairs",
-        "ema_decay",
-        "sample_every",
-        "num_samples",
-        "sample_steps",
-        "save_every",
-        "log_every",
-    ),
+    *("ema_decay", "mixed_precision", "sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
 LENGTHS = {"num_epochs", "train_num_steps"}
@@ -141,13 +132,14 @@ def with_recipe(config: Config, count: int) -> Config:
     return replaced(config, flags)
 
 
-def with_plan(config: Config, count: int, measure: Measure[Config]) -> Config:
+def with_plan(config: Config, count: int, measure: Measure[Config], sides: tuple[int, int] | None = None) -> Config:
     """Return the flags of a run that takes the time of ``--budget``, and print the chosen ones. Collective.
 
     Args:
         config: the flags, with those that suit the pictures.
         count: number of pictures.
         measure: measures the images per second of a training with other flags, on this process.
+        sides: height and width of the latents that the network works on; those of the pictures if not given.
 
     Raises:
         UsageError: if only few steps fit into the budget.
@@ -157,7 +149,10 @@ def with_plan(config: Config, count: int, measure: Measure[Config]) -> Config:
     if config.program.extend is not None:
         return _extended(config, config.program.extend, state, measure)
     budget = budget_of(config)
-    return config if budget is None or begun else _Planner(config, count, budget, measure).plan()
+    if budget is None or begun:
+        return config
+    framing = config.data.framing
+    return _Planner(config, count, budget, measure, sides or (framing.height, framing.width)).plan()
 
 
 def _extended(config: Config, time: str, state: PartialState, measure: Measure[Config]) -> Config:
@@ -235,10 +230,14 @@ class _Planner(Generic[Config]):
         count: number of pictures.
         budget: the time, as in ``--budget``.
         measure: measures the images per second of a training on this process.
+        sides: height and width of the data that the network works on.
     """
 
-    def __init__(self, config: Config, count: int, budget: str, measure: Measure[Config]) -> None:
-        self.config, self.fixed, self.count, self.measure = config, _fixed(config), count, measure
+    def __init__(
+        self, config: Config, count: int, budget: str, measure: Measure[Config], sides: tuple[int, int]
+    ) -> None:
+        self.config, self.fixed, self.count = config, _fixed(config), count
+        self.measure, self.sides = measure, sides
         self.state, self.budget, self.seconds = PartialState(), budget, seconds_of(budget)
 
     def plan(self) -> Config:
@@ -288,14 +287,14 @@ class _Planner(Generic[Config]):
         start, chosen, reason = self.config, SIZES[0], "the largest there is"
         for size in SIZES:
             self.config = start
-            self._set(flags_of(size, self.config))
+            self._set(flags_of(size, self.sides))
             images = TRAINED_SHARE * self.seconds * self._rate()
             if images < size.images:
                 reason = f"--dim {size.dim} would see {images:,.0f} images in this time, and needs {size.images:,}"
                 break
             chosen = size
         self.config = start
-        self._set(flags_of(chosen, self.config))
+        self._set(flags_of(chosen, self.sides))
         return reason
 
     def _choose_precision(self) -> None:
@@ -361,17 +360,13 @@ class _Planner(Generic[Config]):
         self.state.print(lines(words))
 
 
-def flags_of(size: Size, config: TrainConfig) -> dict[str, Any]:
-    """Return the flags of a network of a size for the sides of the pictures; its lowest level has about 8 pixels."""
-    width, height = config.data.framing.width, config.data.framing.height
+def flags_of(size: Size, sides: tuple[int, int]) -> dict[str, Any]:
+    """Return the flags of a network of a size for data of these sides; its lowest level has a side of 8 to 15."""
     levels = 1
-    while min(width, height) % 2**levels == max(width, height) % 2**levels == 0 and levels < MOST_LEVELS:
-        if min(width, height) // 2**levels < SMALLEST_SIDE:
-            break
+    while levels < MOST_LEVELS and min(sides) // 2**levels >= SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
         levels += 1
-    side = min(width, height) // 2 ** (levels - 1)
-    options = (f"blocks_per_level={size.blocks}", f"attention_sides=[{side}]")
-    mults = (*[1] * (levels - 3), 1, 2, 3)[-levels:] if levels > 2 else (1, 2)[:levels]
+    options = (f"blocks_per_level={size.blocks}", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
+    mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
     return {"dim": size.dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
 
 

@@ -133,7 +133,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True
     budget, latents = budget_of(config), space if isinstance(space, Latents) else None
-    config = with_plan(config, len(pictures), partial(training_rate, pictures.conditions, latents, state))
+    _, height, width = (None if latents is None else latents.shape) or config.data.framing.shape
+    measure = partial(training_rate, pictures.conditions, latents, state)
+    config = with_plan(config, len(pictures), measure, (height, width))
     space = latents or build_space(config.data)  # the recipe may add augmentation
     if config.program.dry_run:
         print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))

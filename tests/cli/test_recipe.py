@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.recipe import CHOSEN, SIZES, for_pictures, with_plan, with_recipe
+from rectified_flow.cli.recipe import CHOSEN, SIZES, flags_of, for_pictures, with_plan, with_recipe
 from rectified_flow.cli.train_flags import DataConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
@@ -118,6 +118,21 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         chosen(2000, words, rate=256.0)
+
+
+@pytest.mark.parametrize(
+    ("sides", "mults", "attention"),
+    [
+        ((8, 8), [1], 8),
+        ((32, 32), [1, 2, 3], 8),
+        ((64, 96), [1, 1, 2, 3], 8),
+        ((36, 36), [1, 2, 3], 9),
+        ((30, 30), [1, 2], 15),
+    ],
+)
+def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
+    flags = flags_of(SIZES[0], sides)
+    assert (list(flags["dim_mults"]), flags["network_options"][1]) == (mults, f"attention_sides=[{attention}]")
 
 
 def test_flags_override_it() -> None:
