@@ -122,6 +122,7 @@ def train_flow(
     prepared: float = 0.0,
     decay: Decay = "none",
     keeps_guide: bool = False,
+    callbacks: tuple[Callback, ...] = (),
     **settings: Any,
 ) -> None:
     """Train a flow until its budget is spent, from the newest checkpoint if there is one.
@@ -134,6 +135,7 @@ def train_flow(
         images: the budget as a number of images, instead.
         prepared: seconds of the budget that were spent before.
         decay: the fall of the learning rate to 0 over the budget.
+        callbacks: further callbacks.
         keeps_guide: keep the averaged weights at :data:`GUIDE_SHARE` of the budget, see :func:`autoguided`.
         settings: fields of :class:`TrainingConfig` that differ from :data:`SHORT_RUN`.
 
@@ -150,7 +152,7 @@ def train_flow(
         warmup = min(1.0, (updates + 1) / max(1, config.lr_warmup_steps))
         return warmup * DECAYS[decay](budget.fraction(updates, total))
 
-    others = [KeepGuide(row, budget)] if keeps_guide else []
+    others = [*callbacks, *([KeepGuide(row, budget)] if keeps_guide else [])]
     trainer = Trainer(flow, data, config, lr_schedule=schedule, callbacks=[*others, budget])
     if not trainer.train():
         raise RuntimeError(f"{row.folder} was asked to stop, and is saved")
