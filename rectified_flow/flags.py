@@ -93,7 +93,8 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
     typed = {word.removeprefix("no_") for word in words}
     flags = _from_file(config_class, arguments, typed)
-    if {"num_epochs", "train_num_steps"} <= flag_types(config_class).keys() and "num_epochs" in typed | flags.keys():
+    gives_epochs = "num_epochs" in typed or flags.get("num_epochs") is not None
+    if {"num_epochs", "train_num_steps"} <= flag_types(config_class).keys() and gives_epochs:
         arguments = ["--train_num_steps", "None", *arguments]  # in place of a program's own default
     explanation = io.StringIO()
     default: dict[str, Any] = {"default": replaced(config_class(), flags)} if flags else {}

@@ -8,7 +8,7 @@ from typing import Any
 from rectified_flow import Pixels, RectifiedFlow, Unet
 from rectified_flow.flows.times import LogitNormal, Uniform
 from studies.harness import Case, Figures, Flags, Row, Study, run
-from studies.training import load_trained, measure_samples, open_pictures, train_flow
+from studies.training import grouped, load_trained, measure_samples, open_pictures, train_flow
 
 Settings = Mapping[str, Any]
 RUN = {"batch_size": 32, "learning_rate": 1e-3, "lr_warmup_steps": 50, "ema_decay": 0.99}
@@ -29,16 +29,9 @@ def measure(row: Row) -> Figures:
 
 
 def case(**settings: Any) -> Case:
-    """Return a case; a setting is one of the run unless its name begins with ``flow_``, ``network_`` or ``space_``."""
-    groups: dict[str, dict[str, Any]] = {"run": {}, "flow": {}, "network": {}, "space": {}}
-    for name, value in settings.items():
-        group, _, rest = name.partition("_")
-        if group in groups:
-            groups[group][rest] = value
-        else:
-            groups["run"][name] = value
+    """Return a case of settings, see :func:`studies.training.grouped`."""
     about = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
-    return Case(about or "the reference", partial(train, **groups), measure)  # type: ignore[arg-type]
+    return Case(about or "the reference", partial(train, **grouped(settings)), measure)  # type: ignore[arg-type]
 
 
 STUDY = Study(

@@ -44,7 +44,7 @@ DECAYS: Mapping[Decay, Callable[[float], float]] = {
     "linear": lambda share: 1.0 - share,
     "cooldown": lambda share: min(1.0, 4 * (1.0 - share)),
 }
-"""Factors of the learning rate after a share of the budget; ``cooldown`` is constant for three quarters."""
+"""Factor of the learning rate by the spent share of the budget; ``cooldown`` is constant for three quarters."""
 GUIDE_SHARE = 0.35
 GUIDE_FILE = "guide.pt"
 GRID = 36
@@ -134,7 +134,7 @@ def train_flow(
         minutes: the budget of this training, by the row's clock.
         images: the budget as a number of images, instead.
         prepared: seconds of the budget that were spent before.
-        decay: the fall of the learning rate to 0 over the budget.
+        decay: decay of the learning rate over the budget, a key of :data:`DECAYS`.
         callbacks: further callbacks.
         keeps_guide: keep the averaged weights at :data:`GUIDE_SHARE` of the budget, see :func:`autoguided`.
         settings: fields of :class:`TrainingConfig` that differ from :data:`SHORT_RUN`.
@@ -160,7 +160,7 @@ def train_flow(
 
 
 class KeepGuide(Callback):
-    """Keeps the averaged weights at a share of the budget, to guide samples away from them."""
+    """A callback that saves the averaged weights at :data:`GUIDE_SHARE` of the budget, for autoguidance."""
 
     def __init__(self, row: Row, budget: Budget) -> None:
         self.file, self.budget = row.folder / GUIDE_FILE, budget
@@ -182,15 +182,27 @@ class _Autoguided(nn.Module):
 
 
 def autoguided(row: Row, scale: float) -> Any:
-    """Return the trained flow of a row with its output pushed away from that of its guide.
+    """Return the trained flow of a row with autoguidance (Karras et al. 2024, arXiv:2406.02507).
 
-    Autoguidance of Karras et al. 2024 (arXiv:2406.02507): the guide is the same network after a part of the run.
+    The output is extrapolated from that of a guide, which is the same network after a part of the run.
     """
     flow = load_trained(row)
     guide = deepcopy(flow.network)
     guide.load_state_dict(torch.load(row.folder / GUIDE_FILE, weights_only=True))
     flow.network = _Autoguided(flow.network, guide, scale)
     return flow
+
+
+def grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return settings by the part that their names begin with: ``flow_``, ``network_``, ``space_``, or else the run."""
+    groups: dict[str, dict[str, Any]] = {"run": {}, "flow": {}, "network": {}, "space": {}}
+    for name, value in settings.items():
+        part, _, rest = name.partition("_")
+        if part in groups:
+            groups[part][rest] = value
+        else:
+            groups["run"][name] = value
+    return groups
 
 
 def write_trained(row: Row, images: float, seconds: float) -> None:

@@ -1,9 +1,9 @@
-"""Flags that the program chooses where the user sets none: by the time to train, the machine and the pictures.
+"""Choice of flags from the time budget, the speed of the machine and the number of pictures.
 
-A run on one's own pictures takes the time that ``--budget`` gives. The program measures how fast this machine trains
-networks of several widths, takes the widest one that this time is long enough for, and sets the number of steps. From
-then on that number determines the run, and not the time, so that the run is the same after a resume and on any number
-of processes. docs/budget.md has the measurements behind the settings.
+Flags that the user sets are never changed. With a budget, the program measures how fast this machine trains networks of
+several widths, chooses the widest network that the time is long enough for, and sets the number of steps. Only this
+number is recorded, so a run is the same after a resume and on any number of processes.
+docs/measurements/budget.md and docs/measurements/small_data.md have the measurements behind the settings.
 """
 
 import os
@@ -28,20 +28,20 @@ from rectified_flow.system.terminal import line, lines
 
 Config = TypeVar("Config", bound=TrainConfig)
 Measure: TypeAlias = Callable[[Config], float]
-"""Measures the images per second of a training with these flags, on this process."""
+"""A function that measures the images per second of a training with these flags, on this process."""
 
 DEFAULT_BUDGET = "1h"
-"""Time to train on one's own pictures where no flag gives the length."""
+"""Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
 FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 """Least number of pictures in a folder to hold some out, and least number of held-out pictures to measure on."""
 FEW = 16_000
-"""Number of pictures below which they are augmented, and more of them are held out."""
+"""Number of pictures below which pictures are augmented, and a larger share of them is held out."""
 PASSES, AUGMENTED_PASSES = 400, 1000
 """Numbers of passes over 64 pictures at 16 px after which samples contain few copies: without, with augmentation."""
 UNAUGMENTED_PASSES = 50
-"""Number of passes up to which nothing is augmented: a short run is far from memorising, and learns sooner without."""
+"""Largest number of passes for which pictures are not augmented, since so short a run does not memorise them."""
 LEAST_IMAGES = 192_000
-"""Number of images that a run may see however few the pictures are."""
+"""Number of images that a run may process, even with few pictures."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Size:
 SIZES = (Size(16, 1, 0), Size(24, 1, 4_000), Size(32, 1, 16_000), Size(48, 1, 60_000), Size(64, 1, 250_000))
 """Sizes of the network, in rising order."""
 SMALLEST_SIDE, MOST_LEVELS = 8, 5
-"""Least side of the lowest level of the network [px], which is the one with attention; largest number of levels."""
+"""Least side of the lowest level of the network, which has attention; largest number of levels."""
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 OF_PICTURES: dict[type, dict[str, Any]] = {
     TrainRectifiedFlow: {"optimizer": "muon", **SHORT},
@@ -66,12 +66,13 @@ OF_PICTURES: dict[type, dict[str, Any]] = {
 OF_TEACHER: dict[str, Any] = {**SHORT, "learning_rate": 1e-3}
 """Settings of the optimizer for runs on the data of a teacher."""
 LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
-"""Bounds of the batch size (the least ones per process), and the least number of steps with a larger batch."""
+"""Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
+steps of a run with more than the smallest batch size."""
 BF16_GAIN = 1.1
 """Speed of bf16 on a CPU, as a multiple of that of float32, above which it is chosen."""
 FEWEST_STEPS = 10
 EMA_SHARE = 0.05
-"""Length of the average of the weights, as a share of the steps."""
+"""Time constant of the moving average of the weights, as a share of the steps."""
 TRAINED_SHARE = 0.9
 """Share of the budget that the steps take; the rest is for previews, measurements and checkpoints."""
 ROWS_SHARE = 1 / 3
@@ -104,11 +105,12 @@ def with_recipe(config: Config, count: int) -> Config:
     Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its original settings.
 
     Raises:
-        UsageError: if ``--budget`` is given beside another flag for the length.
+        UsageError: if ``--budget`` or ``--extend`` is given together with a flag for the length, with ``--config``, or
+            with each other.
     """
-    lengths = config.program.given & {*LENGTHS, "config"}
-    times = {name: getattr(config.program, name) for name in ("budget", "extend") if lengths}
-    refuse(times, f"excludes --{min(lengths, default='')}: give one")
+    times = {name: getattr(config.program, name) for name in ("budget", "extend")}
+    for other in sorted(config.program.given & {*LENGTHS, "config", "extend"}):
+        refuse({name: times[name] for name in times.keys() - {other}}, f"and --{other} exclude each other: pass one")
     if not may_choose(config):
         return config
     state, fixed = PartialState(), _fixed(config)
@@ -118,7 +120,7 @@ def with_recipe(config: Config, count: int) -> Config:
         if kept.get("global_batch_size"):  # the number of processes may have changed
             whole = kept["global_batch_size"] // state.num_processes * state.num_processes
             kept["global_batch_size"] = max(whole, state.num_processes)
-        state.print(line("recipe", "the settings from the start of the run, where no flag changes them"))
+        state.print(line("recipe", "the settings recorded at the start of the run; flags override them"))
         return replaced(config, kept)
     flags: dict[str, Any] = {}
     if config.teacher_data is None:
@@ -161,17 +163,14 @@ def _extended(config: Config, time: str, state: PartialState, measure: Measure[C
     Raises:
         UsageError: if there is no run, or its length is not a number of steps.
     """
-    saved, steps = (
-        on_main(state, lambda: checkpoint.list_checkpoints(config.run.checkpoints)),
-        config.run.train_num_steps,
-    )
-    if not saved or steps is None:
-        raise UsageError(
-            f"--extend continues a run with a number of steps, and {config.run.output_dir} holds none: give --budget "
-            "for a new run, or --num_epochs"
-        )
+    saved = on_main(state, lambda: checkpoint.list_checkpoints(config.run.checkpoints))
+    steps = config.run.train_num_steps
+    if not saved:
+        raise UsageError(f"--extend needs a run, and {config.run.checkpoints} has no checkpoint: pass --budget instead")
+    if steps is None:
+        raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
     if checkpoint.step_of(saved[-1]) < steps:
-        state.print(line("extend", f"not yet: the run goes on to step {steps:,} first; give --extend again then"))
+        state.print(line("extend", f"the run continues to its last step, {steps:,}, first; pass --extend again then"))
         return config
     batch, rate = config.run.split_batch(state.num_processes).total, _rate(config, measure)
     more = max(1, int(TRAINED_SHARE * seconds_of(time) * rate / batch))
@@ -200,16 +199,17 @@ def budget_of(config: TrainConfig) -> str | None:
 
 
 def may_choose(config: TrainConfig) -> bool:
-    """Return whether flags may be chosen: with a budget, for the pictures of a folder, and for the data of a teacher.
+    """Return whether flags may be chosen: for the pictures of a folder, the data of a teacher, and a given time.
 
-    Nothing is chosen for a data set of the hub without a budget, or for a run by the flags of a file.
+    Nothing is chosen for other data without a time, or for a run by the flags of a file.
     """
     chooses = config.data.dataset_path is not None or config.teacher_data is not None
-    return (chooses or config.program.budget is not None) and config.program.config is None
+    asked = config.program.budget is not None or config.program.extend is not None
+    return (chooses or asked) and config.program.config is None
 
 
 def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
-    """Return the flags that suit a number of pictures; docs/small_data.md has the measurements behind them."""
+    """Return the flags that suit a number of pictures; docs/measurements/small_data.md has the measurements."""
     few = count < FEW
     flags: dict[str, Any] = {"augment": 0.15} if few and augmentable else {}
     if count >= FEWEST_TO_HOLD_OUT:
@@ -243,12 +243,12 @@ class _Planner(Generic[Config]):
     def plan(self) -> Config:
         """Choose the settings, print them with their reasons, and return all flags of the run. Collective."""
         taught = self.config.teacher_data
-        self._choose_batch(images=0)  # the least one, which is measured soonest
-        reason = "the network is the teacher's"
+        self._choose_batch(images=0)  # the smallest batch is the fastest to measure
+        reason = "the network of the teacher"
         if taught is None and self.fixed.isdisjoint(ALTERNATIVES[2]):
             reason = self._choose_size()
         elif taught is None:
-            reason = "the network is as the flags ask for"
+            reason = "set by flags"
         self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
         self._choose_precision()
         rate = self._rate()
@@ -260,18 +260,18 @@ class _Planner(Generic[Config]):
         passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
         most = max(LEAST_IMAGES, passes * self.count)
         if taught is None and images > most:
-            images, why = most, f"fewer than fit into the time: more than {passes} passes would memorise the pictures"
+            images, why = most, f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"
         batch = self._choose_batch(images)
         rate = self._rate()
         steps = int(min(images, TRAINED_SHARE * self.seconds * rate) / batch)
         if steps < FEWEST_STEPS:
             raise UsageError(
-                f"--budget {self.budget} is too short for training here: a step of {batch} images takes "
-                f"{batch / rate:.1f} s; give a longer one, or lower --image_size"
+                f"--budget {self.budget} is too short: a step of {batch} images takes {batch / rate:.1f} s on this "
+                "machine; raise --budget, or lower --image_size"
             )
         length = {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
         self._set(length | {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)})
-        self._set(on_the_way(batch / rate, rate, self.seconds))
+        self._set(intervals_of(batch / rate, rate, self.seconds))
         self._print(rate, reason, why)
         return self.config
 
@@ -284,13 +284,13 @@ class _Planner(Generic[Config]):
 
     def _choose_size(self) -> str:
         """Choose the largest size of the network that the budget is long enough for, and return the reason."""
-        start, chosen, reason = self.config, SIZES[0], "the largest there is"
+        start, chosen, reason = self.config, SIZES[0], "the largest size"
         for size in SIZES:
             self.config = start
             self._set(flags_of(size, self.sides))
             images = TRAINED_SHARE * self.seconds * self._rate()
             if images < size.images:
-                reason = f"--dim {size.dim} would see {images:,.0f} images in this time, and needs {size.images:,}"
+                reason = f"--dim {size.dim} would process {images:,.0f} images, and needs {size.images:,}"
                 break
             chosen = size
         self.config = start
@@ -309,7 +309,7 @@ class _Planner(Generic[Config]):
         self._set({"mixed_precision": "bf16" if rates["bf16"] > BF16_GAIN * rates["no"] else "no"})
 
     def _choose_rows(self, taught: TeacherData, rate: float) -> float:
-        """Choose how many rows the teacher generates, and return the time that it takes for them [s]."""
+        """Choose the number of paths or pairs to generate, and return the time that their generation takes [s]."""
         flag = f"{taught.flag.removesuffix('_from')}_{taught.rows}"
         stored = on_main(self.state, lambda: recipe_of(taught))
         if stored is not None:
@@ -317,13 +317,8 @@ class _Planner(Generic[Config]):
             return 0.0
         calls = taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
         each = calls * FORWARD_SHARE / rate
-        self._set(
-            {
-                flag: max(
-                    LEAST_BATCH * self.state.num_processes, min(taught.count, int(ROWS_SHARE * self.seconds / each))
-                )
-            }
-        )
+        fitting, least = int(ROWS_SHARE * self.seconds / each), LEAST_BATCH * self.state.num_processes
+        self._set({flag: max(least, min(taught.count, fitting))})
         chosen = self.config.teacher_data
         return each * (taught.count if chosen is None else chosen.count)
 
@@ -348,11 +343,11 @@ class _Planner(Generic[Config]):
         groups = {
             "network": (("dim", "dim_mults", "network_options"), reason),
             "training": (rates, "see docs/budget.md"),
-            "on the way": (("sample_every", "num_samples", "save_every"), "a preview and a checkpoint at these steps"),
+            "on the way": (("sample_every", "num_samples", "save_every"), "previews and checkpoints in steps"),
         }
         machine = f"{processes} x {self.state.device.type} trains {rate:,.1f} images/s"
         words = {
-            "budget": f"{self.budget} (--budget): {machine}",
+            "budget": f"{self.budget} (--budget changes it): {machine}",
             "length": f"{steps:,} steps of {batch} = {steps * batch:,} images, {why}",
         }
         for name, (names, text) in groups.items():
@@ -361,7 +356,10 @@ class _Planner(Generic[Config]):
 
 
 def flags_of(size: Size, sides: tuple[int, int]) -> dict[str, Any]:
-    """Return the flags of a network of a size for data of these sides; its lowest level has a side of 8 to 15."""
+    """Return the flags of a network of a size for data of these sides.
+
+    It has up to five levels. Each halves the sides, while they stay whole and the shorter one is at least 8.
+    """
     levels = 1
     while levels < MOST_LEVELS and min(sides) // 2**levels >= SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
         levels += 1
@@ -370,7 +368,7 @@ def flags_of(size: Size, sides: tuple[int, int]) -> dict[str, Any]:
     return {"dim": size.dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
 
 
-def on_the_way(step: float, rate: float, budget: float) -> dict[str, Any]:
+def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
     """Return the intervals of previews, checkpoints and lines of metrics, and a number of samples that costs little.
 
     Args:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 
@@ -61,9 +62,9 @@ from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.trainer import Trainer
 
 MEASUREMENTS = 10
-"""Number of measurements of the held-out loss in a run, where no flag gives an interval."""
+"""Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
 MEASURED_SHARE = 0.05
-"""Largest share of the run's computations that they take, unless a flag asks for them."""
+"""Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -95,6 +96,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     """Train on the items of a registered dataset; return whether the run finished."""
     data, evaluation = config.data, config.evaluation
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
+    given |= {name: getattr(config.program, name) for name in ("budget", "extend")}
     given |= {"look": config.program.look, "stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
@@ -104,9 +106,9 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
         return True
     on_main(state, lambda: check_start(config.run, config.network.init_from))
     start_from(config.network.init_from, config.run, flow)
-    callbacks: list[Callback] = []
+    callbacks: list[Callback] = [Pace(None)]
     if evaluation.evaluate_every:
-        callbacks = build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
+        callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
     return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
@@ -168,7 +170,8 @@ def training_rate(conditions: Kinds, latents: Latents | None, state: PartialStat
         config: all flags.
     """
     space = latents or build_space(config.data)
-    flow = build_flow(config, conditions, space)
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
     to_device(flow, state.device, precision).train()
     taught, batch = config.teacher_data, config.run.split_batch(state.num_processes)
@@ -280,7 +283,7 @@ def build_heldout_hook(
     every = config.evaluate_every or min(run.save_every or often, often)
     pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
     if not config.evaluate_every and not config.stop_when_memorising:
-        # A step passes each image forward, and backward at twice the cost.
+        # In a step, the backward pass costs twice as much as the forward pass.
         every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
     if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
         made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"

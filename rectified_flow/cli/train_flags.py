@@ -333,12 +333,12 @@ class TrainProgramConfig(ProgramConfig):
 
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
-    budget: Annotated[str | None, default_is("1h for your own pictures where no flag gives the length")] = None
-    """Time to train, such as 90s, 30m, 2h or 1d; network, length and rates are chosen for it and this machine."""
+    budget: Annotated[str | None, default_is("1h with --dataset_path or a teacher, if no flag gives the length")] = None
+    """Time to train, such as 90s, 30m, 2h or 1d; network, length and learning rate are chosen for it."""
     extend: str | None = None
-    """Time by which to continue a run that has reached its last step; the learning rate rises again and falls."""
+    """Time by which to continue a run that has reached its last step."""
     dry_run: bool = False
-    """Print all flags, the batch arithmetic, and the memory and time of a step, and exit."""
+    """Print all flags, the plan of the run, and the memory and time of a step, and exit."""
     look: bool = False
     """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
 

@@ -60,21 +60,21 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
             )
     record = folder / RECORD
     if not written.issuperset(names) or (written and not lexists(record)):
-        with writing(record), _alone(folder):
+        with writing(record), _locked(folder):
             written = _recorded(folder, ours=ours)  # another program may have added names meanwhile
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
 
 
 def _recorded(folder: Path, *, ours: bool) -> set[str]:
-    """Return the names that programs wrote into ``folder``; see :func:`claim`."""
+    """Return the names of the files in ``folder`` that this project has written; see :func:`claim`."""
     if lexists(folder / RECORD):
         return set(read_document(folder / RECORD, Record).files)
     return {entry.name for entry in folder.iterdir()} if ours else set()
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Keep other programs out of the block; the lock is on the folder itself, so no file is left in it."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold an exclusive lock on ``folder`` inside the block. The folder itself is locked, so there is no lock file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Callbacks: user code at the events of a run, measurements at intervals, and a watch over the run's pace."""
+"""Callbacks: user code at the events of a run, measurements at intervals, and a warning about long runs."""
 
 import time
 from abc import abstractmethod
@@ -57,10 +57,10 @@ class Callback:
 
 
 class Pace(Callback):
-    """A warning, once, if a run will take much longer than its budget, or than a user of a CPU may expect.
+    """A callback that warns once if a run will exceed its budget, or will take very long on a CPU.
 
     Args:
-        budget: the time that the run was planned for [s], or None. A resumed run is not compared with it.
+        budget: time planned for the run [s], or None; ignored if the run is resumed.
     """
 
     def __init__(self, budget: float | None) -> None:
@@ -73,7 +73,7 @@ class Pace(Callback):
         self._first_step, self._began = trainer.state.step, time.perf_counter()
 
     def on_step(self, trainer: "Trainer") -> None:
-        """Predict the end of the run, and warn if it is far away."""
+        """Estimate the remaining time, and warn if it is too long."""
         now, done = time.perf_counter(), trainer.state.step - self._first_step
         if done == 1:
             self._began_second = now  # the first step also allocates memory and may compile
@@ -86,15 +86,15 @@ class Pace(Callback):
             if done >= enough and whole > LATE * self.budget:
                 self._warn(
                     trainer,
-                    f"this run will take about {duration(whole)} instead of the {duration(self.budget)} of --budget: a "
-                    f"step takes {duration(step)} on average, longer than measured at the start; other programs may "
-                    "use the processor",
+                    f"this run will take about {duration(whole)} instead of the {duration(self.budget)} of --budget, "
+                    f"as a step takes {duration(step)} on average: stop other programs on this machine, or start a new "
+                    "run with a longer --budget",
                 )
         elif trainer.device.type == "cpu" and (rest > LONGEST_RUN or step > LONGEST_STEP):
             self._warn(
                 trainer,
-                f"this run will take about {duration(rest)} on this CPU, {duration(step)} a step: pass --budget 1h, or "
-                "another time, for a network and a length that fit into it",
+                f"the remaining steps will take about {duration(rest)} on this CPU, {duration(step)} a step: for a run "
+                "of an hour, start a new one with --budget 1h in place of the flags for length and network",
             )
 
     def _warn(self, trainer: "Trainer", text: str) -> None:

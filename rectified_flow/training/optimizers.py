@@ -63,15 +63,15 @@ def adamw(
 
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""Coefficients of x, x^3 and x^5 that move singular values quickly to near 1 (Jordan 2024)."""
+"""Coefficients of x, x^3 and x^5 of a polynomial that quickly moves singular values near 1 (Jordan 2024)."""
 
 
 def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Return the nearest matrices with orthonormal rows or columns, approximately: singular values become 0.7 to 1.2.
+    """Make rows or columns of matrices orthonormal, approximately, by Newton-Schulz iterations.
 
-    An odd polynomial of a matrix acts on its singular values alone, and each iteration applies one that moves them
-    towards 1 (Newton-Schulz). The iterations run on the small square matrix of products of rows, of which the
-    polynomials are functions, too: for a filter of 64 rows and 576 columns a third of the work.
+    Each iteration applies an odd polynomial, which changes the singular values of ``X`` alone and moves them towards 1,
+    at the end to between 0.7 and 1.2. The polynomials are accumulated on the small Gram matrix ``X X^T``, and multiply
+    ``X`` once. For a matrix of 64 rows and 576 columns, this takes about a third of the operations.
 
     Args:
         matrices: ``[n, rows, columns]`` in float32.
@@ -82,13 +82,13 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     a, b, c = NEWTON_SCHULZ
     matrices = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-12)
     products = matrices @ matrices.mT
-    identity = torch.eye(len(products[0]), device=products.device)
+    identity = torch.eye(len(products[0]), dtype=products.dtype, device=products.device)
     total = identity.expand_as(products)
     for number in range(iterations):
         polynomial = a * identity + b * products + c * products @ products
         total = polynomial if number == 0 else polynomial @ total
         if number < iterations - 1:
-            products = polynomial @ products @ polynomial  # all of these are functions of one matrix, so they commute
+            products = polynomial @ products @ polynomial  # polynomials of one Gram matrix commute
     return total @ matrices
 
 
@@ -105,16 +105,16 @@ def muon(
 ) -> torch.optim.Optimizer:
     """Build :class:`Muon` for matrices and filters, and AdamW for the other parameters, as one optimizer.
 
-    Embeddings, and matrices of fewer than 8 rows or columns such as the last filter, are trained by AdamW.
+    AdamW also trains embeddings, and matrices of fewer than 8 rows or columns such as the filter of the output layer.
 
     Args:
         parameters: pairs of name and parameter.
         lr: learning rate of all parameters.
         betas: AdamW's decay rates.
         weight_decay: decoupled weight decay of all parameters.
-        momentum: decay rate of the average of the gradient of matrices.
+        momentum: decay rate of the average of the gradient, for matrices.
         update_size: root mean square of the update of a matrix, before the learning rate; AdamW's is 0.2 to 0.4.
-        iterations: iterations of :func:`orthogonalize`.
+        iterations: number of Newton-Schulz iterations, see :func:`orthogonalize`.
     """
     by_kind: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in parameters:
@@ -131,16 +131,16 @@ def _is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 class Muon(torch.optim.Optimizer):
-    """Updates of matrices by their orthogonalised momentum (Jordan 2024, kellerjordan.github.io/posts/muon).
+    """Muon, which orthogonalizes the momentum of each matrix, and AdamW for other parameters.
 
-    All singular values of an update are about 1, so that directions which the gradient rarely has are learned as fast
-    as others. A filter is a matrix with a row for each of its output channels. The update is scaled to a fixed root
-    mean square, as Liu et al. 2025 (arXiv:2502.16982, eq. 4) propose, so that one learning rate suits matrices and the
-    parameters that AdamW trains.
+    All singular values of an update of a matrix are about 1, so that rare directions of the gradient are learned as
+    fast as frequent ones (Jordan 2024, kellerjordan.github.io/posts/muon). A filter is a matrix with a row for each of
+    its output channels. The update is scaled to a fixed root mean square, as Liu et al. 2025 (arXiv:2502.16982, eq. 4)
+    propose, so that one learning rate suits matrices and the parameters that AdamW trains.
 
     Args:
-        groups: groups of matrices, with ``momentum``, ``update_size`` and ``iterations``, and groups for AdamW, with
-            its arguments; see :func:`muon`.
+        groups: parameter groups. Muon updates the groups with ``momentum``, ``update_size`` and ``iterations``, and
+            AdamW the others, with its own arguments.
         lr: learning rate of all groups.
         weight_decay: decoupled weight decay of all groups.
     """
@@ -175,14 +175,13 @@ class Muon(torch.optim.Optimizer):
             if not state:
                 state["momentum"] = torch.zeros_like(parameter)
             average = state["momentum"].lerp_(gradient, 1 - group["momentum"])
-            # Nesterov's momentum: the average is weighed against the newest gradient once more.
+            # Nesterov's momentum: interpolate between the gradient and its average once more.
             update = gradient.lerp(average, group["momentum"]).flatten(1)
             by_shape[tuple(update.shape)].append((parameter, update))
         for shape, pairs in by_shape.items():  # equal shapes are updated together, which takes fewer operations
             updates = orthogonalize(torch.stack([update for _, update in pairs]), group["iterations"])
-            size = (
-                group["update_size"] * max(shape) ** 0.5
-            )  # of orthonormal rows, the root mean square is columns**-0.5
+            # A matrix with orthonormal rows has a root mean square of columns**-0.5.
+            size = group["update_size"] * max(shape) ** 0.5
             for (parameter, _), update in zip(pairs, updates, strict=True):
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update.view(parameter.shape), alpha=-group["lr"] * size)

@@ -69,7 +69,7 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
 
 def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
     assert chosen(2000) == chosen(2000, "--budget 60m")
-    assert "budget      1h (--budget): 1 x cpu trains" in capsys.readouterr().out
+    assert "budget      1h (--budget changes it): 1 x cpu trains" in capsys.readouterr().out
     given = chosen(2000, "--train_num_steps 30")
     assert (given["train_num_steps"], given["dim"], given["optimizer"]) == (30, 64, "adamw")
     assert (chosen(2000, "--num_epochs 3")["num_epochs"], chosen(2000, folder="")["train_num_steps"]) == (3, None)
@@ -80,7 +80,7 @@ def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFix
         flags = chosen(800, f"--budget 4d {words}", rate=FAST)
         seen = int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"]))
         assert seen == pytest.approx(passes * 800, rel=0.01)
-        assert f"more than {passes} passes would memorise" in capsys.readouterr().out
+        assert f"at most {passes:,} passes" in capsys.readouterr().out
     flags = chosen(10, "--budget 4d", rate=FAST)
     assert int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])) == pytest.approx(192_000, rel=0.01)
 
@@ -107,8 +107,10 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--budget 1m --train_num_steps 5", "--budget excludes --train_num_steps"),
-        ("--budget 2s", "--budget 2s is too short for training here: a step of 8 images takes 8.0 s"),
+        ("--budget 1m --train_num_steps 5", "--budget and --train_num_steps exclude each other: pass one"),
+        ("--budget 1m --extend 5m", "--budget and --extend exclude each other: pass one"),
+        ("--extend 5m --num_epochs 3", "--extend and --num_epochs exclude each other: pass one"),
+        ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 8.0 s on this machine"),
         *(
             (f"--budget {each}", f"--budget is {each}; it must be a time such as")
             for each in ("5", "0m", "1e9h", "m", "nanh")
@@ -164,7 +166,7 @@ def test_a_run_goes_on_as_it_began(
     save(tmp_path, 1, began)
     assert chosen(20_000, run, rate=FAST) == began
     assert chosen(20_000, f"{run} --budget 3d", rate=FAST) == began
-    assert "the settings from the start of the run" in capsys.readouterr().out
+    assert "the settings recorded at the start of the run" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
     assert longer == began | {"train_num_steps": 20_000}
     save(tmp_path, 2, longer | {"log_with": "removed"})
@@ -184,13 +186,13 @@ def test_a_run_goes_on_as_it_began(
 
 def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = f"--output_dir {tmp_path}"
-    with pytest.raises(UsageError, match="--extend continues a run with a number of steps"):
+    with pytest.raises(UsageError, match="--extend needs a run, and"):
         chosen(800, f"{run} --extend 30m")
     began = chosen(800, f"{run} --budget 1h")
     steps = int(str(began["train_num_steps"]))
     save(tmp_path, 10, began)
     assert chosen(800, f"{run} --extend 30m") == began
-    assert f"the run goes on to step {steps:,} first" in capsys.readouterr().out
+    assert f"the run continues to its last step, {steps:,}, first" in capsys.readouterr().out
     save(tmp_path, steps, began)
     longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
     assert longer == pytest.approx(1.5 * steps, rel=0.01)

@@ -17,6 +17,7 @@ from rectified_flow.training import callbacks
 from rectified_flow.training.callbacks import Pace
 from tests.programs import program
 from tests.ranks import run_on_ranks
+from tests.training.runs import losses
 
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0 --log_every 1"
 
@@ -51,6 +52,15 @@ def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) 
     assert (tmp_path / f"run/checkpoints/step_{steps:08}").is_dir()
     run_on_ranks(world_size, train, f"{words} 1h")
     assert flags_of(tmp_path / "run")["train_num_steps"] == steps
+
+
+def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:
+    """The networks that were measured for the plan change nothing in the run."""
+    words = f"--cache_dir {tmp_path}/cache --output_dir {tmp_path}"
+    planned = f"--dataset_path {pictures} --image_size 8 --num_samples 0 --log_every 1 --budget 2s"
+    run_on_ranks(1, train, f"{planned} {words}/planned")
+    run_on_ranks(1, train, f"--config {tmp_path}/planned/config.json {words}/again")
+    assert losses(tmp_path / "planned") == losses(tmp_path / "again")
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:
@@ -99,6 +109,6 @@ def test_a_run_that_will_be_late_says_so_once(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_of_days_on_a_cpu_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warnings_of(monkeypatch, None, total=1000, step=10.0) == []
     [text] = warnings_of(monkeypatch, None, total=100_000, step=2.0)
-    assert "will take about 2.3 days on this CPU, 2.0 s a step: pass --budget 1h" in text
+    assert "the remaining steps will take about 2.3 days on this CPU, 2.0 s a step" in text
     [text] = warnings_of(monkeypatch, None, total=10, step=25.0)
     assert "25 s a step" in text
