@@ -109,7 +109,7 @@ def with_recipe(config: Config, count: int) -> Config:
             with each other.
     """
     times = {name: getattr(config.program, name) for name in ("budget", "extend")}
-    for other in sorted(config.program.given & {*LENGTHS, "config", "extend"}):
+    for other in sorted(config.given & {*LENGTHS, "config", "extend"}):
         refuse({name: times[name] for name in times.keys() - {other}}, f"and --{other} exclude each other: pass one")
     if not may_choose(config):
         return config
@@ -185,7 +185,7 @@ def _rate(config: Config, measure: Measure[Config]) -> float:
 
 def _fixed(config: TrainConfig) -> set[str]:
     """Return the names of the flags that the user has set, and of the alternatives to them."""
-    fixed = set(config.program.given)
+    fixed = set(config.given)
     for names in ALTERNATIVES:
         fixed |= names if fixed & names else set()
     return fixed
@@ -193,7 +193,7 @@ def _fixed(config: TrainConfig) -> set[str]:
 
 def budget_of(config: TrainConfig) -> str | None:
     """Return the time that the run is to take, or None if a flag gives its length."""
-    if not may_choose(config) or config.program.given & LENGTHS:
+    if not may_choose(config) or config.given & LENGTHS:
         return None
     return config.program.budget or DEFAULT_BUDGET
 
@@ -201,9 +201,11 @@ def budget_of(config: TrainConfig) -> str | None:
 def may_choose(config: TrainConfig) -> bool:
     """Return whether flags may be chosen: for the pictures of a folder, the data of a teacher, and a given time.
 
-    Nothing is chosen for other data without a time, or for a run by the flags of a file.
+    Without a time, nothing is chosen for other data, or for a config that was built in Python. Nothing is ever chosen
+    for a run by the flags of a file.
     """
-    chooses = config.data.dataset_path is not None or config.teacher_data is not None
+    own = config.data.dataset_path is not None or config.teacher_data is not None
+    chooses = own and config.program.given is not None
     asked = config.program.budget is not None or config.program.extend is not None
     return (chooses or asked) and config.program.config is None
 

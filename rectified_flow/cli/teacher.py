@@ -61,7 +61,7 @@ def with_teacher_flags(config: Config) -> Config:
     if taught is None:
         return config
     source, flags = on_main(PartialState(), lambda: _find_source(taught, config.run.checkpoints))
-    given = config.program.given if config.program.config is None else frozenset[str]()  # the file is of another run
+    given = config.given if config.program.config is None else frozenset[str]()  # the file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
         inherited = " ".join(command_line({name: flags[name]}))

@@ -148,7 +148,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
     dataset = _open_rows(config, flow, pictures, state)
-    asked = "holdout" in config.program.given or config.evaluation.stop_when_memorising
+    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
     callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
     held_out = None

@@ -25,6 +25,7 @@ from rectified_flow.flags import (
     PositiveNumber,
     Probability,
     default_is,
+    plain,
     refuse,
 )
 from rectified_flow.flows import WEIGHT_POWER, Coupling, Distance, ObjectiveName, Prediction, Solver
@@ -295,8 +296,8 @@ class TeacherConfig(TeacherFlags):
 class ProgramConfig(Flags):
     """Flags that every program has."""
 
-    given: ClassVar[frozenset[str]] = frozenset()
-    """Names of the flags that were given on the command line or in a file; the parser sets it."""
+    given: ClassVar[frozenset[str] | None] = None
+    """Names of the flags that were given on the command line or in a file, which the parser sets; else None."""
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
@@ -391,6 +392,14 @@ class TrainConfig:
             count = getattr(self.run, name) or 1
             pictures = f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}"
             require_memory(count * picture, pictures, f"lower --image_size or --{name}")
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the flags that the user set: if the config was built in Python, those that are not the defaults."""
+        if self.program.given is not None:
+            return self.program.given
+        defaults = plain(type(self)())
+        return frozenset(name for name, value in plain(self).items() if value != defaults[name])
 
     @property
     def teacher_data(self) -> TeacherData | None:

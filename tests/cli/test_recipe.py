@@ -6,10 +6,18 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli.recipe import CHOSEN, SIZES, flags_of, for_pictures, with_plan, with_recipe
-from rectified_flow.cli.train_flags import DataConfig, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.train_flags import (
+    DataConfig,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainProgramConfig,
+    TrainRectifiedFlow,
+    seconds_of,
+)
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 
 FAST, SLOW = 1e6, 2e4
 """Images per second of a network of width 1 on two machines; the time of a step grows with the square of the width."""
@@ -65,6 +73,22 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
     rates = {None: 10.0, "no": 10.0, "bf16": 10.0 * gain}
     planned = with_plan(config, 2000, lambda config: rates[config.run.mixed_precision])
     assert planned.run.mixed_precision == precision
+
+
+def test_a_config_built_in_python_is_trained_as_it_is() -> None:
+    data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
+
+    def planned(program: TrainProgramConfig) -> TrainRectifiedFlow:
+        config = with_recipe(TrainRectifiedFlow(data, run=run, program=program), 2000)
+        return with_plan(config, 2000, lambda config: 1e3)
+
+    assert planned(TrainProgramConfig()) == TrainRectifiedFlow(data, run=run)
+    with pytest.raises(UsageError, match="--train_num_steps"):
+        planned(TrainProgramConfig(budget="1h"))
+    run = TrainingConfig(learning_rate=1e-3)
+    chosen = planned(TrainProgramConfig(budget="1h")).run
+    assert (chosen.learning_rate, chosen.optimizer) == (1e-3, "adamw"), "one group of flags"
+    assert chosen.lr_decay == "cosine"
 
 
 def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytest.CaptureFixture[str]) -> None:
