@@ -389,8 +389,8 @@ def loss_and_gradient(
     call, rows = loss or flow.loss, BatchRows(0, 0, len(t), slice(None))
     with deterministic(rows, t.device), torch.autocast(t.device.type, torch.bfloat16, enabled=bf16):
         if isinstance(flow, MeanFlow):
-            step = SMALLEST_STEP if flow.objective == "so_flow" else 0.0
-            value = call(x_0, noise, t, r, {}, len(t) // 2, step > 0, t.new_full((), step))[0]
+            step = t.new_full((), SMALLEST_STEP) if flow.objective == "so_flow" else None
+            value = call(x_0, noise, t, r, {}, len(t) // 2, step)[0]
         else:
             value = call(x_0, noise, t, {})
         value.backward()
