@@ -195,7 +195,13 @@ def budget_of(config: TrainConfig) -> str | None:
     """Return the time that the run is to take, or None if a flag gives its length."""
     if not may_choose(config) or config.given & LENGTHS:
         return None
-    return config.program.budget or DEFAULT_BUDGET
+    budget = config.program.budget or DEFAULT_BUDGET
+    return f"{seconds_of(budget) / 120:g}m" if is_distilled(config) else budget
+
+
+def is_distilled(config: TrainConfig) -> bool:
+    """Return whether a mean flow learns from the run, for half of the budget."""
+    return isinstance(config, TrainRectifiedFlow) and config.program.one_step
 
 
 def may_choose(config: TrainConfig) -> bool:

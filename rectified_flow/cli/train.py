@@ -1,5 +1,6 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
+import shlex
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli.parts import (
@@ -22,7 +24,7 @@ from rectified_flow.cli.parts import (
     picture_space,
 )
 from rectified_flow.cli.plan import look, print_plan
-from rectified_flow.cli.recipe import budget_of, may_choose, proposed_share, with_plan, with_recipe
+from rectified_flow.cli.recipe import budget_of, is_distilled, may_choose, proposed_share, with_plan, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import (
     UNET,
@@ -43,7 +45,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
-from rectified_flow.flags import recorded, refuse
+from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
@@ -65,13 +67,33 @@ MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
 MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
+OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
+"""Flags of a run that are also those of the mean flow of ``--one_step``."""
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
 
 def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
-    """Train a rectified flow on data, or on the pairs of another flow; return whether it finished."""
-    return _train(config)
+    """Train a rectified flow on data, or on the pairs of another flow; return whether it finished.
+
+    With ``--one_step``, a mean flow then learns from it, and this run has to finish, too.
+    """
+    finished = _train(config)
+    if not finished or not is_distilled(config) or config.program.look:
+        return finished
+    flags = flags_of_map(config)
+    PartialState().print(line("one step", f"train_mean_flow.py {shlex.join(command_line(flags))}"))
+    if config.program.dry_run:
+        return True
+    AcceleratorState._reset_state()  # the run may have another precision
+    return train_mean_flow(parse(TrainMeanFlow, "", command_line(flags)))
+
+
+def flags_of_map(config: TrainRectifiedFlow) -> dict[str, Any]:
+    """Return the flags of the mean flow that learns from a run."""
+    run, flags = config.run, plain(config)
+    folders = {"teacher": str(run.checkpoint_dir or run.output_dir), "output_dir": str(run.output_dir / "one-step")}
+    return {**folders, "budget": budget_of(config), **{name: flags[name] for name in OF_MAP if name in config.given}}
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
@@ -96,7 +118,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     """Train on the items of a registered dataset; return whether the run finished."""
     data, evaluation = config.data, config.evaluation
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
-    given |= {name: getattr(config.program, name) for name in ("budget", "extend")}
+    given |= {"one_step": is_distilled(config), "budget": config.program.budget, "extend": config.program.extend}
     given |= {"look": config.program.look, "stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")

@@ -349,6 +349,14 @@ class TrainProgramConfig(ProgramConfig):
             seconds_of(getattr(self, name) or "1s", name)
 
 
+@dataclass(frozen=True)
+class RectifiedFlowProgramConfig(TrainProgramConfig):
+    """Flags that the training program of a rectified flow has."""
+
+    one_step: bool = False
+    """Then distil the run to a mean flow that samples in one step, in OUTPUT_DIR/one-step; half the budget for each."""
+
+
 def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:
     """Raise a UsageError if a run would write into the folder of its training data."""
     if dataset_path is None:
@@ -418,6 +426,14 @@ class TrainRectifiedFlow(TrainConfig):
 
     flow: RectifiedFlowConfig = field(default_factory=RectifiedFlowConfig)
     teacher: ReflowConfig = field(default_factory=ReflowConfig)
+    program: RectifiedFlowProgramConfig = field(default_factory=RectifiedFlowProgramConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.program.one_step:
+            other = {"flow": self.flow.flow is not None, "prediction": self.flow.prediction != "velocity"}
+            refuse(other, "excludes --one_step, which distils a rectified flow that predicts the velocity")
+            refuse({"extend": self.program.extend}, "excludes --one_step: extend the run alone, then pass --one_step")
 
     @property
     def teacher_data(self) -> TeacherData | None:

@@ -8,9 +8,9 @@ from accelerate import PartialState
 from rectified_flow.cli.recipe import CHOSEN, SIZES, flags_of, for_pictures, with_plan, with_recipe
 from rectified_flow.cli.train_flags import (
     DataConfig,
+    RectifiedFlowProgramConfig,
     TrainConfig,
     TrainMeanFlow,
-    TrainProgramConfig,
     TrainRectifiedFlow,
     seconds_of,
 )
@@ -78,15 +78,15 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
-    def planned(program: TrainProgramConfig) -> TrainRectifiedFlow:
+    def planned(program: RectifiedFlowProgramConfig) -> TrainRectifiedFlow:
         config = with_recipe(TrainRectifiedFlow(data, run=run, program=program), 2000)
         return with_plan(config, 2000, lambda config: 1e3)
 
-    assert planned(TrainProgramConfig()) == TrainRectifiedFlow(data, run=run)
+    assert planned(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
     with pytest.raises(UsageError, match="--train_num_steps"):
-        planned(TrainProgramConfig(budget="1h"))
+        planned(RectifiedFlowProgramConfig(budget="1h"))
     run = TrainingConfig(learning_rate=1e-3)
-    chosen = planned(TrainProgramConfig(budget="1h")).run
+    chosen = planned(RectifiedFlowProgramConfig(budget="1h")).run
     assert (chosen.learning_rate, chosen.optimizer) == (1e-3, "adamw"), "one group of flags"
     assert chosen.lr_decay == "cosine"
 

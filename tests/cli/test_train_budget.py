@@ -12,6 +12,7 @@ from PIL import Image
 
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.training import callbacks
 from rectified_flow.training.callbacks import Pace
@@ -112,3 +113,34 @@ def test_a_run_of_days_on_a_cpu_warns_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert "the remaining steps will take about 2.3 days on this CPU, 2.0 s a step" in text
     [text] = warnings_of(monkeypatch, None, total=10, step=25.0)
     assert "25 s a step" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_path: Path) -> None:
+    """The mean flow learns from the run; the same command again finds nothing left to do in either."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --seed 3"
+    words += " --mixed_precision bf16 --budget 3s --one_step"
+    run_on_ranks(world_size, train, words)
+    teacher, student = flags_of(tmp_path / "run"), flags_of(tmp_path / "run/one-step")
+    assert (teacher["mixed_precision"], student["mixed_precision"]) == ("bf16", None)
+    assert (student["seed"], student["dim"]) == (3, 8)
+    assert student["teacher"].startswith(f"{tmp_path}/run")
+    states = [json.loads((tmp_path / folder / "status.json").read_text()) for folder in ("run", "run/one-step")]
+    assert [state["state"] for state in states] == ["finished"] * 2
+    before = losses(tmp_path / "run/one-step")
+    run_on_ranks(world_size, train, words)
+    assert losses(tmp_path / "run/one-step") == before
+
+
+def test_a_map_that_could_not_learn_from_the_run_is_refused_before_it_starts() -> None:
+    for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow"), ("--extend 1h", "extend")):
+        with pytest.raises(UsageError, match=f"--{flag} excludes --one_step"):
+            parse(TrainRectifiedFlow, "", ["--one_step", *words.split()])
+
+
+def test_a_dry_run_names_the_command_of_the_map(
+    pictures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(f"--dataset_path {pictures} --cache_dir {tmp_path} {TINY} --output_dir {tmp_path}/run --one_step --dry_run")
+    assert f"--teacher {tmp_path}/run --output_dir {tmp_path}/run/one-step --budget 30m" in capfd.readouterr().out
+    assert not (tmp_path / "run").exists()
