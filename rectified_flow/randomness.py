@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -117,6 +118,16 @@ def randn(purpose: str, shape: Sequence[int], device: torch.device | str, global
 def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tensor:
     """Draw uniform numbers ``[b, ...]`` in [0, 1) for this process's rows."""
     return _draw(torch.rand, purpose, shape, device)
+
+
+def strata(purpose: str, count: int, device: torch.device | str) -> Tensor:
+    """Draw uniform numbers ``[b]`` in [0, 1), each in its row's part of as many equal parts as the batch has rows."""
+    return _draw(_strata, purpose, (count,), device)
+
+
+def _strata(shape: Sequence[int], **settings: Any) -> Tensor:
+    u = torch.rand(shape, **settings)
+    return (torch.arange(len(u), device=u.device) + u) / len(u) if u.ndim else u
 
 
 def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:

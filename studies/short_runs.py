@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from rectified_flow import ImageDataset, Labels, Pixels, RectifiedFlow, Unet
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.times import LogitNormal
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import autoguided, grouped, load_trained, measure_samples, open_pictures, train_flow
 
@@ -124,8 +125,10 @@ STUDY = Study(
         "chosen, cooldown": case("like chosen; its length can be changed late", **{**CHOSEN, "decay": "cooldown"}),
         "chosen, 3 iterations": case("like chosen", **CHOSEN, optimizer_options=("iterations=3",)),
         "chosen, ot": case("a lower distance in 16 calls, as paths are straighter", **CHOSEN, flow_coupling="ot"),
-        "chosen, time mean 0": case("a higher distance than chosen", **CHOSEN, flow_time_mean=0.0),
-        "chosen, uniform times": case("a higher distance than chosen", **CHOSEN, flow_time_distribution="uniform"),
+        "chosen, time mean 0": case("like chosen", **CHOSEN, flow_time_distribution=LogitNormal(mean=0.0)),
+        "chosen, stratified": case(
+            "a lower distance, as gradients vary less", **CHOSEN, flow_time_distribution=LogitNormal(stratified=True)
+        ),
         "chosen, 16 clusters": case("a lower distance than chosen", clusters=16, **CHOSEN),
         "chosen, 64 clusters": case("a lower distance than with 16 clusters", clusters=64, **CHOSEN),
     },

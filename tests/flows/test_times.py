@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rectified_flow.flows.times import LogitNormal, Uniform, UShaped
+from rectified_flow.randomness import BatchRows, deterministic
 
 CPU = torch.device("cpu")
 QUANTILES = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
@@ -41,3 +42,17 @@ def test_u_shaped_quantiles(steepness: float) -> None:
     torch.testing.assert_close(times.quantile(QUANTILES), expected, atol=5e-3, rtol=0)
     assert 0 <= times.min() < 1e-3
     assert 1 >= times.max() > 1 - 1e-3
+
+
+def test_stratified_times_are_one_in_each_range_on_any_number_of_ranks() -> None:
+    """Row i of the global batch has a time between the quantiles i / b and (i + 1) / b of the same distribution."""
+    distribution, plain = LogitNormal(-0.5, 1.2, stratified=True), LogitNormal(-0.5, 1.2)
+    with deterministic(BatchRows(0, 7, 8, slice(None))):
+        whole = distribution.draw(8, CPU)
+    shares = torch.special.ndtr((torch.logit(whole) + 0.5) / 1.2)
+    assert ((shares * 8).floor() == torch.arange(8)).all()
+    for rank in range(2):
+        with deterministic(BatchRows(0, 7, 8, slice(rank, None, 2))):
+            torch.testing.assert_close(distribution.draw(4, CPU), whole[rank::2], rtol=0, atol=0)
+    many = distribution.draw(200_000, CPU).quantile(QUANTILES)
+    torch.testing.assert_close(many, plain.draw(200_000, CPU).quantile(QUANTILES), atol=5e-3, rtol=0)
