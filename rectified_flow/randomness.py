@@ -121,13 +121,13 @@ def rand(purpose: str, shape: Sequence[int], device: torch.device | str) -> Tens
 
 
 def strata(purpose: str, count: int, device: torch.device | str) -> Tensor:
-    """Draw uniform numbers ``[b]`` in [0, 1), each in its row's part of as many equal parts as the batch has rows."""
+    """Draw uniform numbers ``[b]`` in [0, 1), one in each of as many equal parts as the global batch has rows."""
     return _draw(_strata, purpose, (count,), device)
 
 
 def _strata(shape: Sequence[int], **settings: Any) -> Tensor:
     u = torch.rand(shape, **settings)
-    return (torch.arange(len(u), device=u.device) + u) / len(u) if u.ndim else u
+    return (torch.randperm(len(u), **settings) + u) / len(u) if u.ndim else u
 
 
 def randint(purpose: str, high: int, shape: Sequence[int], device: torch.device | str) -> Tensor:

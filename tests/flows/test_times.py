@@ -45,12 +45,12 @@ def test_u_shaped_quantiles(steepness: float) -> None:
 
 
 def test_stratified_times_are_one_in_each_range_on_any_number_of_ranks() -> None:
-    """Row i of the global batch has a time between the quantiles i / b and (i + 1) / b of the same distribution."""
+    """Some row of the global batch has a time between the quantiles i / b and (i + 1) / b, for each i."""
     distribution, plain = LogitNormal(-0.5, 1.2, stratified=True), LogitNormal(-0.5, 1.2)
     with deterministic(BatchRows(0, 7, 8, slice(None))):
         whole = distribution.draw(8, CPU)
     shares = torch.special.ndtr((torch.logit(whole) + 0.5) / 1.2)
-    assert ((shares * 8).floor() == torch.arange(8)).all()
+    assert sorted((shares * 8).int().tolist()) == list(range(8))
     for rank in range(2):
         with deterministic(BatchRows(0, 7, 8, slice(rank, None, 2))):
             torch.testing.assert_close(distribution.draw(4, CPU), whole[rank::2], rtol=0, atol=0)
