@@ -19,17 +19,19 @@ from torch.utils.data import Dataset
 from rectified_flow import ImageDataset, Labels, Pixels, RectifiedFlow, Unet
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.flows.times import LogitNormal
 from studies.harness import Case, Figures, Flags, Row, Study, run
-from studies.training import autoguided, grouped, load_trained, measure_samples, open_pictures, train_flow
+from studies.training import SHORT_RUN, autoguided, grouped, load_trained, measure_samples, open_pictures, train_flow
 
 Settings = Mapping[str, Any]
 SCALE = 2.0
 """Scale of autoguidance."""
 AUTOGUIDED = ("now", "muon")
 """Cases of which samples with autoguidance are judged, too."""
-AVERAGED = 25
-"""Updates in the average of ``chosen`` per minute of the budget, some 8% of all."""
+BATCH_SIZE = SHORT_RUN["batch_size"]
+STEPS_PER_MINUTE = 300
+"""Steps of ``chosen`` in a minute, by which the length of its average is set."""
+AVERAGED = 0.08
+"""Length of the average of ``chosen``, as a share of the steps."""
 CLUSTER_SCALE = 1.5
 """Scale of the guidance by clusters."""
 
@@ -52,11 +54,15 @@ class Clustered(Dataset[Any]):
         return {"images": self.pictures.read_batch(indices)["images"], "labels": self.labels[list(indices)]}
 
 
-def train(row: Row, run: Settings, flow: Settings, network: Settings, space: Settings, clusters: int) -> None:
-    """Train with settings that replace those of a short run."""
+def train(
+    row: Row, run: Settings, flow: Settings, network: Settings, space: Settings, clusters: int, counts_images: bool
+) -> None:
+    """Train with settings that replace those of a short run; the budget is in minutes, or else in images."""
     size, data = row.image_size, open_pictures(row.data, row.image_size)
+    budget = {"images": int(row.budget)} if counts_images else {"minutes": row.budget}
     if run.get("ema_decay", 0) is None:
-        run = {**run, "ema_decay": 1 - 1 / (AVERAGED * row.budget)}
+        steps = row.budget / BATCH_SIZE if counts_images else row.budget * STEPS_PER_MINUTE
+        run = {**run, "ema_decay": 1 - 1 / (AVERAGED * steps)}
     items: Dataset[Any] = Clustered(data, clusters, row.seed) if clusters else data
     unet = Unet(
         **{
@@ -72,7 +78,7 @@ def train(row: Row, run: Settings, flow: Settings, network: Settings, space: Set
     )
     dropout = 0.1 if clusters else 0.0
     built = RectifiedFlow(unet, space=Pixels((3, size, size), **space), condition_dropout=dropout, **flow)
-    train_flow(row, built, items, minutes=row.budget, keeps_guide=True, **run)
+    train_flow(row, built, items, keeps_guide=row.case in AUTOGUIDED, **budget, **run)
 
 
 def measure(row: Row, clusters: int) -> Figures:
@@ -90,9 +96,9 @@ def measure(row: Row, clusters: int) -> Figures:
     return figures
 
 
-def case(about: str, clusters: int = 0, **settings: Any) -> Case:
+def case(about: str, clusters: int = 0, counts_images: bool = False, **settings: Any) -> Case:
     """Return a case of settings, see :func:`studies.training.grouped`."""
-    train_case = partial(train, clusters=clusters, **grouped(settings))  # type: ignore[arg-type]
+    train_case = partial(train, clusters=clusters, counts_images=counts_images, **grouped(settings))  # type: ignore[arg-type]
     return Case(about, train_case, partial(measure, clusters=clusters))
 
 
@@ -119,18 +125,6 @@ STUDY = Study(
         "chosen, dim 48": case("a lower distance than chosen at long budgets", **{**CHOSEN, "network_dim": 48}),
         "chosen, dim 64": case("a lower distance than chosen at long budgets", **{**CHOSEN, "network_dim": 64}),
         "chosen, two blocks": case("a lower distance at long budgets", **CHOSEN, network_blocks_per_level=2),
-        "chosen, rate 1e-3": case("a higher distance than chosen", **CHOSEN, learning_rate=1e-3),
-        "chosen, rate 4e-3": case("like chosen", **CHOSEN, learning_rate=4e-3),
-        "chosen, linear": case("like chosen", **{**CHOSEN, "decay": "linear"}),
-        "chosen, cooldown": case("like chosen; its length can be changed late", **{**CHOSEN, "decay": "cooldown"}),
-        "chosen, 3 iterations": case("like chosen", **CHOSEN, optimizer_options=("iterations=3",)),
-        "chosen, ot": case("a lower distance in 16 calls, as paths are straighter", **CHOSEN, flow_coupling="ot"),
-        "chosen, time mean 0": case("like chosen", **CHOSEN, flow_time_distribution=LogitNormal(mean=0.0)),
-        "chosen, stratified": case(
-            "a lower distance, as gradients vary less", **CHOSEN, flow_time_distribution=LogitNormal(stratified=True)
-        ),
-        "chosen, 16 clusters": case("a lower distance than chosen", clusters=16, **CHOSEN),
-        "chosen, 64 clusters": case("a lower distance than with 16 clusters", clusters=64, **CHOSEN),
     },
     Flags(data=("synthetic-flowers", "fluent-emoji"), budget=(4.0,), num_samples=512),
 )
