@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, gcd, log2
+from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from rectified_flow.cli.teacher import recipe_of
+from rectified_flow.cli.teacher import flags_of_checkpoint, recipe_of
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
@@ -254,7 +255,8 @@ class _Planner(Generic[Config]):
         self._choose_batch(images=0)  # the smallest batch is the fastest to measure
         reason = "the network of the teacher"
         if taught is None and self.fixed.isdisjoint(ALTERNATIVES[2]):
-            reason = self._choose_size()
+            origin = self.config.network.init_from
+            reason = (origin and self._take_network(origin)) or self._choose_size()
         elif taught is None:
             reason = "set by flags"
         self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
@@ -304,6 +306,15 @@ class _Planner(Generic[Config]):
         self.config = start
         self._set(flags_of(chosen, self.sides))
         return reason
+
+    def _take_network(self, origin: Path) -> str:
+        """Take the network of the run or checkpoint that this run starts from, if known, and return the reason."""
+        flags = on_main(
+            self.state, lambda: checkpoint.read(origin, flags_of_checkpoint, names=(checkpoint.CONFIG_FILE,))
+        )
+        names = (*ALTERNATIVES[2], "dropout")
+        self._set(checked(type(self.config), {name: flags[name] for name in names if name in flags}, origin))
+        return f"the network of {origin}" if flags else ""
 
     def _choose_precision(self) -> None:
         """Choose bf16 for a rectified flow on a CPU that trains it faster than float32."""

@@ -269,12 +269,12 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     saved = checkpoint.list_checkpoints(checkpoints)
     for newest in saved[-1:]:
         with suppress(DamageError):  # the run itself reports it
-            if _flags_of(newest).get(taught.flag) is None:
+            if flags_of_checkpoint(newest).get(taught.flag) is None:
                 raise UsageError(f"{checkpoints} belongs to a run without --{taught.flag}: choose another --output_dir")
     known = recipe_of(taught)
     if known is None:
         source, flags = checkpoint.read(
-            taught.source, lambda source: (source, _flags_of(source)), names=(checkpoint.CONFIG_FILE,)
+            taught.source, lambda source: (source, flags_of_checkpoint(source)), names=(checkpoint.CONFIG_FILE,)
         )
         origin = source
     else:
@@ -291,6 +291,11 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin)
 
 
-def _flags_of(source: Path) -> dict[str, Any]:
+def flags_of_checkpoint(source: Path) -> dict[str, Any]:
+    """Return the flags of the program that wrote a checkpoint; none if no program did.
+
+    Raises:
+        DamageError: if they cannot be read.
+    """
     path = source / checkpoint.CONFIG_FILE
     return program_flags(read_config(path)) if path.exists() else {}

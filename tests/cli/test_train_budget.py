@@ -64,6 +64,14 @@ def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) ->
     assert losses(tmp_path / "planned") == losses(tmp_path / "again")
 
 
+def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path: Path) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_samples 0 --budget 2s"
+    run_on_ranks(1, train, f"{words} --dim 12 --dim_mults 1 2 --output_dir {tmp_path}/first")
+    run_on_ranks(1, train, f"{words} --init_from {tmp_path}/first --output_dir {tmp_path}/second")
+    flags = flags_of(tmp_path / "second")
+    assert (flags["dim"], flags["dim_mults"]) == (12, [1, 2])
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:
     folders = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
     [(code, text)] = run_on_ranks(
