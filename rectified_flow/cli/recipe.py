@@ -106,12 +106,13 @@ def with_recipe(config: Config, count: int) -> Config:
     Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its original settings.
 
     Raises:
-        UsageError: if ``--budget`` or ``--extend`` is given together with a flag for the length, with ``--config``, or
-            with each other.
+        UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
+            ``--config``, or ``--extend`` with another of the three.
     """
-    times = {name: getattr(config.program, name) for name in ("budget", "extend")}
+    times = {"budget": config.program.budget, "extend": config.program.extend, "one_step": is_distilled(config)}
     for other in sorted(config.given & {*LENGTHS, "config", "extend"}):
-        refuse({name: times[name] for name in times.keys() - {other}}, f"and --{other} exclude each other: pass one")
+        others = {name: value for name, value in times.items() if name != other}
+        refuse(others, f"and --{other} exclude each other: pass one")
     if not may_choose(config):
         return config
     state, fixed = PartialState(), _fixed(config)

@@ -433,7 +433,6 @@ class TrainRectifiedFlow(TrainConfig):
         if self.program.one_step:
             other = {"flow": self.flow.flow is not None, "prediction": self.flow.prediction != "velocity"}
             refuse(other, "excludes --one_step, which distils a rectified flow that predicts the velocity")
-            refuse({"extend": self.program.extend}, "excludes --one_step: extend the run alone, then pass --one_step")
 
     @property
     def teacher_data(self) -> TeacherData | None:

@@ -132,6 +132,7 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
     ("words", "sentence"),
     [
         ("--budget 1m --train_num_steps 5", "--budget and --train_num_steps exclude each other: pass one"),
+        ("--one_step --num_epochs 3", "--one_step and --num_epochs exclude each other: pass one"),
         ("--budget 1m --extend 5m", "--budget and --extend exclude each other: pass one"),
         ("--extend 5m --num_epochs 3", "--extend and --num_epochs exclude each other: pass one"),
         ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 8.0 s on this machine"),

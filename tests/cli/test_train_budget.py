@@ -141,7 +141,7 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
 
 
 def test_a_map_that_could_not_learn_from_the_run_is_refused_before_it_starts() -> None:
-    for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow"), ("--extend 1h", "extend")):
+    for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow")):
         with pytest.raises(UsageError, match=f"--{flag} excludes --one_step"):
             parse(TrainRectifiedFlow, "", ["--one_step", *words.split()])
 
