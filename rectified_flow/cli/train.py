@@ -1,6 +1,7 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 import shlex
+from dataclasses import replace
 from functools import partial
 from math import ceil, prod
 from pathlib import Path
@@ -139,7 +140,8 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
 
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
-    space = build_space(config.data)
+    shown = replace(config.data, autoencoder=None) if config.program.look else config.data  # a report of pixels
+    space = build_space(shown)
     if isinstance(space, Latents):
         config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
     if config.program.dry_run and not may_choose(config):
