@@ -25,7 +25,7 @@ from rectified_flow.cli.parts import (
     picture_space,
 )
 from rectified_flow.cli.plan import look, print_plan
-from rectified_flow.cli.recipe import budget_of, is_distilled, may_choose, proposed_share, with_plan, with_recipe
+from rectified_flow.cli.recipe import SIZES, budget_of, is_distilled, may_choose, proposed_share, with_plan, with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import (
     UNET,
@@ -70,6 +70,9 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
 """Flags of a run that are also those of the mean flow of ``--one_step``."""
+LEAST_ACTIVATIONS = {False: 80, True: 32}
+"""Lower bound of the activations of the Unet in bf16, without and with gradient checkpointing: bytes for each pixel and
+each of ``dim`` channels. A Unet of one level and one block has 92 and 40 at dim 128."""
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -148,8 +151,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         print_plan(config, build_flow(config, PLANNED_LABELS, space))
         return True
     if not (config.program.look or config.program.dry_run):
+        dim = config.network.dim
+        require_room_for_batch(config, space, min(dim, SIZES[0].dim) if may_choose(config) else dim)
         on_main(state, lambda: check_start(config.run, config.network.init_from))
-        require_room_for_batch(config, space)
         space.prepare(state.device)
     pictures = open_pictures(config.data, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
@@ -167,6 +171,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))
         return True
     config.check_held_out(proposed_share(len(pictures)))
+    require_room_for_batch(config, space, config.network.dim)
     flow = build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
@@ -282,15 +287,23 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
 
 
-def require_room_for_batch(config: TrainConfig, space: Space) -> None:
-    """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process."""
+def require_room_for_batch(config: TrainConfig, space: Space, dim: int) -> None:
+    """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process.
+
+    Before the memory is full, a single layer of such a step would take minutes, in which no signal is heeded.
+
+    Args:
+        config: all flags.
+        space: the space of the flow.
+        dim: channels of the Unet at full resolution.
+    """
     state, pixels = PartialState(), prod((space.shape or (0,))[1:])
     if state.device.type != "cpu" or config.network.network != UNET:
         return
     count = config.run.split_batch(state.num_processes).per_process
-    skips = 3 * count * config.network.dim * pixels  # at full resolution alone, of a convolution and two blocks
+    activations = LEAST_ACTIVATIONS[config.network.gradient_checkpointing] * count * dim * pixels
     remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-    require_memory(2 * skips, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
+    require_memory(activations, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 
 
 def build_heldout_hook(

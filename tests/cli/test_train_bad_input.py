@@ -5,12 +5,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from torch import Tensor
 
+from rectified_flow.cli.parts import picture_space
+from rectified_flow.cli.train import require_room_for_batch
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
+from rectified_flow.system import machine
+from rectified_flow.training.costs import activation_memory
 from tests import programs
 from tests.programs import program
 from tests.ranks import run_on_ranks
@@ -223,6 +234,31 @@ def test_another_seed_batch_or_precision_is_reported(
         "warning: the global batch was 16 and is now 8: the run changes",
         "warning: the precision was float32 and is now bf16: the run changes",
     ]
+
+
+@pytest.mark.parametrize("flow", [RectifiedFlow, MeanFlow])
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_batch_that_is_refused_for_its_memory_would_not_fit(
+    flow: type[RectifiedFlow], saving: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = Unet(128, (1,), image_size=8, blocks_per_level=1, attention_sides=())
+    network.gradient_checkpointing = saving
+    with torch.autocast("cpu", torch.bfloat16):
+        least = activation_memory(flow(network), {"images": torch.zeros(1, 3, 8, 8, dtype=torch.uint8)})
+    words = f"--image_size 8 --dim 128 --batch_size 1000 {'--gradient_checkpointing' * saving}"
+    config = parse(TrainRectifiedFlow, "", words.split())
+    monkeypatch.setattr(machine, "memory", lambda: 1000 * least)
+    require_room_for_batch(config, picture_space(config.data), 128)
+    monkeypatch.setattr(machine, "memory", lambda: 500 * least)
+    with pytest.raises(UsageError, match=r"a batch of 1000 images of 8 px would need at least .*: lower --batch_size"):
+        require_room_for_batch(config, picture_space(config.data), 128)
+
+
+def test_a_batch_of_millions_is_refused_before_anything_is_written(pictures: Path, tmp_path: Path) -> None:
+    size = "--image_size 8 --batch_size 16000000"
+    for source in ("--dataset synthetic-flowers", f"--dataset_path {pictures}"):
+        assert_refused(1, f"{source} {size} --output_dir {tmp_path}/run", "a batch of 16000000 images of 8 px would")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_keeps_the_run_and_the_checkpoint_before(tmp_path: Path) -> None:
