@@ -102,11 +102,22 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert str(refused.value) == sentence
 
 
-def test_a_full_memory_is_a_sentence() -> None:
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ("rectified_flow.cli.train_flags:TrainRectifiedFlow", "lower --batch_size, --image_size or --dim"),
+        ("train_masked_text:TextFlags", "lower --batch_size, --width or --length"),
+        ("train_point_clouds:CloudFlags", "lower --batch_size, --points or --width"),
+        ("wan_flags:WanFlags", "lower --batch_size, --frames, --height or --width"),
+        ("rectified_flow.cli.run_flags:SampleConfig", "lower --batch_size"),
+        ("rectified_flow.cli.run_flags:ExportConfig", "end other programs that use it"),
+    ],
+)
+def test_a_full_memory_is_a_sentence_with_flags_of_the_program(flags: str, remedy: str) -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**50)
     for error in (full.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
-        assert re.match(r"out of memory \(.*\): lower --batch_size, ", launch._describe(error))
+        assert re.fullmatch(rf"out of memory \(.*\): {remedy}", launch._describe(error, flags))
 
 
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:
