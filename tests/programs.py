@@ -17,6 +17,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "export.py": programs.export,
     "watch.py": programs.watch,
     "train_masked_text.py": partial(programs.run, "train_masked_text:train", "train_masked_text:TextFlags", ""),
+    "train_wan.py": partial(programs.run, "train_wan:train", "wan_flags:WanFlags", ""),
     "train_point_clouds.py": partial(programs.run, "train_point_clouds:train", "train_point_clouds:CloudFlags", ""),
 }
 

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
+from annotated_types import Interval
+
 from rectified_flow.cli.train_flags import ProgramConfig, check_folders
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Natural, NonNegative, Positive, PositiveNumber, Probability, default_is
@@ -25,7 +27,7 @@ class WanConfig(Flags):
     """Height of a frame [px]."""
     width: Positive = 832
     """Width of a frame [px]."""
-    fps: PositiveNumber = 16.0
+    fps: Annotated[float, Interval(ge=0.01, le=1e30)] = 16.0  # a GIF shows a frame for at most 655 s
     """Frames per second; of a faster video, some are left out."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
     """Folder for encoded clips."""

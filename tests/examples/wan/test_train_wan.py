@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -23,16 +24,17 @@ from clips import find_clips
 from encoded_clips import encode_clips
 from rectified_flow.condition import all_none, drop
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
+from rectified_flow.flags import flag_types, parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.system.outputs import RECORD
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
+from tests.programs import program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
-from wan_flags import WanFlags
+from wan_flags import WanConfig, WanFlags
 from wan_flow import Captions, ClipFlow, WanNetwork
 from wan_pipeline import Wan
 
@@ -45,6 +47,29 @@ ENDS = (
     "--frames 1 --lora_rank 1 --caption_dropout 1 --fps 100 --preview_clips 0 --no_gradient_checkpointing",
     "--frames 5 --train full --caption_dropout 0 --fps 1 --preview_clips 9 --preview_steps 1 --noise_range 0.9 1",
 )
+
+LARGEST = str(2**53 - 1)
+BEYOND: dict[str, tuple[str, ...]] = {
+    "model": ("/dev/null", "x" * 300),
+    "dataset_path": ("/dev/zero", "missing"),
+    "frames": ("2", "100001", LARGEST),
+    "height": ("1", str(2**31), LARGEST),
+    "width": ("1", str(2**31), LARGEST),
+    "fps": ("1e-320", "0.01", "1e30", "1e300"),
+    "cache_dir": ("/dev/null",),
+    "train": ("x",),
+    "lora_rank": (LARGEST,),
+    "lora_alpha": ("1e-320", "1e30", "1e300"),
+    "noise_range": ("0 1e-320", "0.9999999999999999 1", "1 1"),
+    "time_shift": ("1e-320", "1e300"),
+    "first_frame": ("",),
+    "gradient_checkpointing": ("0",),
+    "caption_dropout": ("1e-320", "1.5"),
+    "preview_clips": ("-1",),
+    "preview_steps": ("0", LARGEST),
+    "preview_guidance": ("1e30", "1e300"),
+}
+"""Values of each flag at the ends of its range, and beyond."""
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +121,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory, clips: Path, models: dict[str
     lines += [f"{ends} --output_dir {folder}/end_{number} {flags}" for number, flags in enumerate(ENDS)]
     assert run_on_ranks(1, train, lines) == [[None] * 6]
     return folder
+
+
+def ended(calls: list[list[str]]) -> list[tuple[int, str]]:
+    """Run the program for each call, with a limit of memory; returns its exit codes and what it wrote to stderr."""
+    resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, resource.RLIM_INFINITY))
+    return [program("train_wan.py", words) for words in calls]
+
+
+def test_each_flag_beyond_its_range_is_a_sentence(clips: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    assert flag_types(WanConfig).keys() == BEYOND.keys()
+    base = f"--model {models['one']} --dataset_path {clips} {FLAGS} --cache_dir {tmp_path}/cache --train_num_steps 1"
+    words = [["--" + flag, *value.split()] for flag, values in BEYOND.items() for value in values]
+    calls = [[*base.split(), "--output_dir", f"{tmp_path}/{number}", *each] for number, each in enumerate(words)]
+    for call, (code, text) in zip(words, run_on_ranks(1, ended, calls)[0], strict=True):
+        assert code in (0, 1, 2), (call, text)
+        assert "Traceback" not in text, (call, text)
 
 
 def test_the_run_is_the_same_on_one_and_two_processes(runs: Path) -> None:
