@@ -185,15 +185,14 @@ def prepare_folders(config: TrainingConfig) -> None:
     Raises:
         UsageError: if a folder cannot be written, or contains a file of the user's that the run would replace.
     """
-    for flag, folder in config.folders.items():
-        prepare_folder(flag, folder)
     known, config_file = is_run(config.output_dir), config.output_dir / RUN_FILES[0]
-    claim(config.output_dir, RUN_FILES, ours=known)
+    claim(prepare_folder("output_dir", config.output_dir), RUN_FILES, ours=known)
     if not known and config_file.exists():  # such as that of a saved model
         raise UsageError(
             f"{config_file} is damaged or does not belong to a run: move it away, or choose another --output_dir"
         )
-    claim(config.checkpoints, [BEST], ours=any(map(is_artifact, config.checkpoints.glob("step_*"))))
+    folder = prepare_folder("checkpoint_dir", config.checkpoints)
+    claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
         if not (step / MANIFEST).is_file():
             owned_files(step, CHECKPOINT)
