@@ -18,6 +18,10 @@ from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.system.files import prepare_folder
+from rectified_flow.system.outputs import claim, write_output
+
 PATIENCE = 300.0
 """Time limit of one generation [s]."""
 DRAWINGS = 10
@@ -82,7 +86,7 @@ def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> Non
     page.fill("#seed", str(arguments.seed))
     wait(page)
     page.evaluate("document.activeElement.blur()")
-    page.screenshot(path=arguments.screenshot, full_page=True)
+    write_output(arguments.screenshot, page.screenshot(full_page=True))
     page.close()
 
 
@@ -98,6 +102,11 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1, help="pixels of the screenshot for a pixel of the page")
     parser.add_argument("--seed", type=int, default=1, help="of the pictures in the screenshot")
     arguments = parser.parse_args()
+    if arguments.screenshot is not None:
+        try:
+            claim(prepare_folder("screenshot", arguments.screenshot.parent), [arguments.screenshot.name])
+        except (UsageError, RunError) as error:
+            parser.error(str(error))
     flags = ["--no-sandbox", *SOFTWARE_CARD * arguments.software_card]
     with serving(arguments.folder) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)

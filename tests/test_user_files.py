@@ -1,8 +1,13 @@
 """No program removes or changes a file that the project did not write, in whichever folder a flag names."""
 
+import ctypes
 import json
 import os
+import runpy
 import shutil
+import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -274,3 +279,101 @@ def test_a_record_that_cannot_be_read_is_a_sentence(
     assert (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns) == before
     assert (folder / "grid.png").read_text() == "mine"
     assert {path.name for path in folder.iterdir()} == {RECORD, "grid.png"}
+
+
+def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("playwright.sync_api")
+    picture = tmp_path / "page.png"
+    picture.write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["try_page.py", str(tmp_path), "--screenshot", str(picture)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(Path(__file__).resolve().parents[1] / "scripts/try_page.py"), run_name="__main__")
+    assert f"error: {picture} would be overwritten" in capsys.readouterr().err
+    assert picture.read_text() == "mine"
+
+
+TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_paths 2 --teacher_steps 1"
+WRITERS = {
+    "train_oxford.py": (TRAIN, "output_dir"),
+    "train_oxford.py, checkpoints": (f"{TRAIN} --output_dir {{tmp}}/new", "checkpoint_dir"),
+    "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
+    "train_mean_flow.py": (TEACHER, "output_dir"),
+    "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "paths_dir"),
+    "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1 --path gif", "output_dir"),
+    "sample.py, model": ("--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {tmp}/new", "save_pretrained"),
+    "evaluate.py": (
+        "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0",
+        "output_dir",
+    ),
+    "export.py": ("--checkpoint {trained} --format torch", "output_dir"),
+}
+"""Programs that write, each with its words and the flag of the folder that it writes into."""
+CLONE_NEWNS = 0x20000
+"""Flag of Linux's ``unshare`` for mounts that end with the process."""
+
+
+def without_rights(script: str, words: list[str]) -> tuple[int, str]:
+    """Run a program for which the rights of files count, although root started it."""
+    version, capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
+    assert ctypes.CDLL(None).capset(version, capabilities) == 0
+    return program(script, words)
+
+
+def assert_in_a_sentence(result: tuple[int, str], script: str, place: Path) -> None:
+    code, text = result
+    assert code in (1, 2), text
+    assert "Traceback" not in text
+    assert text.count(f"{script}: ") == 1, text
+    assert str(place) in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("shape", ["a file", "read-only"])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_folder_that_cannot_be_written_is_a_sentence(
+    writer: str, shape: str, trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    place, script = tmp_path / "place", writer.partition(",")[0]
+    mine = place if shape == "a file" else place / "mine.txt"
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    mine.parent.chmod(0o755 if shape == "a file" else 0o555)
+    words, flag = WRITERS[writer]
+    folder = place / "deeper" if flag == "paths_dir" else place  # which is made as a whole
+    call = f"{words} --{flag} {folder}".format(trained=trained, pictures=pictures, tmp=tmp_path).split()
+    assert_in_a_sentence(run_on_ranks(1, without_rights, script, call)[0], script, place)
+    assert mine.read_text() == "mine"
+    assert shape == "a file" or [*place.iterdir()] == [mine]
+
+
+def on_a_full_disk(script: str, words: list[str], disk: Path, room: int) -> tuple[int, str] | None:
+    """Run a program with a disk of 1 MiB that has ``room`` left, and that no other process sees; None without rights.
+
+    A file of the user's, which fills the disk, must stay as it is.
+    """
+    libc, mine = ctypes.CDLL(None), disk / "mine"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if libc.unshare(CLONE_NEWNS) or subprocess.run(["mount", "--make-rprivate", "/"], check=False).returncode:
+        return None
+    if subprocess.run(mount, check=False).returncode:
+        return None
+    mine.write_bytes(b"m" * (shutil.disk_usage(disk).free - room))
+    result = program(script, words)
+    assert {*mine.read_bytes()} == {ord("m")}
+    assert {path.name.partition(".")[0] for path in disk.iterdir()} <= {"folder", "mine"}
+    assert not list(disk.rglob("*.tmp"))
+    return result
+
+
+@pytest.mark.parametrize("room", [0, 16384])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_full_disk_is_a_sentence(writer: str, room: int, trained: Path, pictures: Path, tmp_path: Path) -> None:
+    script, disk, (words, flag) = writer.partition(",")[0], tmp_path / "disk", WRITERS[writer]
+    call = f"{words} --{flag} {disk}/folder".format(trained=trained, pictures=pictures, tmp=tmp_path).split()
+    [result] = run_on_ranks(1, on_a_full_disk, script, call, disk, room)
+    if result is None:
+        pytest.skip("no disk can be mounted here")
+    if result[0] or room == 0:  # else there was room for all
+        assert_in_a_sentence(result, script, disk)
