@@ -60,10 +60,10 @@ SMALLEST_SIDE, MOST_LEVELS = 8, 5
 """Least side of the lowest level of the network, which has attention; largest number of levels."""
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 OF_PICTURES: dict[type, dict[str, Any]] = {
-    TrainRectifiedFlow: {"optimizer": "muon", **SHORT},
+    TrainRectifiedFlow: {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},
     TrainMeanFlow: {**SHORT, "learning_rate": 1e-3},
 }
-"""Settings of the optimizer for runs on pictures, by program."""
+"""Settings of the optimizer, and of the training times, for runs on pictures, by program."""
 OF_TEACHER: dict[str, Any] = {**SHORT, "learning_rate": 1e-3}
 """Settings of the optimizer for runs on the data of a teacher."""
 LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
@@ -87,6 +87,7 @@ PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 CHOSEN = (
     *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps", "teacher_paths", "reflow_pairs"),
     *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
+    *("time_options",),
     *("ema_decay", "mixed_precision", "sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
@@ -96,6 +97,7 @@ ALTERNATIVES = (
     {"global_batch_size", "batch_size", "gradient_accumulation_steps"},
     {"dim", "dim_mults", "network", "network_options"},
     {"optimizer", "learning_rate", "optimizer_options"},
+    {"flow", "time_distribution", "time_options"},
 )
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
@@ -359,7 +361,8 @@ class _Planner(Generic[Config]):
         run, processes = self.config.run, self.state.num_processes
         steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
         flags = plain(self.config)
-        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment", "mixed_precision")
+        settings = ("augment", "mixed_precision", "time_options")
+        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", *settings)
         groups = {
             "network": (("dim", "dim_mults", "network_options"), reason),
             "training": (rates, "see docs/budget.md"),

@@ -75,6 +75,13 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
     assert planned.run.mixed_precision == precision
 
 
+def test_times_are_stratified_unless_a_flag_sets_the_flow_or_its_times() -> None:
+    assert chosen(2000)["time_options"] == ["stratified=True"]
+    for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
+        assert "stratified=True" not in str(chosen(2000, words)["time_options"])
+    assert chosen(2000, kind=TrainMeanFlow)["time_options"] == []
+
+
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
