@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, gcd, log2
+from math import ceil, gcd, inf, log2
 from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -267,16 +267,18 @@ class _Planner(Generic[Config]):
         rate = self._rate()
         if taught is not None:
             self.seconds -= self._choose_rows(taught, rate)
-        images, why = TRAINED_SHARE * self.seconds * rate, "as many as fit into the time"
-        if taught is None and images > UNAUGMENTED_PASSES * self.count:
-            self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
-        passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
-        most = max(LEAST_IMAGES, passes * self.count)
-        if taught is None and images > most:
-            images, why = most, f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"
-        batch = self._choose_batch(images)
-        rate = self._rate()
-        steps = int(min(images, TRAINED_SHARE * self.seconds * rate) / batch)
+        fitting, most, why = TRAINED_SHARE * self.seconds * rate, inf, "as many as fit into the time"
+        if taught is None:
+            if fitting > UNAUGMENTED_PASSES * self.count:
+                self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
+            passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
+            most = max(LEAST_IMAGES, passes * self.count)
+        batch = self._choose_batch(min(fitting, most))
+        rate = self._rate()  # a larger batch is faster
+        fitting = TRAINED_SHARE * self.seconds * rate
+        if fitting > most:
+            why = f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"
+        steps = int(min(fitting, most) / batch)
         if steps < FEWEST_STEPS:
             raise UsageError(
                 f"--budget {self.budget} is too short: a step of {batch} images takes {batch / rate:.1f} s on this "

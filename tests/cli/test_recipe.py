@@ -75,6 +75,14 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
     assert planned.run.mixed_precision == precision
 
 
+def test_a_larger_batch_that_is_faster_buys_more_images() -> None:
+    config = with_recipe(
+        parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1h", "--dim", "32"]), 20_000
+    )
+    run = with_plan(config, 20_000, lambda config: 60.0 if config.run.global_batch_size == 8 else 90.0).run
+    assert run.train_num_steps == int(0.9 * 3600 * 90) // run.split_batch(1).total
+
+
 def test_times_are_stratified_unless_a_flag_sets_the_flow_or_its_times() -> None:
     assert chosen(2000)["time_options"] == ["stratified=True"]
     for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
