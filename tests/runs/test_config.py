@@ -23,7 +23,9 @@ budget extend dry_run look evaluate_every evaluation_samples feature_network sto
 interrupted_exit_code
 """
 RECTIFIED = (
-    SHARED + "prediction loss time_mean time_std time_shift " + "reflow_from reflow_pairs reflow_steps pairs_dir"
+    SHARED
+    + "prediction loss time_mean time_std time_shift "
+    + "reflow_from reflow_pairs reflow_steps pairs_dir one_step"
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
