@@ -11,14 +11,21 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, gcd, inf, log2
-from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli.teacher import flags_of_checkpoint, recipe_of
-from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.train_flags import (
+    STARTER,
+    STARTER_FOLDER,
+    TeacherData,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+    seconds_of,
+)
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import checked, command_line, plain, refuse, replaced
@@ -56,6 +63,8 @@ class Size:
 
 SIZES = (Size(16, 1, 0), Size(24, 1, 4_000), Size(32, 1, 16_000), Size(48, 1, 60_000), Size(64, 1, 250_000))
 """Sizes of the network, in rising order."""
+STARTER_DIM = 32
+"""Channels of the network whose weights are those of ``--init_from starter``."""
 SMALLEST_SIDE, MOST_LEVELS = 8, 5
 """Least side of the lowest level of the network, which has attention; largest number of levels."""
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
@@ -64,7 +73,7 @@ OF_PICTURES: dict[type, dict[str, Any]] = {
     TrainMeanFlow: {**SHORT, "learning_rate": 1e-3},
 }
 """Settings of the optimizer, and of the training times, for runs on pictures, by program."""
-OF_TEACHER: dict[str, Any] = {**SHORT, "learning_rate": 1e-3}
+OF_TEACHER: dict[str, Any] = {"optimizer": "muon", **SHORT}
 """Settings of the optimizer for runs on the data of a teacher."""
 LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
 """Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
@@ -87,7 +96,7 @@ PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 CHOSEN = (
     *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps", "teacher_paths", "reflow_pairs"),
     *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
-    *("time_options",),
+    *("time_options", "init_from"),
     *("ema_decay", "mixed_precision", "sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
@@ -258,8 +267,8 @@ class _Planner(Generic[Config]):
         self._choose_batch(images=0)  # the smallest batch is the fastest to measure
         reason = "the network of the teacher"
         if taught is None and self.fixed.isdisjoint(ALTERNATIVES[2]):
-            origin = self.config.network.init_from
-            reason = (origin and self._take_network(origin)) or self._choose_size()
+            is_run = self.config.network.origin not in {None, STARTER_FOLDER}
+            reason = (is_run and self._take_network()) or self._choose_size()
         elif taught is None:
             reason = "set by flags"
         self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
@@ -298,28 +307,38 @@ class _Planner(Generic[Config]):
         return _rate(self.config, self.measure)
 
     def _choose_size(self) -> str:
-        """Choose the largest size of the network that the budget is long enough for, and return the reason."""
-        start, chosen, reason = self.config, SIZES[0], "the largest size"
-        for size in SIZES:
+        """Choose the largest size of the network that the budget is long enough for, and return the reason.
+
+        The starter is the smallest size where it suits the run, and the only one if it is requested.
+        """
+        is_requested = self.config.network.origin == STARTER_FOLDER
+        suits = is_requested or suits_starter(self.config)
+        sizes = [size for size in SIZES if not suits or size.dim >= STARTER_DIM][: 1 if is_requested else None]
+        start, chosen = self.config, sizes[0]
+        reason = "the network of the starter" if is_requested else "the largest size"
+        for size in sizes:
             self.config = start
             self._set(flags_of(size, self.sides))
             images = TRAINED_SHARE * self.seconds * self._rate()
-            if images < size.images:
+            if size is not sizes[0] and images < size.images:
                 reason = f"--dim {size.dim} would process {images:,.0f} images, and needs {size.images:,}"
                 break
             chosen = size
         self.config = start
-        self._set(flags_of(chosen, self.sides))
+        self._set(flags_of(chosen, self.sides) | ({"init_from": STARTER} if suits and chosen is sizes[0] else {}))
         return reason
 
-    def _take_network(self, origin: Path) -> str:
+    def _take_network(self) -> str:
         """Take the network of the run or checkpoint that this run starts from, if known, and return the reason."""
+        origin = self.config.network.origin
+        if origin is None:
+            return ""
         flags = on_main(
             self.state, lambda: checkpoint.read(origin, flags_of_checkpoint, names=(checkpoint.CONFIG_FILE,))
         )
         names = (*ALTERNATIVES[2], "dropout")
         self._set(checked(type(self.config), {name: flags[name] for name in names if name in flags}, origin))
-        return f"the network of {origin}" if flags else ""
+        return f"the network of {self.config.network.init_from}" if flags else ""
 
     def _choose_precision(self) -> None:
         """Choose bf16 for a rectified flow on a CPU that trains it faster than float32."""
@@ -366,7 +385,7 @@ class _Planner(Generic[Config]):
         settings = ("augment", "mixed_precision", "time_options")
         rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", *settings)
         groups = {
-            "network": (("dim", "dim_mults", "network_options"), reason),
+            "network": (("dim", "dim_mults", "network_options", "init_from"), reason),
             "training": (rates, "see docs/budget.md"),
             "on the way": (("sample_every", "num_samples", "save_every"), "previews and checkpoints in steps"),
         }
@@ -378,6 +397,12 @@ class _Planner(Generic[Config]):
         for name, (names, text) in groups.items():
             words[name] = f"{' '.join(command_line({each: flags[each] for each in names}))}; {text}"
         self.state.print(lines(words))
+
+
+def suits_starter(config: TrainConfig) -> bool:
+    """Return whether the starter, a rectified flow of RGB pictures by its velocity, is a start for this run."""
+    data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
+    return isinstance(config, TrainRectifiedFlow) and data.dataset_path is not None and not unlike
 
 
 def flags_of(size: Size, sides: tuple[int, int]) -> dict[str, Any]:

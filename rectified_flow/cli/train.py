@@ -130,8 +130,8 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     if config.program.dry_run:
         print_plan(config, flow)
         return True
-    on_main(state, lambda: check_start(config.run, config.network.init_from))
-    start_from(config.network.init_from, config.run, flow)
+    on_main(state, lambda: check_start(config.run, config.network.origin))
+    start_from(config.network.origin, config.run, flow)
     callbacks: list[Callback] = [Pace(None)]
     if evaluation.evaluate_every:
         callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
@@ -153,7 +153,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     if not (config.program.look or config.program.dry_run):
         dim = config.network.dim
         require_room_for_batch(config, space, min(dim, SIZES[0].dim) if may_choose(config) else dim)
-        on_main(state, lambda: check_start(config.run, config.network.init_from))
+        on_main(state, lambda: check_start(config.run, config.network.origin))
         space.prepare(state.device)
     pictures = open_pictures(config.data, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
@@ -174,7 +174,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     require_room_for_batch(config, space, config.network.dim)
     flow = build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
-    start_from(config.network.init_from if taught is None else taught.source, config.run, flow)
+    start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
     dataset = _open_rows(config, flow, pictures, state)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising

@@ -35,6 +35,9 @@ from rectified_flow.system.machine import require_memory
 BYTES_PER_WEIGHT = 16
 """Least training memory of a weight: itself, its gradient and two moments in float32."""
 UNET = "Unet"
+STARTER = Path("starter")
+"""Value of ``--init_from`` for the weights that are installed with the package."""
+STARTER_FOLDER = Path(__file__).parents[1] / "networks" / STARTER
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 """Units of --budget."""
 
@@ -110,7 +113,7 @@ class NetworkConfig(Flags):
     use_cfg: bool = False
     """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
     init_from: Path | None = None
-    """Initialise from the weights of this checkpoint or run whose shapes match."""
+    """Initialise from the weights of this checkpoint or run whose shapes match; starter: those that are installed."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of keeping them: less memory, more time."""
 
@@ -120,6 +123,12 @@ class NetworkConfig(Flags):
         weights = sum(2 * (2 + 3) * 9 * (self.dim * mult) ** 2 for mult in self.dim_mults)
         what = f"a Unet of --dim {self.dim} and --dim_mults {' '.join(map(str, self.dim_mults))}"
         require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the two")
+
+    @property
+    def origin(self) -> Path | None:
+        """Checkpoint or run that the weights are initialised from, if any."""
+        is_starter = self.init_from == STARTER and not STARTER.exists()
+        return STARTER_FOLDER if is_starter else self.init_from
 
     def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
         """Check that the levels of the Unet can halve the sides of pictures, or the side of their latents.

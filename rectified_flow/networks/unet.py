@@ -5,7 +5,7 @@ attention is written as matmul and softmax because the fused kernels have none.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TypeVar
 
@@ -157,6 +157,26 @@ class Unet(nn.Module):
             tangents.keep_no_more()
             return checkpoint(block, x, condition, use_reentrant=False)
         return block(x, condition)
+
+    def align(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Rename the weights of a Unet with another number of levels, so that they fit this one's levels.
+
+        They become this network's lowest levels if it has more of them, since these work on the same numbers of pixels
+        in pictures that are larger by a factor. The highest of them become this network's levels if it has fewer.
+        """
+        own = {"down": len(self.down), "up": len(self.up)}
+        there = {part: len({name.split(".")[1] for name in weights if name.startswith(f"{part}.")}) for part in own}
+        shift = {"down": max(0, own["down"] - there["down"]), "up": min(0, own["up"] - there["up"])}
+        per_level = {"down": self.blocks_per_level + 1, "up": self.blocks_per_level + 2}
+        if len({(own[part] - there[part]) / per_level[part] for part in own}) > 1:  # or numbers of blocks
+            return dict(weights)
+        renamed = {}
+        for name, value in weights.items():
+            part, *rest = name.split(".")
+            if part in own:
+                rest[0] = str(int(rest[0]) + shift[part])
+            renamed[".".join((part, *rest))] = value
+        return renamed
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Check that this Unet takes data of ``shape`` ``(c, h, w)``.

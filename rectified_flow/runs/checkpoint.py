@@ -340,6 +340,8 @@ def load_averaged(network: nn.Module, path: Path) -> None:
 def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
     """Give ``network`` the averaged weights of the checkpoint at ``path`` that have the same names and shapes.
 
+    A network with a method ``align`` may rename them first, as :meth:`rectified_flow.networks.unet.Unet.align` does.
+
     Returns:
         The names of the network's own weights that were taken, and of those that were not.
 
@@ -347,6 +349,7 @@ def load_matching(network: nn.Module, path: Path) -> tuple[set[str], set[str]]:
         UsageError: if the checkpoint is damaged.
     """
     saved = load_tensors(path, *averaged_files(path))
+    saved = getattr(network, "align", dict)(saved)
     own = own_weights(network)
     taken = {key: value for key, value in saved.items() if key in own and own[key].shape == value.shape}
     network.load_state_dict(taken, strict=False)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli.recipe import suits_starter
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import UsageError
@@ -70,6 +71,30 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
     run_on_ranks(1, train, f"{words} --init_from {tmp_path}/first --output_dir {tmp_path}/second")
     flags = flags_of(tmp_path / "second")
     assert (flags["dim"], flags["dim_mults"]) == (12, [1, 2])
+
+
+@pytest.mark.parametrize("flags", ["", "--init_from starter"])
+def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_path: Path) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 16 --num_samples 0 --budget 4s"
+    run_on_ranks(1, train, f"{words} {flags} --output_dir {tmp_path}/run")
+    begun = flags_of(tmp_path / "run")
+    assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("flags", "suits"),
+    [
+        ("--dataset_path pictures", True),
+        ("--dataset_path pictures --use_cfg --image_size 64 --no-horizontal_flip", True),
+        ("--dataset synthetic-flowers", False),
+        ("--dataset_path pictures --alpha", False),
+        ("--dataset_path pictures --prediction clean", False),
+        ("--dataset_path pictures --autoencoder haar", False),
+        ("--dataset_path pictures --init_from runs/other", False),
+    ],
+)
+def test_runs_that_the_starter_suits(flags: str, suits: bool) -> None:
+    assert suits_starter(parse(TrainRectifiedFlow, "", flags.split())) == suits
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rectified_flow.cli.recipe import STARTER_DIM
 from rectified_flow.cli.train import start_from
+from rectified_flow.cli.train_flags import STARTER, STARTER_FOLDER, NetworkConfig
 from rectified_flow.condition import AugmentationLabels, Kinds, Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
@@ -66,3 +68,26 @@ def test_where_nothing_fits(source: Path, conditions: Kinds) -> None:
     flow = RectifiedFlow(Unet(16, (1, 2), conditions=conditions, image_size=8, attention_sides=()))
     with pytest.raises(UsageError, match=r"of another architecture \(\d% of this network's weights would fit\): pass"):
         started(flow, source)
+
+
+def test_the_starter_is_an_undamaged_checkpoint() -> None:
+    origin = NetworkConfig(init_from=STARTER).origin
+    assert origin == STARTER_FOLDER
+    weights = checkpoint.load_tensors(checkpoint.resolve(origin), checkpoint.MODEL_FILE)
+    assert sum(weight.nbytes for weight in weights.values()) < 5e6
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
+    network = Unet(STARTER_DIM, (1, 1, 2, 3), image_size=64, attention_sides=(8,), blocks_per_level=1)
+    with redirect_stdout(StringIO()) as printed:
+        start_from(STARTER_FOLDER, TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
+    saved = checkpoint.load_tensors(checkpoint.resolve(STARTER_FOLDER), checkpoint.MODEL_FILE)
+    assert torch.equal(network.state_dict()["down.6.conv1.weight"], saved["down.4.conv1.weight"].float())
+    assert "weights; new are down.0.conv1, down.0.conv2" in printed.getvalue()
+
+
+def test_a_folder_of_the_users_named_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / STARTER).mkdir()
+    assert NetworkConfig(init_from=STARTER).origin == STARTER

@@ -210,3 +210,26 @@ def test_blocks_have_layers_of_their_own() -> None:
     """Two blocks with one number would drop the same elements."""
     layers = [module.layer for module in Unet(dim=8).modules() if isinstance(module, Block)]
     assert len(layers) == len(set(layers))
+
+
+@pytest.mark.parametrize(
+    ("mults", "down", "up"),
+    [((1, 1, 2), 2, 0), ((1, 1, 1, 2), 4, 0), ((1,), 0, -3), ((1, 3), 0, 0)],
+    ids=["a level more", "two more", "a level fewer", "as many"],
+)
+def test_weights_of_a_unet_with_other_levels(mults: tuple[int, ...], down: int, up: int) -> None:
+    """They are those of the lowest levels of a deeper network, and a shallower one has those of their highest levels.
+
+    A level has two blocks on the way down and three on the way up; the first has no resampling block.
+    """
+    weights = small(blocks_per_level=1).state_dict()
+    aligned = small(dim_mults=mults, blocks_per_level=1, attention_sides=()).align(weights)
+    assert aligned["conv_in.weight"] is weights["conv_in.weight"]
+    for part, count, shift in (("down", 3, down), ("up", 5, up)):
+        for index in range(count):
+            assert aligned[f"{part}.{index + shift}.conv1.weight"] is weights[f"{part}.{index}.conv1.weight"]
+
+
+def test_weights_of_a_unet_with_other_numbers_of_blocks() -> None:
+    weights = small(blocks_per_level=1).state_dict()
+    assert small(blocks_per_level=2, dim_mults=(1, 1, 2), attention_sides=()).align(weights) == weights

@@ -1,0 +1,39 @@
+"""Write the starter, the weights of ``--init_from starter``, from a run on drawn flowers.
+
+The run that the package's starter is from, in about an hour of one core:
+
+    python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
+        --network_options blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter
+    python scripts/make_starter.py runs/starter
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from rectified_flow.cli.teacher import flags_of_checkpoint
+from rectified_flow.cli.train_flags import STARTER_FOLDER
+from rectified_flow.runs import checkpoint
+
+FLAGS = ("network", "network_options", "dim", "dim_mults", "dropout", "prediction")
+"""Flags that describe the network and its output."""
+
+
+def main() -> None:
+    """Write the averaged weights of a run, in half precision, and the flags of its network."""
+    parser = argparse.ArgumentParser(description="write the starter of the package from a run")
+    parser.add_argument("run", type=Path, help="a run, or a checkpoint")
+    parser.add_argument("--folder", type=Path, default=STARTER_FOLDER, help="folder to write (default: the package's)")
+    arguments = parser.parse_args()
+    source = checkpoint.resolve(arguments.run)
+    averaged = checkpoint.load_tensors(source, *checkpoint.averaged_files(source))
+    flags = flags_of_checkpoint(source)
+    tensors = {checkpoint.MODEL_FILE: {name: value.half() for name, value in averaged.items()}}
+    documents = {checkpoint.CONFIG_FILE: {"run": {}, "flags": {name: flags[name] for name in FLAGS}}}
+    print(checkpoint.save(arguments.folder, checkpoint.step_of(source), tensors, documents))
+
+
+if __name__ == "__main__":
+    main()
