@@ -28,7 +28,7 @@ from rectified_flow.data import build as catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse
-from tests.programs import program
+from tests.programs import constant_speed, program
 from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -371,7 +371,8 @@ def run_command(name: str, flags: list[str], folder: Path) -> None:
 
 def _in_folder(name: str, flags: list[str], folder: Path) -> tuple[int, str]:
     os.chdir(folder)
-    return program(name, flags)
+    with constant_speed():
+        return program(name, flags)
 
 
 def run_example(code: str, folder: Path) -> None:
