@@ -26,6 +26,7 @@ from rectified_flow.cli.train_flags import (
     TrainRectifiedFlow,
     seconds_of,
 )
+from rectified_flow.data.store import OriginalInfo
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import checked, command_line, plain, refuse, replaced
@@ -96,7 +97,7 @@ PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 CHOSEN = (
     *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps", "teacher_paths", "reflow_pairs"),
     *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
-    *("time_options", "init_from"),
+    *("time_options", "init_from", "image_size"),
     *("ema_decay", "mixed_precision", "sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
@@ -111,10 +112,15 @@ ALTERNATIVES = (
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
 
-def with_recipe(config: Config, count: int) -> Config:
+def with_recipe(config: Config, count: int, originals: OriginalInfo | None = None) -> Config:
     """Return the flags of a run on ``count`` pictures, and print the chosen ones. Collective.
 
     Flags on the command line take precedence. A resumed run, also with ``--resume PATH``, keeps its original settings.
+
+    Args:
+        config: the flags so far.
+        count: number of pictures.
+        originals: properties of the pictures before they were resized, if known.
 
     Raises:
         UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
@@ -140,6 +146,10 @@ def with_recipe(config: Config, count: int) -> Config:
         flags = for_pictures(count, augmentable=config.data.autoencoder is None)
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+        if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
+            multiple = max(SMALLEST_SIDE, 2 ** (len(config.network.dim_mults) - 1))
+            side = ceil(min(originals.width[1], originals.height[1]) / multiple) * multiple
+            flags |= {"image_size": side} if side < config.data.image_size else {}
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
         words = " ".join(command_line(flags))

@@ -158,7 +158,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     pictures = open_pictures(config.data, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
-    config = with_recipe(config, len(pictures))
+    opened, config = config.data, with_recipe(config, len(pictures), pictures.info.originals)
+    if config.data.framing != opened.framing:  # the pictures are smaller, or a resumed run has another size
+        pictures = open_pictures(config.data, source)
     if config.program.look:
         look(config.run.output_dir, pictures, picture_space(config.data))
         return True

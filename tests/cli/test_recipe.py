@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.recipe import CHOSEN, SIZES, flags_of, for_pictures, with_plan, with_recipe
+from rectified_flow.cli.recipe import CHOSEN, SIZES, STARTER_DIM, flags_of, for_pictures, with_plan, with_recipe
 from rectified_flow.cli.train_flags import (
     DataConfig,
     RectifiedFlowProgramConfig,
@@ -14,6 +14,7 @@ from rectified_flow.cli.train_flags import (
     TrainRectifiedFlow,
     seconds_of,
 )
+from rectified_flow.data.store import OriginalInfo
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.runs import checkpoint
@@ -49,6 +50,21 @@ def test_fewer_pictures_get_more_help(kind: type[TrainConfig]) -> None:
         assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
 
 
+@pytest.mark.parametrize(
+    ("largest", "words", "side"),
+    [
+        *(((28, 28), "", 32), ((300, 20), "", 24), ((8, 8), "", 8), ((64, 64), "", 64), ((300, 65), "", 64)),
+        *(((20, 20), "--dim_mults 1 1 1 1 1", 32), ((28, 28), "--image_size 64", 64)),
+        *(((28, 28), "--autoencoder haar", 64), ((28, 28), "--aspect_ratio 3:2", 64)),
+    ],
+)
+def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, side: int) -> None:
+    """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
+    originals = OriginalInfo(width=[4, largest[0]], height=[4, largest[1]], enlarged=0, duplicates=0)
+    config = parse(TrainRectifiedFlow, "Train.", f"--dataset_path pictures {words}".split())
+    assert with_recipe(config, 2000, originals).data.image_size == side
+
+
 def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     widths, images = [], []
     for budget in ("2m", "12m", "1h", "4h", "1d"):
@@ -59,10 +75,10 @@ def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
     assert images == sorted(images)
-    for flags, size in (
-        (chosen(2000, "--budget 12m", rate=rate), size) for rate, size in ((200.0, 0), (FAST * 1e6, -1))
-    ):
-        assert flags["dim"] == SIZES[size].dim
+    for words, smallest in (("", STARTER_DIM), ("--alpha", SIZES[0].dim)):
+        slow, fast = (chosen(2000, f"--budget 12m {words}", rate=rate) for rate in (500.0, FAST * 1e6))
+        assert (slow["dim"], fast["dim"]) == (smallest, SIZES[-1].dim)
+        assert (slow["init_from"], fast["init_from"]) == (None if words else "starter", None)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +166,7 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
         ("--one_step --num_epochs 3", "--one_step and --num_epochs exclude each other: pass one"),
         ("--budget 1m --extend 5m", "--budget and --extend exclude each other: pass one"),
         ("--extend 5m --num_epochs 3", "--extend and --num_epochs exclude each other: pass one"),
-        ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 8.0 s on this machine"),
+        ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 32.0 s on this machine"),
         *(
             (f"--budget {each}", f"--budget is {each}; it must be a time such as")
             for each in ("5", "0m", "1e9h", "m", "nanh")

@@ -82,6 +82,15 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
     assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2])
 
 
+def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
+    """It also has it after a resume by the same command, and where its data are opened again."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0 --log_every 1"
+    for steps in (2, 4):
+        run_on_ranks(1, train, f"{words} --train_num_steps {steps} --output_dir {tmp_path}/run")
+        assert flags_of(tmp_path / "run")["image_size"] == 8
+    assert len(losses(tmp_path / "run")) == 4
+
+
 @pytest.mark.parametrize(
     ("flags", "suits"),
     [
