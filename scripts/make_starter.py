@@ -1,6 +1,6 @@
 """Write the starter, the weights of ``--init_from starter``, from a run on drawn flowers.
 
-The run that the package's starter is from, in about an hour of one core:
+The package's starter was made as follows, in about an hour on one core:
 
     python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 3
         --network_options blocks_per_level=1 attention_sides=[8] --dropout 0 --budget 50m --output_dir runs/starter

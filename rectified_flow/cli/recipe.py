@@ -1,8 +1,8 @@
 """Choice of flags from the time budget, the speed of the machine and the number of pictures.
 
 Flags that the user sets are never changed. With a budget, the program measures how fast this machine trains networks of
-several widths, chooses the widest network that the time is long enough for, and sets the number of steps. Only this
-number is recorded, so a run is the same after a resume and on any number of processes.
+several widths, chooses the widest network that the time is long enough for, and sets the number of steps. The chosen
+flags are recorded, so a resumed run has the same ones.
 docs/measurements/budget.md and docs/measurements/small_data.md have the measurements behind the settings.
 """
 
@@ -46,7 +46,7 @@ FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30
 FEW = 16_000
 """Number of pictures below which pictures are augmented, and a larger share of them is held out."""
 PASSES, AUGMENTED_PASSES = 400, 1000
-"""Numbers of passes over 64 pictures at 16 px after which samples contain few copies: without, with augmentation."""
+"""Numbers of passes over 64 pictures at 16 px up to which samples contain few copies: without, with augmentation."""
 UNAUGMENTED_PASSES = 50
 """Largest number of passes for which pictures are not augmented, since so short a run does not memorise them."""
 LEAST_IMAGES = 192_000
@@ -153,7 +153,7 @@ def with_recipe(config: Config, count: int, originals: OriginalInfo | None = Non
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
         words = " ".join(command_line(flags))
-        state.print(line("recipe", f"{words}, for {count:,} pictures; flags override it (docs/small_data.md)"))
+        state.print(line("recipe", f"{words}, for {count:,} pictures; flags override them (docs/small_data.md)"))
     return replaced(config, flags)
 
 
@@ -193,7 +193,7 @@ def _extended(config: Config, time: str, state: PartialState, measure: Measure[C
     if steps is None:
         raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
     if checkpoint.step_of(saved[-1]) < steps:
-        state.print(line("extend", f"the run continues to its last step, {steps:,}, first; pass --extend again then"))
+        state.print(line("extend", f"training to the last step, {steps:,}, without extending; pass --extend again"))
         return config
     batch, rate = config.run.split_batch(state.num_processes).total, _rate(config, measure)
     more = max(1, int(TRAINED_SHARE * seconds_of(time) * rate / batch))
@@ -228,10 +228,10 @@ def is_distilled(config: TrainConfig) -> bool:
 
 
 def may_choose(config: TrainConfig) -> bool:
-    """Return whether flags may be chosen: for the pictures of a folder, the data of a teacher, and a given time.
+    """Return whether flags may be chosen: with a folder of pictures, a teacher, ``--budget`` or ``--extend``.
 
-    Without a time, nothing is chosen for other data, or for a config that was built in Python. Nothing is ever chosen
-    for a run by the flags of a file.
+    Without a time, nothing is chosen for other data, or for a config that was built in Python. With ``--config``,
+    nothing is chosen.
     """
     own = config.data.dataset_path is not None or config.teacher_data is not None
     chooses = own and config.program.given is not None
@@ -319,7 +319,7 @@ class _Planner(Generic[Config]):
     def _choose_size(self) -> str:
         """Choose the largest size of the network that the budget is long enough for, and return the reason.
 
-        The starter is the smallest size where it suits the run, and the only one if it is requested.
+        If the run can start from the starter, the starter's size is the smallest, or the only one if requested.
         """
         is_requested = self.config.network.origin == STARTER_FOLDER
         suits = is_requested or suits_starter(self.config)
@@ -397,7 +397,7 @@ class _Planner(Generic[Config]):
         groups = {
             "network": (("dim", "dim_mults", "network_options", "init_from"), reason),
             "training": (rates, "see docs/budget.md"),
-            "on the way": (("sample_every", "num_samples", "save_every"), "previews and checkpoints in steps"),
+            "outputs": (("sample_every", "num_samples", "save_every"), "intervals in steps"),
         }
         machine = f"{processes} x {self.state.device.type} trains {rate:,.1f} images/s"
         words = {
@@ -410,7 +410,7 @@ class _Planner(Generic[Config]):
 
 
 def suits_starter(config: TrainConfig) -> bool:
-    """Return whether the starter, a rectified flow of RGB pictures by its velocity, is a start for this run."""
+    """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
     data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
     return isinstance(config, TrainRectifiedFlow) and data.dataset_path is not None and not unlike
 

@@ -260,7 +260,7 @@ def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, l
     lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
     if labelled and len(lost) > 0:
         named = name_some([pictures.class_names[label] for label in lost])
-        state.print(f"warning: no picture is left to train on of {len(lost)} of the classes: {named}")
+        state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
     return split
 
 
@@ -285,14 +285,14 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
-    rest = f"; new are {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
+    rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
 
 
 def require_room_for_batch(config: TrainConfig, space: Space, dim: int) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process.
 
-    Before the memory is full, a single layer of such a step would take minutes, in which no signal is heeded.
+    Before the memory is full, a single layer could take minutes, during which signals are not handled.
 
     Args:
         config: all flags.

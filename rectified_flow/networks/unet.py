@@ -161,8 +161,8 @@ class Unet(nn.Module):
     def align(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the weights of a Unet with another number of levels, so that they fit this one's levels.
 
-        They become this network's lowest levels if it has more of them, since these work on the same numbers of pixels
-        in pictures that are larger by a factor. The highest of them become this network's levels if it has fewer.
+        If this network has more levels, its lowest ones get the weights: on larger pictures, these have the same
+        resolutions. If it has fewer, it gets the weights of the highest levels.
         """
         own = {"down": len(self.down), "up": len(self.up)}
         there = {part: len({name.split(".")[1] for name in weights if name.startswith(f"{part}.")}) for part in own}

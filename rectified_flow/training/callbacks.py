@@ -86,7 +86,7 @@ class Pace(Callback):
             if done >= enough and whole > LATE * self.budget:
                 self._warn(
                     trainer,
-                    f"this run will take about {duration(whole)} instead of the {duration(self.budget)} of --budget, "
+                    f"this run will take about {duration(whole)} instead of the planned {duration(self.budget)}, "
                     f"as a step takes {duration(step)} on average: stop other programs on this machine, or start a new "
                     "run with a longer --budget",
                 )

@@ -21,7 +21,7 @@ from tests.programs import constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
-TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0 --log_every 1"
+TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0"
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_pat
 
 def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
     """It also has it after a resume by the same command, and where its data are opened again."""
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0 --log_every 1"
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --dim 8 --dim_mults 1 --num_samples 0"
     for steps in (2, 4):
-        run_on_ranks(1, train, f"{words} --train_num_steps {steps} --output_dir {tmp_path}/run")
+        run_on_ranks(1, train, f"{words} --train_num_steps {steps} --log_every 1 --output_dir {tmp_path}/run")
         assert flags_of(tmp_path / "run")["image_size"] == 8
     assert len(losses(tmp_path / "run")) == 4
 
@@ -143,7 +143,7 @@ def warnings_of(
 def test_a_run_that_will_be_late_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert warnings_of(monkeypatch, budget=100.0, total=100, step=0.9) == []
     [text] = warnings_of(monkeypatch, budget=100.0, total=100, step=2.0)
-    assert "will take about 3.3 minutes instead of the 1.7 minutes of --budget" in text
+    assert "will take about 3.3 minutes instead of the planned 1.7 minutes" in text
     assert warnings_of(monkeypatch, budget=100.0, total=100, step=2.0, first=50) == [], "a resumed run has no such time"
 
 

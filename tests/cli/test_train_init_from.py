@@ -52,7 +52,7 @@ def test_other_labels_another_size_and_augmentation(source: Path) -> None:
     new = {"label_embedding.weight", "augmentation_embedding.weight"}
     for name, value in network.state_dict().items():
         assert torch.equal(value, before[name] if name in new else averaged[name]), name
-    assert "; new are augmentation_embedding, label_embedding" in printed
+    assert "; not initialised: augmentation_embedding, label_embedding" in printed
     total = sum(value.numel() for value in before.values())
     fits = total - sum(before[name].numel() for name in new)
     assert f"{fits:,} of {total:,} weights" in printed
@@ -60,7 +60,7 @@ def test_other_labels_another_size_and_augmentation(source: Path) -> None:
 
 def test_a_mean_flow_starts_from_a_rectified_flow(source: Path) -> None:
     printed = started(MeanFlow(unet(labels=Labels(5))), source)
-    assert "new are" not in printed
+    assert "not initialised" not in printed
 
 
 @pytest.mark.parametrize("conditions", [{}, {"labels": Labels(5)}])
@@ -84,7 +84,7 @@ def test_the_starter_in_a_network_of_more_levels(tmp_path: Path) -> None:
         start_from(STARTER_FOLDER, TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(network))
     saved = checkpoint.load_tensors(checkpoint.resolve(STARTER_FOLDER), checkpoint.MODEL_FILE)
     assert torch.equal(network.state_dict()["down.6.conv1.weight"], saved["down.4.conv1.weight"].float())
-    assert "weights; new are down.0.conv1, down.0.conv2" in printed.getvalue()
+    assert "weights; not initialised: down.0.conv1, down.0.conv2" in printed.getvalue()
 
 
 def test_a_folder_of_the_users_named_starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

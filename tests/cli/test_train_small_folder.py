@@ -70,12 +70,12 @@ def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
 def test_a_class_that_is_held_out_as_a_whole_is_named(one_each: Path, tmp_path: Path) -> None:
     flags = f"{TINY} --dataset_path {one_each} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
     [said] = run_on_ranks(1, train, f"{flags} --use_cfg")
-    [warning] = [row for row in said.splitlines() if "is left to train on" in row]
+    [warning] = [row for row in said.splitlines() if "no training pictures in" in row]
     [split] = [row for row in said.splitlines() if row.startswith("held out")]
     held_out = split.partition("train on, ")[2].split()[0]
-    assert warning.startswith(f"warning: no picture is left to train on of {held_out} of the classes: ")
+    assert warning.startswith(f"warning: no training pictures in {held_out} of the classes: ")
     [said] = run_on_ranks(1, train, f"{flags}-2")
-    assert "is left to train on" not in said, "nothing is asked for by class"
+    assert "no training pictures in" not in said, "nothing is asked for by class"
 
 
 def test_a_share_to_hold_out_is_proposed_by_the_number_of_pictures(one_each: Path, tmp_path: Path) -> None:
