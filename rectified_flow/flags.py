@@ -50,6 +50,8 @@ OVERRIDES = {
     "train_num_steps": ("num_epochs",),
     "num_epochs": ("train_num_steps",),
     "dataset": ("dataset_path",),
+    "teacher": ("augment", "holdout", "init_from"),
+    "reflow_from": ("augment", "holdout", "init_from"),
     "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
 }
 """Flags in the file of ``--config`` that another flag on the command line overrides, too."""

@@ -7,7 +7,7 @@ docs/measurements/budget.md and docs/measurements/small_data.md have the measure
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, gcd, inf, log2
@@ -32,12 +32,14 @@ from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import checked, command_line, plain, refuse, replaced
 from rectified_flow.flows.solvers import CALLS_PER_STEP
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.system.terminal import line, lines
 
 Config = TypeVar("Config", bound=TrainConfig)
 Measure: TypeAlias = Callable[[Config], float]
-"""A function that measures the images per second of a training with these flags, on this process."""
+"""A function that measures the images per second of a training with these flags, on this process; 0 if its memory does
+not suffice."""
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
@@ -66,6 +68,8 @@ SIZES = (Size(16, 1, 0), Size(24, 1, 4_000), Size(32, 1, 16_000), Size(48, 1, 60
 """Sizes of the network, in rising order."""
 STARTER_DIM = 32
 """Channels of the network whose weights are those of ``--init_from starter``."""
+STARTER_SIDE = 32
+"""Least side of the pictures of a run that starts from the starter; more than 85% of its weights then come from it."""
 SMALLEST_SIDE, MOST_LEVELS = 8, 5
 """Least side of the lowest level of the network, which has attention; largest number of levels."""
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
@@ -112,6 +116,22 @@ ALTERNATIVES = (
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 
 
+def check_length(config: TrainConfig) -> None:
+    """Check that at most one flag gives the length of the run.
+
+    Raises:
+        UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
+            ``--config``, ``--extend`` with another of the three, or ``--budget`` with ``--resume PATH``.
+    """
+    times = {"budget": config.program.budget, "extend": config.program.extend, "one_step": is_distilled(config)}
+    for other in sorted(config.given & {*LENGTHS, "config", "extend"}):
+        others = {name: value for name, value in times.items() if name != other}
+        refuse(others, f"and --{other} exclude each other: pass one")
+    if config.run.origin is not None:
+        budget = {"budget": config.program.budget}
+        refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
+
+
 def with_recipe(config: Config, count: int, originals: OriginalInfo | None = None) -> Config:
     """Return the flags of a run on ``count`` pictures, and print the chosen ones. Collective.
 
@@ -121,21 +141,13 @@ def with_recipe(config: Config, count: int, originals: OriginalInfo | None = Non
         config: the flags so far.
         count: number of pictures.
         originals: properties of the pictures before they were resized, if known.
-
-    Raises:
-        UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
-            ``--config``, or ``--extend`` with another of the three.
     """
-    times = {"budget": config.program.budget, "extend": config.program.extend, "one_step": is_distilled(config)}
-    for other in sorted(config.given & {*LENGTHS, "config", "extend"}):
-        others = {name: value for name, value in times.items() if name != other}
-        refuse(others, f"and --{other} exclude each other: pass one")
     if not may_choose(config):
         return config
     state, fixed = PartialState(), _fixed(config)
     before = on_main(state, lambda: _settings_of_run(config))
     if before is not None:
-        kept = {name: value for name, value in before.items() if name not in fixed}
+        kept = {name: value for name, value in before.items() if name not in _fixed(config, ALTERNATIVES[:2])}
         if kept.get("global_batch_size"):  # the number of processes may have changed
             whole = kept["global_batch_size"] // state.num_processes * state.num_processes
             kept["global_batch_size"] = max(whole, state.num_processes)
@@ -148,7 +160,8 @@ def with_recipe(config: Config, count: int, originals: OriginalInfo | None = Non
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
             multiple = max(SMALLEST_SIDE, 2 ** (len(config.network.dim_mults) - 1))
-            side = ceil(min(originals.width[1], originals.height[1]) / multiple) * multiple
+            visible = max if config.data.crop == "none" else min
+            side = ceil(visible(originals.width[1], originals.height[1]) / multiple) * multiple
             flags |= {"image_size": side} if side < config.data.image_size else {}
         flags = {name: value for name, value in flags.items() if name not in fixed}
     if flags:
@@ -187,10 +200,10 @@ def _extended(config: Config, time: str, state: PartialState, measure: Measure[C
         UsageError: if there is no run, or its length is not a number of steps.
     """
     saved = on_main(state, lambda: checkpoint.list_checkpoints(config.run.checkpoints))
-    steps = config.run.train_num_steps
+    steps = config.run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
     if not saved:
         raise UsageError(f"--extend needs a run, and {config.run.checkpoints} has no checkpoint: pass --budget instead")
-    if steps is None:
+    if config.run.num_epochs is not None:
         raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
     if checkpoint.step_of(saved[-1]) < steps:
         state.print(line("extend", f"training to the last step, {steps:,}, without extending; pass --extend again"))
@@ -206,10 +219,10 @@ def _rate(config: Config, measure: Measure[Config]) -> float:
     return PartialState().num_processes * min(gather_object([measure(config)]))
 
 
-def _fixed(config: TrainConfig) -> set[str]:
+def _fixed(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNATIVES) -> set[str]:
     """Return the names of the flags that the user has set, and of the alternatives to them."""
     fixed = set(config.given)
-    for names in ALTERNATIVES:
+    for names in alternatives:
         fixed |= names if fixed & names else set()
     return fixed
 
@@ -219,7 +232,7 @@ def budget_of(config: TrainConfig) -> str | None:
     if not may_choose(config) or config.given & LENGTHS:
         return None
     budget = config.program.budget or DEFAULT_BUDGET
-    return f"{seconds_of(budget) / 120:g}m" if is_distilled(config) else budget
+    return f"{float(budget[:-1]) / 2:g}{budget[-1]}" if is_distilled(config) else budget
 
 
 def is_distilled(config: TrainConfig) -> bool:
@@ -235,7 +248,7 @@ def may_choose(config: TrainConfig) -> bool:
     """
     own = config.data.dataset_path is not None or config.teacher_data is not None
     chooses = own and config.program.given is not None
-    asked = config.program.budget is not None or config.program.extend is not None
+    asked = config.program.budget is not None or config.program.extend is not None or is_distilled(config)
     return (chooses or asked) and config.program.config is None
 
 
@@ -284,8 +297,13 @@ class _Planner(Generic[Config]):
         self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
         self._choose_precision()
         rate = self._rate()
+        if rate == 0:
+            raise UsageError("a step does not fit into the memory of the GPU: lower --image_size or --batch_size")
         if taught is not None:
             self.seconds -= self._choose_rows(taught, rate)
+            if self.seconds <= 0:
+                flag = f"--{taught.flag.removesuffix('_from')}_{taught.rows}"
+                raise UsageError(f"generating {flag} would take longer than --budget {self.budget}: lower one")
         fitting, most, why = TRAINED_SHARE * self.seconds * rate, inf, "as many as fit into the time"
         if taught is None:
             if fitting > UNAUGMENTED_PASSES * self.count:
@@ -322,7 +340,7 @@ class _Planner(Generic[Config]):
         If the run can start from the starter, the starter's size is the smallest, or the only one if requested.
         """
         is_requested = self.config.network.origin == STARTER_FOLDER
-        suits = is_requested or suits_starter(self.config)
+        suits = is_requested or (suits_starter(self.config) and min(self.sides) >= STARTER_SIDE)
         sizes = [size for size in SIZES if not suits or size.dim >= STARTER_DIM][: 1 if is_requested else None]
         start, chosen = self.config, sizes[0]
         reason = "the network of the starter" if is_requested else "the largest size"
@@ -407,6 +425,20 @@ class _Planner(Generic[Config]):
         for name, (names, text) in groups.items():
             words[name] = f"{' '.join(command_line({each: flags[each] for each in names}))}; {text}"
         self.state.print(lines(words))
+
+
+def smallest(config: Config) -> Config:
+    """Return the flags of the smallest run that the plan may choose."""
+    if budget_of(config) is None:
+        return config
+    least = {"dim": SIZES[0].dim, "global_batch_size": LEAST_BATCH * PartialState().num_processes}
+    return replaced(config, {name: value for name, value in least.items() if name not in _fixed(config)})
+
+
+def chooses_network(config: TrainConfig) -> bool:
+    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
+    is_free = budget_of(config) is not None and _fixed(config).isdisjoint(ALTERNATIVES[2])
+    return is_free and config.teacher_data is None
 
 
 def suits_starter(config: TrainConfig) -> bool:

@@ -25,8 +25,18 @@ from rectified_flow.cli.parts import (
     picture_space,
 )
 from rectified_flow.cli.plan import look, print_plan
-from rectified_flow.cli.recipe import SIZES, budget_of, is_distilled, may_choose, proposed_share, with_plan, with_recipe
-from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
+from rectified_flow.cli.recipe import (
+    budget_of,
+    check_length,
+    chooses_network,
+    is_distilled,
+    may_choose,
+    proposed_share,
+    smallest,
+    with_plan,
+    with_recipe,
+)
+from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import (
     UNET,
     EvaluationConfig,
@@ -37,6 +47,7 @@ from rectified_flow.cli.train_flags import (
 )
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
+from rectified_flow.data.framing import parse_ratio
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.report import name_some, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -73,6 +84,7 @@ OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_wit
 LEAST_ACTIVATIONS = {False: 80, True: 32}
 """Lower bound of the activations of the Unet in bf16, without and with gradient checkpointing: bytes for each pixel and
 each of ``dim`` channels. A Unet of one level and one block has 92 and 40 at dim 128."""
+NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -107,6 +119,7 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
 
 def _train(config: TrainConfig) -> bool:
     """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished."""
+    check_length(config)
     state = join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
@@ -145,14 +158,13 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     """
     shown = replace(config.data, autoencoder=None) if config.program.look else config.data  # a report of pixels
     space = build_space(shown)
-    if isinstance(space, Latents):
-        config.network.check_side(config.data.image_size, (space.shape or (0,))[-1])
+    if not (config.program.look or chooses_network(config)):
+        check_sides(config, space)
     if config.program.dry_run and not may_choose(config):
         print_plan(config, build_flow(config, PLANNED_LABELS, space))
         return True
     if not (config.program.look or config.program.dry_run):
-        dim = config.network.dim
-        require_room_for_batch(config, space, min(dim, SIZES[0].dim) if may_choose(config) else dim)
+        require_room_for_batch(smallest(config), space)
         on_main(state, lambda: check_start(config.run, config.network.origin))
         space.prepare(state.device)
     pictures = open_pictures(config.data, source)
@@ -172,8 +184,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     if config.program.dry_run:
         print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))
         return True
+    check_sides(config, space)
     config.check_held_out(proposed_share(len(pictures)))
-    require_room_for_batch(config, space, config.network.dim)
+    require_room_for_batch(config, space)
     flow = build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
@@ -192,7 +205,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
 
 
 def training_rate(conditions: Kinds, latents: Latents | None, state: PartialState, config: TrainConfig) -> float:
-    """Measure the images per second of a training with these flags on this process.
+    """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
 
     Args:
         conditions: conditions of the data.
@@ -210,7 +223,10 @@ def training_rate(conditions: Kinds, latents: Latents | None, state: PartialStat
     item = blank_item(space, (space.shape or (0,))[1:], points, state.device)
     build = find_optimizer(config.run, fused=state.device.type == "cuda")
     precise = partial(autocast, precision, state.device)
-    return measure_rate(flow, build, item, batch.per_process * batch.accumulation, precise)
+    try:
+        return measure_rate(flow, build, item, batch.per_process, precise)
+    except torch.OutOfMemoryError:
+        return 0.0
 
 
 def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
@@ -269,13 +285,13 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
 
     Args:
         origin: a run or checkpoint, or None to change nothing.
-        run: the flags of the run; the weights of a run with checkpoints are not changed.
+        run: the flags of the run; the weights of a run that resumes are not changed.
         flow: the flow whose network is initialised.
 
     Raises:
         UsageError: if ``origin`` is neither a run nor a checkpoint, or has another architecture.
     """
-    if origin is None or list_checkpoints(run.checkpoints):
+    if origin is None or run.origin is not None or list_checkpoints(run.checkpoints):
         return
     state = PartialState()
     source, (taken, fresh) = read(origin, lambda source: (source, load_matching(flow.network, source)), state)
@@ -283,13 +299,23 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
-        raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
+        flags = flags_of_checkpoint(source)
+        known = {name: flags[name] for name in NETWORK_FLAGS if name in flags}
+        remedy = " ".join(command_line(known)) or "the --dim and --dim_mults of its run"
+        raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
 
 
-def require_room_for_batch(config: TrainConfig, space: Space, dim: int) -> None:
+def check_sides(config: TrainConfig, space: Space) -> None:
+    """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
+    latent_side = (space.shape or (0,))[-1] if isinstance(space, Latents) else None
+    ratio = (1, 1) if latent_side else parse_ratio(config.data.aspect_ratio)
+    config.network.check_side(config.data.image_size, latent_side, ratio)
+
+
+def require_room_for_batch(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process.
 
     Before the memory is full, a single layer could take minutes, during which signals are not handled.
@@ -297,13 +323,12 @@ def require_room_for_batch(config: TrainConfig, space: Space, dim: int) -> None:
     Args:
         config: all flags.
         space: the space of the flow.
-        dim: channels of the Unet at full resolution.
     """
     state, pixels = PartialState(), prod((space.shape or (0,))[1:])
     if state.device.type != "cpu" or config.network.network != UNET:
         return
     count = config.run.split_batch(state.num_processes).per_process
-    activations = LEAST_ACTIVATIONS[config.network.gradient_checkpointing] * count * dim * pixels
+    activations = LEAST_ACTIVATIONS[config.network.gradient_checkpointing] * count * config.network.dim * pixels
     remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
     require_memory(activations, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
 

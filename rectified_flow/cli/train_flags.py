@@ -127,8 +127,7 @@ class NetworkConfig(Flags):
     @property
     def origin(self) -> Path | None:
         """Checkpoint or run that the weights are initialised from, if any."""
-        is_starter = self.init_from == STARTER and not STARTER.exists()
-        return STARTER_FOLDER if is_starter else self.init_from
+        return STARTER_FOLDER if self.init_from == STARTER else self.init_from
 
     def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
         """Check that the levels of the Unet can halve the sides of pictures, or the side of their latents.
@@ -399,8 +398,6 @@ class TrainConfig:
                 "coupling": self.flow.coupling != "independent",
             }
             refuse(unused, f"has no effect with --{taught.flag}, which generates the training data and their noise")
-        if self.data.autoencoder is None:
-            self.network.check_side(self.data.image_size, ratio=parse_ratio(self.data.aspect_ratio))
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()

@@ -90,7 +90,7 @@ class Pace(Callback):
                     f"as a step takes {duration(step)} on average: stop other programs on this machine, or start a new "
                     "run with a longer --budget",
                 )
-        elif trainer.device.type == "cpu" and (rest > LONGEST_RUN or step > LONGEST_STEP):
+        elif self.budget is None and trainer.device.type == "cpu" and (rest > LONGEST_RUN or step > LONGEST_STEP):
             self._warn(
                 trainer,
                 f"the remaining steps will take about {duration(rest)} on this CPU, {duration(step)} a step: for a run "

@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.recipe import CHOSEN, SIZES, STARTER_DIM, flags_of, for_pictures, with_plan, with_recipe
+from rectified_flow.cli.recipe import (
+    CHOSEN,
+    SIZES,
+    STARTER_DIM,
+    budget_of,
+    check_length,
+    flags_of,
+    for_pictures,
+    with_plan,
+    with_recipe,
+)
 from rectified_flow.cli.train_flags import (
     DataConfig,
     RectifiedFlowProgramConfig,
@@ -33,7 +43,9 @@ def chosen(
 ) -> dict[str, object]:
     """All flags of a run on so many pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
-    config = with_recipe(parse(kind, "Train.", (data + words).split()), count)
+    config = parse(kind, "Train.", (data + words).split())
+    check_length(config)
+    config = with_recipe(config, count)
     return recorded(with_plan(config, count, lambda config: rate / config.network.dim**2))
 
 
@@ -55,6 +67,7 @@ def test_fewer_pictures_get_more_help(kind: type[TrainConfig]) -> None:
     [
         *(((28, 28), "", 32), ((300, 20), "", 24), ((8, 8), "", 8), ((64, 64), "", 64), ((300, 65), "", 64)),
         *(((20, 20), "--dim_mults 1 1 1 1 1", 32), ((28, 28), "--image_size 64", 64)),
+        *(((60, 20), "--crop none", 64), ((30, 20), "--crop none", 32), ((30, 20), "--crop center", 24)),
         *(((28, 28), "--autoencoder haar", 64), ((28, 28), "--aspect_ratio 3:2", 64)),
     ],
 )
@@ -110,7 +123,9 @@ def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
     def planned(program: RectifiedFlowProgramConfig) -> TrainRectifiedFlow:
-        config = with_recipe(TrainRectifiedFlow(data, run=run, program=program), 2000)
+        config = TrainRectifiedFlow(data, run=run, program=program)
+        check_length(config)
+        config = with_recipe(config, 2000)
         return with_plan(config, 2000, lambda config: 1e3)
 
     assert planned(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
@@ -166,6 +181,7 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
         ("--one_step --num_epochs 3", "--one_step and --num_epochs exclude each other: pass one"),
         ("--budget 1m --extend 5m", "--budget and --extend exclude each other: pass one"),
         ("--extend 5m --num_epochs 3", "--extend and --num_epochs exclude each other: pass one"),
+        ("--budget 1h --resume runs/old", "--budget excludes --resume PATH, which keeps the length of that run: pass"),
         ("--budget 2s", "--budget 2s is too short: a step of 8 images takes 32.0 s on this machine"),
         *(
             (f"--budget {each}", f"--budget is {each}; it must be a time such as")
@@ -191,6 +207,24 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
 def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
     flags = flags_of(SIZES[0], sides)
     assert (list(flags["dim_mults"]), flags["network_options"][1]) == (mults, f"attention_sides=[{attention}]")
+
+
+def test_a_step_that_does_not_fit_into_the_memory() -> None:
+    with pytest.raises(UsageError, match="does not fit into the memory of the GPU: lower --image_size or --batch_size"):
+        chosen(2000, rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("budget", "half"), [("1h", "0.5h"), ("10s", "5s"), ("3m", "1.5m"), ("2000d", "1000d"), ("0.1s", "0.05s")]
+)
+def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> None:
+    words = f"--dataset synthetic-flowers --one_step --budget {budget}"
+    assert budget_of(parse(TrainRectifiedFlow, "", words.split())) == half
+    assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
+
+
+def test_a_generator_in_one_step_has_a_budget_for_any_data() -> None:
+    assert budget_of(parse(TrainRectifiedFlow, "", ["--one_step"])) == "0.5h"
 
 
 def test_flags_override_it() -> None:
@@ -225,6 +259,7 @@ def test_a_run_goes_on_as_it_began(
     assert "the settings recorded at the start of the run" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
     assert longer == began | {"train_num_steps": 20_000}
+    assert chosen(800, f"{run} --learning_rate 1e-4") == began | {"learning_rate": 1e-4}, "and keeps the optimizer"
     save(tmp_path, 2, longer | {"log_with": "removed"})
     assert chosen(800, run) == longer, "it is extended once"
     save(tmp_path, 3, began | {"global_batch_size": 63})

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
+from rectified_flow.cli import train as cli_train
 from rectified_flow.cli.parts import picture_space
-from rectified_flow.cli.train import require_room_for_batch
+from rectified_flow.cli.recipe import chooses_network, smallest
+from rectified_flow.cli.train import check_sides, require_room_for_batch, training_rate
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -236,6 +239,47 @@ def test_another_seed_batch_or_precision_is_reported(
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults require; pass 16"),
+        ("--aspect_ratio 3:2 --image_size 72", "72 with --aspect_ratio 3:2 gives sides that are not divisible by 8"),
+        ("--aspect_ratio 9:16 --image_size 63", "63 with --aspect_ratio 9:16 gives sides that are not divisible by 8"),
+        ("--aspect_ratio 16:9 --image_size 63", "--dim_mults require; pass 72"),
+    ],
+)
+def test_sides_that_the_levels_cannot_halve(words: str, sentence: str) -> None:
+    """They are refused if the network is given, and not if the plan will choose its levels."""
+    config = parse(TrainRectifiedFlow, "", words.split())
+    with pytest.raises(UsageError, match=sentence):
+        check_sides(config, picture_space(config.data))
+    assert not chooses_network(config)
+    assert chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split()))
+
+
+def test_a_plan_measures_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All images of an accumulated step at once might not fit into the memory. Where one does not, the rate is 0."""
+    monkeypatch.setattr(cli_train, "measure_rate", lambda flow, build, item, count, precise: float(count))
+    words = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --gradient_accumulation_steps 50"
+    config = parse(TrainRectifiedFlow, "", words.split())
+    assert training_rate({}, None, PartialState(), config) == 2
+
+    def fail(*arguments: object) -> float:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(cli_train, "measure_rate", fail)
+    assert training_rate({}, None, PartialState(), config) == 0
+
+
+def test_memory_is_checked_for_the_smallest_plan() -> None:
+    words = "--dataset_path pictures --image_size 512"
+    least = smallest(parse(TrainRectifiedFlow, "", words.split()))
+    assert (least.network.dim, least.run.global_batch_size) == (16, 8)
+    for more in ("--train_num_steps 9", "--dim 64 --batch_size 64"):
+        config = parse(TrainRectifiedFlow, "", f"{words} {more}".split())
+        assert smallest(config) == config
+
+
 @pytest.mark.parametrize("flow", [RectifiedFlow, MeanFlow])
 @pytest.mark.parametrize("saving", [False, True])
 def test_a_batch_that_is_refused_for_its_memory_would_not_fit(
@@ -248,10 +292,10 @@ def test_a_batch_that_is_refused_for_its_memory_would_not_fit(
     words = f"--image_size 8 --dim 128 --batch_size 1000 {'--gradient_checkpointing' * saving}"
     config = parse(TrainRectifiedFlow, "", words.split())
     monkeypatch.setattr(machine, "memory", lambda: 1000 * least)
-    require_room_for_batch(config, picture_space(config.data), 128)
+    require_room_for_batch(config, picture_space(config.data))
     monkeypatch.setattr(machine, "memory", lambda: 500 * least)
     with pytest.raises(UsageError, match=r"a batch of 1000 images of 8 px would need at least .*: lower --batch_size"):
-        require_room_for_batch(config, picture_space(config.data), 128)
+        require_room_for_batch(config, picture_space(config.data))
 
 
 def test_a_batch_of_millions_is_refused_before_anything_is_written(pictures: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ from PIL import Image
 
 from rectified_flow.cli.recipe import suits_starter
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.cli.train_flags import STARTER_FOLDER, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
+from rectified_flow.runs import checkpoint
 from rectified_flow.training import callbacks
 from rectified_flow.training.callbacks import Pace
 from tests.programs import constant_speed
@@ -76,10 +77,23 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
 
 @pytest.mark.parametrize("flags", ["", "--init_from starter"])
 def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_path: Path) -> None:
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 16 --num_samples 0 --budget 1s"
-    run_on_ranks(1, train, f"{words} {flags} --output_dir {tmp_path}/run")
+    """With a learning rate that changes next to nothing, the weights are still those of the starter."""
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --budget 1s"
+    run_on_ranks(1, train, f"{words} {flags} --optimizer adamw --learning_rate 1e-9 --output_dir {tmp_path}/run")
     begun = flags_of(tmp_path / "run")
-    assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2])
+    assert (begun["init_from"], begun["dim"], begun["dim_mults"]) == ("starter", 32, [1, 2, 3])
+    trained, starter = (
+        checkpoint.load_tensors(checkpoint.resolve(folder), checkpoint.MODEL_FILE)
+        for folder in (tmp_path / "run", STARTER_FOLDER)
+    )
+    for name, value in starter.items():
+        torch.testing.assert_close(trained[name], value.float(), atol=1e-5, rtol=0)
+
+
+def test_pictures_of_sides_that_default_levels_cannot_halve(pictures: Path, tmp_path: Path) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 12 --num_samples 0 --budget 1s"
+    run_on_ranks(1, train, f"{words} --output_dir {tmp_path}/run")
+    assert flags_of(tmp_path / "run")["dim_mults"] == [1]
 
 
 def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) -> None:
@@ -101,6 +115,7 @@ def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) 
         ("--dataset_path pictures --prediction clean", False),
         ("--dataset_path pictures --autoencoder haar", False),
         ("--dataset_path pictures --init_from runs/other", False),
+        ("--dataset_path pictures --init_from None", False),
     ],
 )
 def test_runs_that_the_starter_suits(flags: str, suits: bool) -> None:
@@ -145,6 +160,7 @@ def test_a_run_that_will_be_late_says_so_once(monkeypatch: pytest.MonkeyPatch) -
     [text] = warnings_of(monkeypatch, budget=100.0, total=100, step=2.0)
     assert "will take about 3.3 minutes instead of the planned 1.7 minutes" in text
     assert warnings_of(monkeypatch, budget=100.0, total=100, step=2.0, first=50) == [], "a resumed run has no such time"
+    assert warnings_of(monkeypatch, budget=3e5, total=100_000, step=3.0, first=50) == [], "days were asked for"
 
 
 def test_a_run_of_days_on_a_cpu_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,5 +198,5 @@ def test_a_dry_run_names_the_command_of_the_map(
     pictures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(f"--dataset_path {pictures} --cache_dir {tmp_path} {TINY} --output_dir {tmp_path}/run --one_step --dry_run")
-    assert f"--teacher {tmp_path}/run --output_dir {tmp_path}/run/one-step --budget 30m" in capfd.readouterr().out
+    assert f"--teacher {tmp_path}/run --output_dir {tmp_path}/run/one-step --budget 0.5h" in capfd.readouterr().out
     assert not (tmp_path / "run").exists()
