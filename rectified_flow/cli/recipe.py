@@ -303,15 +303,18 @@ class _Planner(Generic[Config]):
             self.seconds -= self._choose_rows(taught, rate)
             if self.seconds <= 0:
                 flag = f"--{taught.flag.removesuffix('_from')}_{taught.rows}"
-                raise UsageError(f"generating {flag} would take longer than --budget {self.budget}: lower one")
+                raise UsageError(f"generating the {taught.rows} would take all of --budget {self.budget}: lower {flag}")
         fitting, most, why = TRAINED_SHARE * self.seconds * rate, inf, "as many as fit into the time"
         if taught is None:
             if fitting > UNAUGMENTED_PASSES * self.count:
                 self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
             passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
             most = max(LEAST_IMAGES, passes * self.count)
-        batch = self._choose_batch(min(fitting, most))
-        rate = self._rate()  # a larger batch is faster
+        smallest, slowest = self.config, rate
+        batch, rate = self._choose_batch(min(fitting, most)), self._rate()  # a larger batch is faster
+        if rate == 0:  # but may exceed the memory of a GPU
+            self.config, rate = smallest, slowest
+            batch = self.config.run.split_batch(self.state.num_processes).total
         fitting = TRAINED_SHARE * self.seconds * rate
         if fitting > most:
             why = f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"

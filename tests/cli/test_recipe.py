@@ -212,6 +212,9 @@ def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], atte
 def test_a_step_that_does_not_fit_into_the_memory() -> None:
     with pytest.raises(UsageError, match="does not fit into the memory of the GPU: lower --image_size or --batch_size"):
         chosen(2000, rate=0.0)
+    config = parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1d"])
+    run = with_plan(config, 2000, lambda config: FAST * ((config.run.global_batch_size or 0) <= 8)).run
+    assert run.global_batch_size == 8, "a larger batch does not fit"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -220,6 +221,8 @@ def test_a_teachers_paths_take_at_most_a_third_of_the_budget(
         count = planned(1000.0, *words).teacher_data
         assert count is not None
         assert count.count == int((*words, "5000")[1] if words else 5000), "the default, or as the flag asks for"
+    with pytest.raises(UsageError, match="generating the paths would take all of --budget 1m: lower --teacher_paths"):
+        planned(10.0, "--budget", "1m", "--teacher_paths", "7000")
     run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
     shutil.rmtree(mine)
     again = planned(10.0)
