@@ -99,10 +99,11 @@ PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0
 PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 """Numbers of samples in a preview, and the network calls for each."""
 CHOSEN = (
-    *("augment", "holdout", "global_batch_size", "num_epochs", "train_num_steps", "teacher_paths", "reflow_pairs"),
-    *("dim", "dim_mults", "dropout", "network_options", "optimizer", "learning_rate", "lr_warmup_steps", "lr_decay"),
-    *("time_options", "init_from", "image_size"),
-    *("ema_decay", "mixed_precision", "sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
+    *("image_size", "augment", "holdout", "teacher_paths", "reflow_pairs"),
+    *("global_batch_size", "num_epochs", "train_num_steps", "mixed_precision"),
+    *("dim", "dim_mults", "dropout", "network_options", "init_from"),
+    *("optimizer", "learning_rate", "lr_warmup_steps", "lr_decay", "ema_decay", "time_options"),
+    *("sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
 LENGTHS = {"num_epochs", "train_num_steps"}
