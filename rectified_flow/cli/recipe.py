@@ -311,10 +311,10 @@ class _Planner(Generic[Config]):
                 self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
             passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
             most = max(LEAST_IMAGES, passes * self.count)
-        smallest, slowest = self.config, rate
+        before, slower = self.config, rate
         batch, rate = self._choose_batch(min(fitting, most)), self._rate()  # a larger batch is faster
         if rate == 0:  # but may exceed the memory of a GPU
-            self.config, rate = smallest, slowest
+            self.config, rate = before, slower
             batch = self.config.run.split_batch(self.state.num_processes).total
         fitting = TRAINED_SHARE * self.seconds * rate
         if fitting > most:

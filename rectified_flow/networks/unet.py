@@ -5,6 +5,7 @@ attention is written as matmul and softmax because the fused kernels have none.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TypeVar
@@ -23,6 +24,8 @@ from rectified_flow.registry import register
 
 MOST_BLOCKS, MOST_PIXELS = 1000, 2**20
 """Limits of a level and of a side: a damaged description could ask for more than the memory holds."""
+BLOCK_NAME = re.compile(r"(down|up)\.([0-9]{1,6})\.(.+)")
+"""Names of the weights of a block on the way down or up, with its number."""
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -165,18 +168,14 @@ class Unet(nn.Module):
         resolutions. If it has fewer, it gets the weights of the highest levels.
         """
         own = {"down": len(self.down), "up": len(self.up)}
-        there = {part: len({name.split(".")[1] for name in weights if name.startswith(f"{part}.")}) for part in own}
+        blocks = {name: match for name in weights if (match := BLOCK_NAME.fullmatch(name))}
+        there = {part: len({match[2] for match in blocks.values() if match[1] == part}) for part in own}
         shift = {"down": max(0, own["down"] - there["down"]), "up": min(0, own["up"] - there["up"])}
         per_level = {"down": self.blocks_per_level + 1, "up": self.blocks_per_level + 2}
         if len({(own[part] - there[part]) / per_level[part] for part in own}) > 1:  # or numbers of blocks
             return dict(weights)
-        renamed = {}
-        for name, value in weights.items():
-            part, *rest = name.split(".")
-            if part in own:
-                rest[0] = str(int(rest[0]) + shift[part])
-            renamed[".".join((part, *rest))] = value
-        return renamed
+        names = {name: f"{match[1]}.{int(match[2]) + shift[match[1]]}.{match[3]}" for name, match in blocks.items()}
+        return {names.get(name, name): value for name, value in weights.items()}
 
     def check_shape(self, shape: Sequence[int]) -> None:
         """Check that this Unet takes data of ``shape`` ``(c, h, w)``.

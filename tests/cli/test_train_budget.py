@@ -77,7 +77,7 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
 
 @pytest.mark.parametrize("flags", ["", "--init_from starter"])
 def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_path: Path) -> None:
-    """With a learning rate that changes next to nothing, the weights are still those of the starter."""
+    """The learning rate is so low that the trained weights equal those of the starter."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --budget 1s"
     run_on_ranks(1, train, f"{words} {flags} --optimizer adamw --learning_rate 1e-9 --output_dir {tmp_path}/run")
     begun = flags_of(tmp_path / "run")

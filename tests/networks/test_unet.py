@@ -233,3 +233,9 @@ def test_weights_of_a_unet_with_other_levels(mults: tuple[int, ...], down: int, 
 def test_weights_of_a_unet_with_other_numbers_of_blocks() -> None:
     weights = small(blocks_per_level=1).state_dict()
     assert small(blocks_per_level=2, dim_mults=(1, 1, 2), attention_sides=()).align(weights) == weights
+
+
+def test_weights_of_another_network_with_the_same_names_of_parts() -> None:
+    weights = {f"{part}.{name}.weight": torch.ones(1) for part in ("down", "up") for name in ("first", "second")}
+    assert small().align(weights) == weights
+    assert small().align({"down": torch.ones(1)}) == {"down": torch.ones(1)}
