@@ -61,9 +61,13 @@ SHORT_RUN: Mapping[str, Any] = {
 
 def open_pictures(data: str, image_size: int, split: str = "train") -> ImageDataset:
     """Open a dataset by a value of ``--dataset``, a folder, or the name of a folder in ``$STUDIES_DATA``."""
+    return open_dataset(data, find_folder(data), image_size=image_size, split=split)
+
+
+def find_folder(data: str) -> Path | None:
+    """Return the folder of a dataset, which may be in ``$STUDIES_DATA``; None for a value of ``--dataset``."""
     folders = [Path(data), *(Path(folder) / data for folder in [environ.get("STUDIES_DATA")] if folder)]
-    folder = next((each for each in folders if each.is_dir()), None)
-    return open_dataset(data, folder, image_size=image_size, split=split)
+    return next((each for each in folders if each.is_dir()), None)
 
 
 class Budget(Callback):

@@ -86,6 +86,13 @@ def test_other_studies(study: str, case: str, way: str, tmp_path: Path, monkeypa
     assert figures[way]["frechet"] > 0
 
 
+def test_the_program_chooses_its_settings(tmp_path: Path) -> None:
+    row = row_of("quality", "--budget", tmp_path, budget=0.2, size=16)
+    assert compute(row)["averaged weights"]["frechet"] > 0
+    assert row.trained is not None
+    assert row.trained["images"] >= 80, "ten steps of eight pictures"
+
+
 def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import small_data, training
 
