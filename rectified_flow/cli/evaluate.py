@@ -56,7 +56,8 @@ def evaluate(config: EvaluateConfig) -> None:
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    on_main(state, lambda: _claim(folder, ours=is_run(folder)))
+    files = [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE]
+    on_main(state, lambda: claim(prepare_folder("output_dir", folder), files, ours=is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
@@ -108,11 +109,6 @@ def evaluate(config: EvaluateConfig) -> None:
         if len(results) > 1:
             texts["plot"] = str(_plot(folder, results, measure.ema_lengths, evaluator.headline))
         tqdm.write(lines(texts))
-
-
-def _claim(folder: Path, *, ours: bool) -> None:
-    prepare_folder("output_dir", folder)
-    claim(folder, [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE], ours=ours)
 
 
 def _split(

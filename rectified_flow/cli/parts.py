@@ -1,14 +1,15 @@
 """From flags to the parts of a run: dataset, space, network and flow."""
 
+from inspect import signature
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
-from rectified_flow.cli.run_flags import SamplingConfig
+from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import Kinds, chosen
 from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
@@ -16,11 +17,12 @@ from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, typed_options
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
-from rectified_flow.load import Trained, load_trained, solver_options
+from rectified_flow.load import Trained, load_trained
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
@@ -65,7 +67,30 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     state, model = join(config), config.model
     set_seed(config.samples.seed)
     trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
-    return state, trained, solver_options(trained.flow, trained.source, **vars(config.solver))
+    return state, trained, _solver_options(config.solver, trained)
+
+
+def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
+    """Return the arguments of ``flow.sample`` for the flags of the solver.
+
+    Raises:
+        UsageError: if a flag has no effect on the flow.
+    """
+    flow, source, options = trained.flow, trained.source, dict[str, Any]()
+    if flags.solver is not None:
+        options["solver"] = flags.solver
+    if flags.time_grid != "uniform":
+        options["grid"] = flags.time_grid
+    if flags.guidance_scale != 1:
+        options["guidance"] = Guidance(flags.guidance_scale, flags.guidance_interval)
+    named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
+    unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
+    hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
+    if unused:
+        raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
+    if "guidance" in options and not chosen(flow.conditions):
+        raise UsageError(f"--guidance_scale needs labels: train {source} with --use_cfg")
+    return options
 
 
 def open_registered(config: DataConfig) -> Any:

@@ -65,7 +65,11 @@ def sample(config: SampleConfig) -> None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
-    card = {} if flags.save_pretrained is None else _prepare_card(flags, trained)
+    card = {}
+    if flags.save_pretrained is not None:
+        is_map = isinstance(trained.flow, FlowMap)
+        program, kind = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
+        card = card_of_run(trained, flags.license, program, plain(kind()))
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
         place = folder if flags.output_dir else trained.run_folder
@@ -130,13 +134,6 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
         options["start"] = flow.space.from_pictures(images.to(flow.device)).cpu()
         options["noise_level"] = flags.noise_level or NOISE_LEVEL
     return options
-
-
-def _prepare_card(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
-    """Return the arguments of the model's card."""
-    is_map = isinstance(trained.flow, FlowMap)
-    program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
-    return card_of_run(trained, flags.license, program, plain(defaults()))
 
 
 def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:

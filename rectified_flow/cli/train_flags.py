@@ -129,30 +129,6 @@ class NetworkConfig(Flags):
         """Checkpoint or run that the weights are initialised from, if any."""
         return STARTER_FOLDER if self.init_from == STARTER else self.init_from
 
-    def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
-        """Check that the levels of the Unet can halve the sides of pictures, or the side of their latents.
-
-        Args:
-            image_size: the short side [px].
-            latent_side: the side of latents, if the network works on them.
-            ratio: width and height of pictures, without common divisors.
-
-        Raises:
-            UsageError: if they cannot.
-        """
-        levels = len(self.dim_mults)
-        divisor = 2 ** (levels - 1)
-        multiple = divisor * min(ratio)  # as one of the two is odd
-        if self.network != UNET or (latent_side or image_size) % multiple == 0:
-            return
-        sides = "is" if ratio == (1, 1) else f"with --aspect_ratio {ratio[0]}:{ratio[1]} gives sides that are"
-        remedy = f"pass {max(1, round(image_size / multiple)) * multiple}"
-        if latent_side is not None:
-            sides = f"has latents of side {latent_side}, which is"
-            remedy = "pass fewer levels, or a larger power of two as --image_size"
-        problem = f"--image_size {image_size} {sides} not divisible by {divisor}"
-        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
-
 
 @dataclass(frozen=True)
 class EvaluationConfig(Flags):
@@ -257,6 +233,11 @@ class TeacherData:
         """Points that are kept of each path beside its end; the noise alone for pairs."""
         return self.steps if self.rows == "paths" else 1
 
+    @property
+    def count_flag(self) -> str:
+        """The flag that sets the count."""
+        return f"{self.flag.removesuffix('_from')}_{self.rows}"
+
 
 @dataclass(frozen=True)
 class TeacherFlags(Flags):
@@ -340,6 +321,9 @@ def seconds_of(budget: str, flag: str = "budget") -> float:
 class TrainProgramConfig(ProgramConfig):
     """Flags that the training programs have."""
 
+    one_step: ClassVar[bool] = False
+    """Whether a mean flow learns from the run, which then has half of the budget."""
+
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     budget: Annotated[str | None, default_is("1h with --dataset_path or a teacher, if no flag gives the length")] = None
@@ -361,7 +345,7 @@ class TrainProgramConfig(ProgramConfig):
 class RectifiedFlowProgramConfig(TrainProgramConfig):
     """Flags that the training program of a rectified flow has."""
 
-    one_step: bool = False
+    one_step: bool = False  # type: ignore[misc]  # a flag of this program alone
     """Then distil the run to a mean flow that samples in one step, in OUTPUT_DIR/one-step; half the budget for each."""
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.plan import spread
 from rectified_flow.data.build import open_dataset, open_store
 from rectified_flow.data.framing import Framing
 from rectified_flow.data.report import describe_pictures, summarize_pictures
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.evaluation.look import spread
 
 
 @pytest.fixture
