@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.parts import is_items, open_pictures, open_registered, open_trained
+from rectified_flow.cli.parts import open_pictures, open_registered, open_trained
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig, TrainConfig
 from rectified_flow.data.build import open_dataset
@@ -79,7 +79,8 @@ def evaluate(config: EvaluateConfig) -> None:
         metrics=measure.metric or (*METRICS, "manifold"),
     )
     results = []
-    for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
+    lengths, numbers = dict.fromkeys(measure.ema_lengths), dict.fromkeys(measure.steps)  # without duplicates
+    for length, steps in product(lengths or (None,), numbers or (flow.default_steps,)):
         if length is not None:
             trained = load_average(trained, snapshots, length)
         options["steps"] = steps
@@ -107,7 +108,7 @@ def evaluate(config: EvaluateConfig) -> None:
         neighbours = "the pictures most like copies, each before the training pictures that are nearest to it"
         texts = {"results": f"{folder / RESULTS_FILE}", "neighbours": f"{folder / NEIGHBOURS_FILE}: {neighbours}"}
         if len(results) > 1:
-            texts["plot"] = str(_plot(folder, results, measure.ema_lengths, evaluator.headline))
+            texts["plot"] = str(_plot(folder, results, [*lengths], evaluator.headline))
         tqdm.write(lines(texts))
 
 
@@ -160,10 +161,8 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
     moved = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir") if getattr(measure, name)}
     if not (flags.get("dataset_path") or measure.dataset_path) and flags.get("dataset") in names("dataset"):
         data = replaced(DataConfig(), checked(DataConfig, flags, path) | moved)
-        registered = open_registered(data)
-        if is_items(registered):
-            return RenderedItems(registered, flow.space, data.dataset)
-        return open_pictures(data, registered)
+        items, source = open_registered(data)
+        return open_pictures(data, source) if items is None else RenderedItems(items, flow.space, data.dataset)
     arguments = data_arguments(trained.config, path)
     if arguments is None:
         shape = flow.space.picture_shape

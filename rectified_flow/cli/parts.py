@@ -6,6 +6,7 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.data import Dataset
 
 from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
@@ -15,7 +16,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Choice, arguments_from, choose, plain, typed_options
+from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
@@ -33,6 +34,11 @@ from rectified_flow.spaces.space import Space
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
+DATA_FLAGS = (
+    *("dataset", "dataset_path", "image_size", "cache_dir"),
+    *("skip_broken_images", "aspect_ratio", "crop", "alpha"),
+)
+"""Flags that are arguments of :func:`rectified_flow.open_dataset`."""
 UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
 TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
 FLOW_FLAGS = {"coupling": "coupling", "time_distribution": "time_distribution"}
@@ -93,21 +99,15 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     return options
 
 
-def open_registered(config: DataConfig) -> Any:
-    """Return the dataset or image source that a registered ``--dataset`` opens; None if it names none."""
+def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSource | None]:
+    """Return the items, or else the image source, of a registered ``--dataset``; neither if it names none."""
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
-        return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-    if config.dataset_options:
-        raise UsageError(
-            f"--dataset_options has no effect: --dataset {config.dataset} is not a registered dataset; leave it out"
-        )
-    return None
-
-
-def is_items(registered: object) -> bool:
-    """Return whether a registered dataset has items to train on, and is not an image source for a store."""
-    return registered is not None and not hasattr(registered, "load")
+        opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
+        return (None, opened) if hasattr(opened, "load") else (opened, None)
+    named = {"dataset_options": config.dataset_options}
+    refuse(named, f"has no effect: --dataset {config.dataset} is not a registered dataset; leave it out")
+    return None, None
 
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
@@ -120,17 +120,7 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     Raises:
         UsageError: if they cannot be found, read or stored.
     """
-    return open_dataset(
-        config.dataset,
-        config.dataset_path,
-        image_size=config.image_size,
-        cache_dir=config.cache_dir,
-        skip_broken_images=config.skip_broken_images,
-        aspect_ratio=config.aspect_ratio,
-        crop=config.crop,
-        alpha=config.alpha,
-        source=source,
-    )
+    return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

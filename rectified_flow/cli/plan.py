@@ -14,16 +14,8 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from rectified_flow.cli import recipe
 from rectified_flow.cli.parts import build_flow, build_space
-from rectified_flow.cli.recipe import (
-    BATCH_FLAGS,
-    NETWORK_FLAGS,
-    SMALLEST_SIDE,
-    budget_of,
-    fixed_flags,
-    for_pictures,
-    settings_of_run,
-)
 from rectified_flow.cli.teacher import calls_for, files_of, flags_of_checkpoint, recipe_of
 from rectified_flow.cli.train_flags import (
     STARTER,
@@ -45,7 +37,6 @@ from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
 from rectified_flow.training.accelerator import build_accelerator, choose_precision
@@ -109,13 +100,13 @@ def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Laten
     Raises:
         UsageError: if only few steps fit into the budget, or there is no run to extend.
     """
-    time = config.program.extend or budget_of(config)
+    time = config.program.extend or recipe.budget_of(config)
     if time is None:
         return config
     planner = _Planner(config, count, time, conditions, latents)
     if config.program.extend is not None:
         return planner.extend()
-    begun = on_main(planner.state, lambda: settings_of_run(config)) is not None
+    begun = on_main(planner.state, lambda: recipe.settings_of_run(config)) is not None
     return config if begun else planner.plan()
 
 
@@ -131,7 +122,7 @@ class _Planner:
     """
 
     def __init__(self, config: TrainConfig, count: int, time: str, conditions: Kinds, latents: Latents | None) -> None:
-        self.config, self.fixed, self.count = config, fixed_flags(config), count
+        self.config, self.fixed, self.count = config, recipe.fixed_flags(config), count
         self.conditions, self.latents = conditions, latents
         shape = (latents.shape if latents else None) or config.data.framing.shape
         self.state, self.time, self.seconds, self.sides = PartialState(), time, seconds_of(time), shape[1:]
@@ -141,7 +132,7 @@ class _Planner:
         taught = self.config.teacher_data
         self._choose_batch(images=0)  # the smallest batch is the fastest to measure
         reason = "the network of the teacher"
-        if taught is None and self.fixed.isdisjoint(NETWORK_FLAGS):
+        if taught is None and self.fixed.isdisjoint(recipe.NETWORK_FLAGS):
             reason = self._take_network() or self._choose_size()
         elif taught is None:
             reason = "set by flags"
@@ -158,14 +149,14 @@ class _Planner:
         fitting, most, why = TRAINED_SHARE * self.seconds * rate, inf, "as many as fit into the time"
         if taught is None:
             if fitting > UNAUGMENTED_PASSES * self.count:
-                self._set(for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
+                self._set(recipe.for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
             passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
             most = max(LEAST_IMAGES, passes * self.count)
-        before, slower = self.config, rate
-        batch, rate = self._choose_batch(min(fitting, most)), self._rate()  # a larger batch is faster
-        if rate == 0:  # but may exceed the memory of a GPU
-            self.config, rate = before, slower
-            batch = self.config.run.split_batch(self.state.num_processes).total
+        before = self.config
+        self._choose_batch(min(fitting, most))
+        faster = self._rate()  # a larger batch is faster, but may exceed the memory of a GPU
+        self.config, rate = (self.config, faster) if faster > 0 else (before, rate)
+        batch = self.config.run.split_batch(self.state.num_processes).total
         fitting = TRAINED_SHARE * self.seconds * rate
         if fitting > most:
             why = f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"
@@ -243,7 +234,7 @@ class _Planner:
         if origin is None or origin == STARTER_FOLDER:
             return ""
         flags = checkpoint.read(origin, flags_of_checkpoint, self.state, [checkpoint.CONFIG_FILE])
-        names = {*NETWORK_FLAGS, "dropout"} & flags.keys()
+        names = {*recipe.NETWORK_FLAGS, "dropout"} & flags.keys()
         self._set(checked(type(self.config), {name: flags[name] for name in names}, origin))
         return f"the network of {self.config.network.init_from}" if flags else ""
 
@@ -270,9 +261,9 @@ class _Planner:
         chosen = self.config.teacher_data
         return each * (taught.count if chosen is None else chosen.count)
 
-    def _choose_batch(self, images: float) -> int:
-        """Choose the global batch size for a number of images, and return it."""
-        if self.fixed.isdisjoint(BATCH_FLAGS):
+    def _choose_batch(self, images: float) -> None:
+        """Choose the global batch size for a number of images."""
+        if self.fixed.isdisjoint(recipe.BATCH_FLAGS):
             least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else LEAST_BATCH
             fitting = 2 ** int(log2(max(1.0, images / STEPS)))
             processes = self.state.num_processes
@@ -280,7 +271,6 @@ class _Planner:
             if self.config.teacher_data is not None:
                 batch = max(processes, min(batch, self.config.teacher_data.count // processes * processes))
             self._set({"global_batch_size": ceil(batch / processes) * processes})
-        return self.config.run.split_batch(self.state.num_processes).total
 
     def _print(self, rate: float, reason: str, why: str) -> None:
         """Print the plan."""
@@ -307,15 +297,15 @@ class _Planner:
 
 def smallest(config: TrainConfig) -> TrainConfig:
     """Return the flags of the smallest run that the plan may choose."""
-    if budget_of(config) is None:
+    if recipe.budget_of(config) is None:
         return config
     least = {"dim": min(SIZES), "global_batch_size": LEAST_BATCH * PartialState().num_processes}
-    return replaced(config, {name: value for name, value in least.items() if name not in fixed_flags(config)})
+    return replaced(config, {name: value for name, value in least.items() if name not in recipe.fixed_flags(config)})
 
 
 def chooses_network(config: TrainConfig) -> bool:
     """Return whether the plan chooses the network, with levels that fit the sides of the data."""
-    is_free = budget_of(config) is not None and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
+    is_free = recipe.budget_of(config) is not None and recipe.fixed_flags(config).isdisjoint(recipe.NETWORK_FLAGS)
     return is_free and config.teacher_data is None
 
 
@@ -331,7 +321,7 @@ def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
     It has up to five levels. Each halves the sides, while they stay whole and the shorter one is at least 8.
     """
     levels = 1
-    while levels < MOST_LEVELS and min(sides) // 2**levels >= SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
+    while levels < MOST_LEVELS and min(sides) // 2**levels >= recipe.SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
         levels += 1
     options = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
     mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
@@ -359,12 +349,9 @@ def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
     }
 
 
-def _blank_item(config: TrainConfig, space: Space, device: torch.device, largest: int | None = None) -> costs.Item:
-    """Return a batch of one item of zeros, for measurements, with sides of at most ``largest``."""
-    taught = config.teacher_data
-    points = taught.points if taught is not None and taught.rows == "paths" else 0
-    sides = [side if largest is None else min(side, largest) for side in (space.shape or (0,))[1:]]
-    return costs.blank_item(space, sides, points, device)
+def _points(taught: TeacherData | None) -> int:
+    """Return the number of points of each path in the training data; 0 if they are no paths."""
+    return taught.points if taught is not None and taught.rows == "paths" else 0
 
 
 def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> None:
@@ -389,7 +376,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
-    item = _blank_item(config, space, accelerator.device)
+    item = costs.blank_item(space, _points(taught), accelerator.device)
     with accelerator.autocast():
         flops = costs.forward_flops(flow, item)
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
@@ -406,7 +393,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     if isinstance(space, Latents):
         texts |= costs.autoencoder_costs(space, mirrored=config.data.horizontal_flip)
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
-    small = _blank_item(config, space, accelerator.device, largest)
+    small = costs.blank_item(space, _points(taught), accelerator.device, largest)
     accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, item, small)))
 
 
@@ -423,7 +410,8 @@ def training_rate(config: TrainConfig, conditions: Kinds, latents: Latents | Non
         flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
     to_device(flow, state.device, precision).train()
-    item, count = _blank_item(config, space, state.device), config.run.split_batch(state.num_processes).per_process
+    item = costs.blank_item(space, _points(config.teacher_data), state.device)
+    count = config.run.split_batch(state.num_processes).per_process
     optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
     try:
         return costs.measure_rate(flow, optimizer, item, count, lambda: autocast(precision, state.device))

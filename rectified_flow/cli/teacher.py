@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainRectifiedFlow
-from rectified_flow.condition import Labels
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
@@ -224,13 +223,13 @@ class _Generator:
         self.bf16 = recipe.precision == "bf16"
         teacher = load_flow(Path(recipe.source), RectifiedFlow)
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
-        classes, self.labels = self.teacher.conditions.get("labels"), None
-        if isinstance(classes, Labels) and list(classes.names) != pictures.class_names:
+        self.labels: Tensor | None = None
+        if self.teacher.class_names not in ([], pictures.class_names):
             raise UsageError(
                 f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training "
                 "images with --dataset_path"
             )
-        if classes is not None:  # a label for each row, distributed as in the training pictures
+        if "labels" in self.teacher.conditions:  # a label for each row, distributed as in the training pictures
             source = randomness.generator("cpu", recipe.seed, "labels of pairs")
             rows = torch.randint(len(pictures), (writer.length,), generator=source)
             self.labels = pictures.condition_values(rows.tolist())["labels"]

@@ -67,23 +67,14 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     finished = _train(config)
     if not finished or not config.program.one_step or config.program.look:
         return finished
-    flags = flags_of_map(config)
+    run, own = config.run, plain(config)
+    flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
+    flags |= {"budget": recipe.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
     PartialState().print(line("one step", f"train_mean_flow.py {shlex.join(command_line(flags))}"))
     if config.program.dry_run:
         return True
     AcceleratorState._reset_state()  # the run may have another precision
     return train_mean_flow(parse(TrainMeanFlow, "", command_line(flags)))
-
-
-def flags_of_map(config: TrainRectifiedFlow) -> dict[str, Any]:
-    """Return the flags of the mean flow that learns from a run."""
-    run, flags = config.run, plain(config)
-    folders = {"teacher": str(run.checkpoint_dir or run.output_dir), "output_dir": str(run.output_dir / "one-step")}
-    return {
-        **folders,
-        "budget": recipe.budget_of(config),
-        **{name: flags[name] for name in OF_MAP if name in config.given},
-    }
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
@@ -99,14 +90,14 @@ def _train(config: TrainConfig) -> bool:
     config = with_teacher_flags(config)
     parts.choose_network(config.network)  # raises an error for an unknown name
     parts.choose_flow(config)
-    registered = parts.open_registered(config.data)
-    if parts.is_items(registered):
-        return _train_on_items(config, registered, state)
+    items, source = parts.open_registered(config.data)
+    if items is not None:
+        return _train_on_items(config, items, state)
     if config.program.look:
-        config, pictures = _open_pictures(config, registered, state)
+        config, pictures = _open_pictures(config, source)
         look(config.run.output_dir, pictures, parts.picture_space(config.data))
         return True
-    return _train_on_pictures(config, registered, state)
+    return _train_on_pictures(config, source, state)
 
 
 def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
@@ -129,13 +120,12 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def _open_pictures(
-    config: TrainConfig, source: ImageSource | None, state: PartialState
-) -> tuple[TrainConfig, ImageDataset]:
+def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
     pictures = parts.open_pictures(config.data, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
-    check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
+    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
+    check_equal(PartialState(), lambda: facts)
     chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
         pictures = parts.open_pictures(chosen.data, source)
@@ -157,7 +147,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         require_room_for_batch(plan.smallest(config), space)
         on_main(state, lambda: check_start(config.run, config.network.origin))
         space.prepare(state.device)
-    config, pictures = _open_pictures(config, source, state)
+    config, pictures = _open_pictures(config, source)
     budget, latents = recipe.budget_of(config), space if isinstance(space, Latents) else None
     config = plan.with_plan(config, len(pictures), pictures.conditions, latents)
     space = latents or parts.build_space(config.data)  # the recipe may add augmentation

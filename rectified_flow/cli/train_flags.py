@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field, fields
-from math import prod
 from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -52,7 +51,7 @@ class DataConfig(Flags):
     """Arguments of a registered dataset."""
     dataset_path: Path | None = None
     """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
-    image_size: Positive = 64
+    image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
@@ -290,14 +289,8 @@ class ProgramConfig(Flags):
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
-    interrupted_exit_code: Annotated[int, Interval(ge=0, le=255)] = 0
-    """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        code = self.interrupted_exit_code
-        if code in (1, 2):
-            raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
+    interrupted_exit_code: Annotated[int, Interval(ge=3, le=255)] | Literal[0] = 0
+    """Exit code after a signal asked for the end, 0 or above 2; 143 makes Kubernetes or Ray restart it."""
 
 
 def seconds_of(budget: str, flag: str = "budget") -> float:
@@ -385,11 +378,6 @@ class TrainConfig:
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()
-        picture = prod(self.data.framing.stored_shape)
-        for name in ("batch_size", "num_samples"):
-            count = getattr(self.run, name) or 1
-            pictures = f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}"
-            require_memory(count * picture, pictures, f"lower --image_size or --{name}")
 
     @property
     def given(self) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """The costs of a training step, counted and measured on the network itself: operations, memory, time."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from timeit import repeat
 from typing import Any
@@ -128,9 +128,17 @@ def _training_step(flow: nn.Module, item: Item, count: int, autocast: Autocast) 
         yield step
 
 
-def blank_item(space: Space, sides: Sequence[int], points: int, device: torch.device) -> Item:
-    """Return a batch of one item of zeros, with a path of ``points`` points unless ``points`` is 0."""
-    zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
+def blank_item(space: Space, points: int, device: torch.device, largest: int | None = None) -> Item:
+    """Return a batch of one item of zeros.
+
+    Args:
+        space: the space of the flow.
+        points: number of points of the item's path; 0 if it has none.
+        device: the device of the item.
+        largest: upper bound of the item's sides; by default they are those of the space.
+    """
+    channels, *sides = space.shape or (0,)
+    zeros = torch.zeros(1, channels, *(min(side, largest or side) for side in sides), device=device)
     batch = {space.key: space.to_stored(zeros)}
     if points:
         batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
