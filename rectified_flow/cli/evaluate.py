@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.parts import open_pictures, open_registered, open_trained
+from rectified_flow.cli.parts import check_classes, open_pictures, open_registered, open_trained
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig, TrainConfig
 from rectified_flow.data.build import open_dataset
@@ -61,10 +61,7 @@ def evaluate(config: EvaluateConfig) -> None:
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    if flow.class_names not in ([], dataset.class_names):
-        raise UsageError(
-            f"{source} was trained on different classes than {dataset.info.source}: pass its --dataset_path"
-        )
+    check_classes(flow, source, dataset)
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):

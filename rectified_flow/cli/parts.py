@@ -16,6 +16,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
@@ -121,6 +122,13 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
         UsageError: if they cannot be found, read or stored.
     """
     return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
+
+
+def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
+    """Raise a UsageError if the flow of the checkpoint ``source`` was trained on classes that the pictures lack."""
+    if flow.class_names not in ([], pictures.class_names):
+        differ = f"{source} was trained on different classes than {pictures.info.source}"
+        raise UsageError(f"{differ}: pass its training pictures with --dataset_path")
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

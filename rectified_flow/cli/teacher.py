@@ -12,6 +12,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.parts import check_classes
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainRectifiedFlow
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
@@ -224,11 +225,7 @@ class _Generator:
         teacher = load_flow(Path(recipe.source), RectifiedFlow)
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
         self.labels: Tensor | None = None
-        if self.teacher.class_names not in ([], pictures.class_names):
-            raise UsageError(
-                f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training "
-                "images with --dataset_path"
-            )
+        check_classes(self.teacher, recipe.source, pictures)
         if "labels" in self.teacher.conditions:  # a label for each row, distributed as in the training pictures
             source = randomness.generator("cpu", recipe.seed, "labels of pairs")
             rows = torch.randint(len(pictures), (writer.length,), generator=source)

@@ -1,7 +1,7 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 import shlex
-from math import ceil, prod
+from math import ceil, gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from rectified_flow.cli.train_flags import (
 )
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
-from rectified_flow.data.framing import parse_ratio
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.report import name_some, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -102,14 +101,14 @@ def _train(config: TrainConfig) -> bool:
 
 def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
     """Train on the items of a registered dataset; return whether the run finished."""
-    data, program, evaluation = config.data, config.program, config.evaluation
+    data, evaluation = config.data, config.evaluation
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
-    given |= {name: getattr(program, name) for name in ("one_step", "budget", "extend", "look")}
+    given |= {name: getattr(config.program, name) for name in ("one_step", "budget", "extend", "look")}
     given |= {"stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = parts.build_flow(config, getattr(items, "conditions", {}), parts.build_space(data, items))
-    if program.dry_run:
+    if config.program.dry_run:
         plan.print_plan(config, flow)
         return True
     on_main(state, lambda: check_start(config.run, config.network.origin))
@@ -257,22 +256,20 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
 
 def check_sides(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
-    data, levels = config.data, len(config.network.dim_mults)
+    size, levels = config.data.image_size, len(config.network.dim_mults)
     divisor = 2 ** (levels - 1)
     if isinstance(space, Latents):
-        side = (space.shape or (0,))[-1]
-        divides, sides = side % divisor == 0, f"has latents of side {side}, which is"
+        common = (space.shape or (0,))[-1]
+        sides = f"has latents of side {common}, which is"
         remedy = "pass fewer levels, or a larger power of two as --image_size"
     else:
-        width, height = parse_ratio(data.aspect_ratio)
-        multiple = divisor * min(width, height)  # as one of the two is odd
-        divides, remedy = (
-            data.image_size % multiple == 0,
-            f"pass {max(1, round(data.image_size / multiple)) * multiple}",
-        )
-        sides = "is" if width == height else f"with --aspect_ratio {width}:{height} gives sides that are"
-    if config.network.network == UNET and not divides:
-        problem = f"--image_size {data.image_size} {sides} not divisible by {divisor}"
+        _, height, width = config.data.framing.shape
+        common = gcd(height, width)
+        sides = "is" if height == width else f"with --aspect_ratio {config.data.aspect_ratio} gives sides that are"
+        multiple = divisor * (size // common)
+        remedy = f"pass {max(1, round(size / multiple)) * multiple}"
+    if config.network.network == UNET and common % divisor > 0:
+        problem = f"--image_size {size} {sides} not divisible by {divisor}"
         raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
 
 
