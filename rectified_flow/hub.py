@@ -112,22 +112,14 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
         return str(upload(commit_message="Upload the model"))
 
 
-def model_card(
-    flow: Flow,
-    *,
-    repo_id: str | None = None,
-    grid: str | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    **texts: Any,
-) -> ModelCard:
+def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts: Any) -> ModelCard:
     """Return the README of a model, with a description and code that loads it.
 
     Args:
         flow: the flow.
-        repo_id: the id of the model on the hub, for the code.
-        grid: the name of a picture in the same folder.
         metadata: arguments of :class:`huggingface_hub.ModelCardData`, such as license, datasets and tags.
-        texts: further values of the template, by :func:`card_of_run`.
+        texts: further values of the template: those of :func:`card_of_run`, ``repo_id``, the id of the model on the
+            hub, and ``grid``, the name of a picture in the same folder.
     """
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
@@ -139,8 +131,6 @@ def model_card(
         shape=["b", *(flow.space.shape or ())],
         classes=getattr(flow.conditions.get("labels"), "num_classes", None),
         parameters=f"{sum(p.numel() for p in flow.network.parameters()) / 1e6:.1f}",
-        repo_id=repo_id,
-        grid=grid,
         config=json.dumps(describe(flow), indent=1),
         **texts,
     )

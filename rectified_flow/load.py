@@ -10,15 +10,11 @@ import torch
 from accelerate import PartialState
 from typing_extensions import TypeVar
 
-from rectified_flow.condition import chosen
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
-from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.flows.flow import Flow, network_of
-from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
-from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
@@ -153,38 +149,6 @@ def load_average(trained: Trained, snapshots: Mapping[Path, int], length: float)
     weights = synthesize(snapshots, length)
     network_of(trained.flow).load_state_dict(weights, strict=False)  # snapshots contain no frozen weights
     return replace(trained, weights=f"average of length {length:g}")
-
-
-def solver_options(
-    flow: Flow,
-    source: Path,
-    *,
-    solver: Solver | None,
-    time_grid: TimeGrid,
-    guidance_scale: float,
-    guidance_interval: tuple[float, float],
-) -> dict[str, Any]:
-    """Return the arguments of ``flow.sample`` for the flags of the same names.
-
-    Raises:
-        UsageError: if a flag has no effect on the flow of the checkpoint ``source``.
-    """
-    options: dict[str, Any] = {}
-    if solver is not None:
-        options["solver"] = solver
-    if time_grid != "uniform":
-        options["grid"] = time_grid
-    if guidance_scale != 1:
-        options["guidance"] = Guidance(guidance_scale, guidance_interval)
-    flags = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
-    unused = [flags[name] for name in options if name not in inspect.signature(flow.sample).parameters]
-    hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
-    if unused:
-        raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
-    labelled = len(chosen(flow.conditions)) > 0
-    if not labelled and "guidance" in options:
-        raise UsageError(f"--guidance_scale needs labels: train {source} with --use_cfg")
-    return options
 
 
 def solver_name(flow: Flow, options: Mapping[str, Any]) -> str | None:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from rectified_flow.cli import programs
-from rectified_flow.cli import train as cli_train
+from rectified_flow.cli import plan, programs
+from rectified_flow.cli.train_flags import TrainConfig
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {
@@ -25,12 +25,18 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 
-MEASURED = cli_train.training_rate
+MEASURED = plan.training_rate
 
 
 def constant_speed() -> Any:
     """Return a context in which each plan has a speed of 300 images/s, whatever else the machine does."""
-    return patch.object(cli_train, "training_rate", lambda *arguments: 300.0 if MEASURED(*arguments) else 0.0)
+    return patch.object(plan, "training_rate", lambda *arguments: 300.0 if MEASURED(*arguments) else 0.0)
+
+
+def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
+    """Return the flags of a planned run on a machine that trains at ``rate(flags)`` images per second."""
+    with patch.object(plan, "training_rate", lambda config, *_: rate(config)):
+        return plan.with_plan(config, count, {})
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.parts import is_items, open_pictures, open_registered, open_trained
+from rectified_flow.cli.parts import check_classes, open_pictures, open_registered, open_trained
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig, TrainConfig
 from rectified_flow.data.build import open_dataset
@@ -56,14 +56,12 @@ def evaluate(config: EvaluateConfig) -> None:
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    on_main(state, lambda: _claim(folder, ours=is_run(folder)))
+    files = [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE]
+    on_main(state, lambda: claim(prepare_folder("output_dir", folder), files, ours=is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    if flow.class_names not in ([], dataset.class_names):
-        raise UsageError(
-            f"{source} was trained on different classes than {dataset.info.source}: pass its --dataset_path"
-        )
+    check_classes(flow, source, dataset)
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):
@@ -78,7 +76,8 @@ def evaluate(config: EvaluateConfig) -> None:
         metrics=measure.metric or (*METRICS, "manifold"),
     )
     results = []
-    for length, steps in product(measure.ema_lengths or (None,), measure.steps or (flow.default_steps,)):
+    lengths, numbers = dict.fromkeys(measure.ema_lengths), dict.fromkeys(measure.steps)  # without duplicates
+    for length, steps in product(lengths or (None,), numbers or (flow.default_steps,)):
         if length is not None:
             trained = load_average(trained, snapshots, length)
         options["steps"] = steps
@@ -106,13 +105,8 @@ def evaluate(config: EvaluateConfig) -> None:
         neighbours = "the pictures most like copies, each before the training pictures that are nearest to it"
         texts = {"results": f"{folder / RESULTS_FILE}", "neighbours": f"{folder / NEIGHBOURS_FILE}: {neighbours}"}
         if len(results) > 1:
-            texts["plot"] = str(_plot(folder, results, measure.ema_lengths, evaluator.headline))
+            texts["plot"] = str(_plot(folder, results, [*lengths], evaluator.headline))
         tqdm.write(lines(texts))
-
-
-def _claim(folder: Path, *, ours: bool) -> None:
-    prepare_folder("output_dir", folder)
-    claim(folder, [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE], ours=ours)
 
 
 def _split(
@@ -164,10 +158,8 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
     moved = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir") if getattr(measure, name)}
     if not (flags.get("dataset_path") or measure.dataset_path) and flags.get("dataset") in names("dataset"):
         data = replaced(DataConfig(), checked(DataConfig, flags, path) | moved)
-        registered = open_registered(data)
-        if is_items(registered):
-            return RenderedItems(registered, flow.space, data.dataset)
-        return open_pictures(data, registered)
+        items, source = open_registered(data)
+        return open_pictures(data, source) if items is None else RenderedItems(items, flow.space, data.dataset)
     arguments = data_arguments(trained.config, path)
     if arguments is None:
         shape = flow.space.picture_shape

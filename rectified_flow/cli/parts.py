@@ -1,26 +1,30 @@
 """From flags to the parts of a run: dataset, space, network and flow."""
 
+from inspect import signature
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
+from torch.utils.data import Dataset
 
-from rectified_flow.cli.run_flags import SamplingConfig
+from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
 from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import Kinds, chosen
 from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Choice, arguments_from, choose, plain, typed_options
+from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
-from rectified_flow.load import Trained, load_trained, solver_options
+from rectified_flow.load import Trained, load_trained
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
@@ -31,6 +35,11 @@ from rectified_flow.spaces.space import Space
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
+DATA_FLAGS = (
+    *("dataset", "dataset_path", "image_size", "cache_dir"),
+    *("skip_broken_images", "aspect_ratio", "crop", "alpha"),
+)
+"""Flags that are arguments of :func:`rectified_flow.open_dataset`."""
 UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
 TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
 FLOW_FLAGS = {"coupling": "coupling", "time_distribution": "time_distribution"}
@@ -65,24 +74,41 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     state, model = join(config), config.model
     set_seed(config.samples.seed)
     trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
-    return state, trained, solver_options(trained.flow, trained.source, **vars(config.solver))
+    return state, trained, _solver_options(config.solver, trained)
 
 
-def open_registered(config: DataConfig) -> Any:
-    """Return the dataset or image source that a registered ``--dataset`` opens; None if it names none."""
+def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
+    """Return the arguments of ``flow.sample`` for the flags of the solver.
+
+    Raises:
+        UsageError: if a flag has no effect on the flow.
+    """
+    flow, source, options = trained.flow, trained.source, dict[str, Any]()
+    if flags.solver is not None:
+        options["solver"] = flags.solver
+    if flags.time_grid != "uniform":
+        options["grid"] = flags.time_grid
+    if flags.guidance_scale != 1:
+        options["guidance"] = Guidance(flags.guidance_scale, flags.guidance_interval)
+    named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
+    unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
+    hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
+    if unused:
+        raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
+    if "guidance" in options and not chosen(flow.conditions):
+        raise UsageError(f"--guidance_scale needs labels: train {source} with --use_cfg")
+    return options
+
+
+def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSource | None]:
+    """Return the items, or else the image source, of a registered ``--dataset``; neither if it names none."""
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
-        return choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-    if config.dataset_options:
-        raise UsageError(
-            f"--dataset_options has no effect: --dataset {config.dataset} is not a registered dataset; leave it out"
-        )
-    return None
-
-
-def is_items(registered: object) -> bool:
-    """Return whether a registered dataset has items to train on, and is not an image source for a store."""
-    return registered is not None and not hasattr(registered, "load")
+        opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
+        return (None, opened) if hasattr(opened, "load") else (opened, None)
+    named = {"dataset_options": config.dataset_options}
+    refuse(named, f"has no effect: --dataset {config.dataset} is not a registered dataset; leave it out")
+    return None, None
 
 
 def open_pictures(config: DataConfig, source: ImageSource | None = None) -> ImageDataset:
@@ -95,17 +121,14 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     Raises:
         UsageError: if they cannot be found, read or stored.
     """
-    return open_dataset(
-        config.dataset,
-        config.dataset_path,
-        image_size=config.image_size,
-        cache_dir=config.cache_dir,
-        skip_broken_images=config.skip_broken_images,
-        aspect_ratio=config.aspect_ratio,
-        crop=config.crop,
-        alpha=config.alpha,
-        source=source,
-    )
+    return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
+
+
+def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
+    """Raise a UsageError if the flow of the checkpoint ``source`` was trained on classes that the pictures lack."""
+    if flow.class_names not in ([], pictures.class_names):
+        differ = f"{source} was trained on different classes than {pictures.info.source}"
+        raise UsageError(f"{differ}: pass its training pictures with --dataset_path")
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

@@ -1,83 +1,357 @@
-"""``--look`` and ``--dry_run``: a report of the training pictures, and the cost of a run before it starts."""
+"""The plan of a run: its settings by the time budget and the speed of this machine, and its costs for ``--dry_run``.
 
-from collections.abc import Sequence
-from math import prod
-from pathlib import Path
+With a budget, the program measures how fast this machine trains networks of several widths, chooses the widest network
+that the time is long enough for, and sets the number of steps. Flags that the user sets are never changed.
+docs/measurements/budget.md has the measurements behind the settings.
+"""
 
-import numpy as np
+import os
+from collections.abc import Mapping, Sequence
+from math import ceil, gcd, inf, log2
+from typing import Any
+
 import torch
-from accelerate import Accelerator, PartialState
-from torch import Tensor
-from tqdm.auto import tqdm
+from accelerate import PartialState
+from accelerate.utils import gather_object
 
-from rectified_flow.cli.teacher import files_of
-from rectified_flow.cli.train_flags import TrainConfig
-from rectified_flow.data.report import describe_pictures
-from rectified_flow.data.store import LATENTS_FILE, ImageDataset, row_size
+from rectified_flow.cli import recipe
+from rectified_flow.cli.parts import build_flow, build_space
+from rectified_flow.cli.teacher import calls_for, files_of, flags_of_checkpoint, recipe_of
+from rectified_flow.cli.train_flags import (
+    STARTER,
+    STARTER_FOLDER,
+    TeacherData,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+    seconds_of,
+)
+from rectified_flow.condition import Kinds
+from rectified_flow.data.store import row_size
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.evaluation.distances import count_near_duplicates
-from rectified_flow.evaluation.features import average_colours, reference_features
-from rectified_flow.flags import plain
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import checked, command_line, plain, replaced
 from rectified_flow.flows.flow import Flow
-from rectified_flow.flows.solvers import CALLS_PER_STEP
+from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
-from rectified_flow.randomness import Samples, deterministic
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import is_run
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.files import prepare_folder, writing
-from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import to_grid, write_picture
-from rectified_flow.system.terminal import duration, line, lines
+from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
-from rectified_flow.training.accelerator import build_accelerator
+from rectified_flow.training.accelerator import build_accelerator, choose_precision
+from rectified_flow.training.optimizers import find_optimizer
 
-SHEET_FILE = "look.png"
-SHOWN = 64
-
-
-def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
-    """Print the report of ``pictures``, and write a sheet of some as training augments them. Collective.
-
-    Raises:
-        UsageError: if ``output_dir`` cannot be written.
-        RunError: if the disk is full.
-    """
-    state = PartialState()
-    colours = reference_features(pictures, average_colours())
-
-    def report() -> None:
-        tqdm.write(lines(describe_pictures(pictures, count_near_duplicates(colours))))
-        shown = spread(pictures.labels, SHOWN)
-        with deterministic(Samples(0, shown)):
-            data, _ = space.augment(pictures.read_batch(shown)["images"])
-        sheet = to_grid(space.render(space.decode(space.encode(data))))
-        path = prepare_folder("output_dir", output_dir) / SHEET_FILE
-        with writing(path):
-            claim(output_dir, [SHEET_FILE], ours=is_run(output_dir))
-        write_picture(path, sheet)
-        tqdm.write(line("sheet", f"{path}: {len(shown)} pictures as they are trained on"))
-
-    on_main(state, report)
-
-
-def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
-    """Return at most ``count`` random rows, sorted, with a number of rows per label that is as equal as possible."""
-    shuffled = np.random.default_rng(0).permutation(len(labels))
-    turns = np.empty(len(labels), dtype=int)  # number of earlier rows with the same label
-    for label in np.unique(labels):
-        rows = shuffled[labels[shuffled] == label]
-        turns[rows] = np.arange(len(rows))
-    by_turn = shuffled[np.argsort(turns[shuffled], kind="stable")]
-    return sorted(by_turn[:count].tolist())
-
-
+PASSES, AUGMENTED_PASSES = 400, 1000
+"""Numbers of passes over 64 pictures at 16 px up to which samples contain few copies: without, with augmentation."""
+UNAUGMENTED_PASSES = 50
+"""Largest number of passes for which pictures are not augmented, since so short a run does not memorise them."""
+LEAST_IMAGES = 192_000
+"""Number of images that a run may process, even with few pictures."""
+SIZES = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}
+"""Values of ``--dim`` in rising order, and the least number of images for which each is better than the one before."""
+STARTER_DIM = 32
+"""Channels of the network whose weights are those of ``--init_from starter``."""
+STARTER_SIDE = 32
+"""Least side of the pictures of a run that starts from the starter; more than 85% of its weights then come from it."""
+MOST_LEVELS = 5
+"""Largest number of levels of the network."""
+SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
+OF_PICTURES: dict[type, dict[str, Any]] = {
+    TrainRectifiedFlow: {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},
+    TrainMeanFlow: {**SHORT, "learning_rate": 1e-3},
+}
+"""Settings of the optimizer, and of the training times, for runs on pictures, by program."""
+OF_TEACHER: dict[str, Any] = {"optimizer": "muon", **SHORT}
+"""Settings of the optimizer for runs on the data of a teacher."""
+LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
+"""Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
+steps of a run with more than the smallest batch size."""
+BF16_GAIN = 1.1
+"""Speed of bf16 on a CPU, as a multiple of that of float32, above which it is chosen."""
+FEWEST_STEPS = 10
+EMA_SHARE = 0.05
+"""Time constant of the moving average of the weights, as a share of the steps."""
+TRAINED_SHARE = 0.9
+"""Share of the budget that the steps take; the rest is for previews, measurements and checkpoints."""
+ROWS_SHARE = 1 / 3
+"""Largest share of the budget that a teacher's data may take."""
+FORWARD_SHARE = 0.35
+"""Share of a training step that the forward pass takes."""
+PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0
+"""Times between previews and between lines of metrics [s]; the largest share of the time that previews may take."""
+PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
+"""Numbers of samples in a preview, and the network calls for each."""
 LARGEST_SIDE_MEASURED = 64
 """Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
 
-SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
-"""Time that the measured images take at best [s], and their largest number."""
+
+def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Latents | None = None) -> TrainConfig:
+    """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print the chosen ones.
+
+    Collective.
+
+    Args:
+        config: the flags, with those that suit the pictures.
+        count: number of pictures.
+        conditions: conditions of the data.
+        latents: the space of latents, if the network works on them.
+
+    Raises:
+        UsageError: if only few steps fit into the budget, or there is no run to extend.
+    """
+    time = config.program.extend or recipe.budget_of(config)
+    if time is None:
+        return config
+    planner = _Planner(config, count, time, conditions, latents)
+    if config.program.extend is not None:
+        return planner.extend()
+    begun = on_main(planner.state, lambda: recipe.settings_of_run(config)) is not None
+    return config if begun else planner.plan()
+
+
+class _Planner:
+    """The choice of a run's settings by its time.
+
+    Args:
+        config: the flags so far.
+        count: number of pictures.
+        time: the time, as in ``--budget``.
+        conditions: conditions of the data.
+        latents: the space of latents, if the network works on them.
+    """
+
+    def __init__(self, config: TrainConfig, count: int, time: str, conditions: Kinds, latents: Latents | None) -> None:
+        self.config, self.fixed, self.count = config, recipe.fixed_flags(config), count
+        self.conditions, self.latents = conditions, latents
+        shape = (latents.shape if latents else None) or config.data.framing.shape
+        self.state, self.time, self.seconds, self.sides = PartialState(), time, seconds_of(time), shape[1:]
+
+    def plan(self) -> TrainConfig:
+        """Choose the settings, print them with their reasons, and return all flags of the run. Collective."""
+        taught = self.config.teacher_data
+        self._choose_batch(images=0)  # the smallest batch is the fastest to measure
+        reason = "the network of the teacher"
+        if taught is None and self.fixed.isdisjoint(recipe.NETWORK_FLAGS):
+            reason = self._take_network() or self._choose_size()
+        elif taught is None:
+            reason = "set by flags"
+        self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
+        self._choose_precision()
+        rate = self._rate()
+        if rate == 0:
+            raise UsageError("a step does not fit into the memory of the GPU: lower --image_size or --batch_size")
+        if taught is not None:
+            self.seconds -= self._choose_rows(taught, rate)
+            if self.seconds <= 0:
+                refusal = f"generating the {taught.rows} would take all of --budget {self.time}"
+                raise UsageError(f"{refusal}: lower --{taught.count_flag}")
+        fitting, most, why = TRAINED_SHARE * self.seconds * rate, inf, "as many as fit into the time"
+        if taught is None:
+            if fitting > UNAUGMENTED_PASSES * self.count:
+                self._set(recipe.for_pictures(self.count, augmentable=self.config.data.autoencoder is None))
+            passes = AUGMENTED_PASSES if self.config.data.augment else PASSES
+            most = max(LEAST_IMAGES, passes * self.count)
+        before = self.config
+        self._choose_batch(min(fitting, most))
+        faster = self._rate()  # a larger batch is faster, but may exceed the memory of a GPU
+        self.config, rate = (self.config, faster) if faster > 0 else (before, rate)
+        batch = self.config.run.split_batch(self.state.num_processes).total
+        fitting = TRAINED_SHARE * self.seconds * rate
+        if fitting > most:
+            why = f"at most {most / self.count:,.0f} passes, as longer runs memorise the pictures"
+        steps = int(min(fitting, most) / batch)
+        if steps < FEWEST_STEPS:
+            raise UsageError(
+                f"--budget {self.time} is too short: a step of {batch} images takes {batch / rate:.1f} s on this "
+                "machine; raise --budget, or lower --image_size"
+            )
+        length = {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
+        self._set(length | {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)})
+        self._set(intervals_of(batch / rate, rate, self.seconds))
+        self._print(rate, reason, why)
+        return self.config
+
+    def extend(self) -> TrainConfig:
+        """Add as many steps to a finished run as fit into the time; an unfinished run is finished. Collective.
+
+        Raises:
+            UsageError: if there is no run, or its length is not a number of steps.
+        """
+        run, state = self.config.run, self.state
+        saved = on_main(state, lambda: checkpoint.list_checkpoints(run.checkpoints))
+        steps = run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
+        if not saved:
+            raise UsageError(f"--extend needs a run, and {run.checkpoints} has no checkpoint: pass --budget instead")
+        if run.num_epochs is not None:
+            raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
+        if checkpoint.step_of(saved[-1]) < steps:
+            text = f"training to the last step, {steps:,}, without extending; pass --extend again"
+            state.print(line("extend", text))
+            return self.config
+        batch = run.split_batch(state.num_processes).total
+        more = max(1, int(TRAINED_SHARE * self.seconds * self._rate() / batch))
+        text = f"{more:,} steps of {batch} images in {self.time}, from step {steps:,} to {steps + more:,}"
+        state.print(line("extend", text))
+        return replaced(self.config, {"train_num_steps": steps + more})
+
+    def _set(self, flags: Mapping[str, Any]) -> None:
+        """Set flags that the user has not set."""
+        self.config = replaced(self.config, {name: value for name, value in flags.items() if name not in self.fixed})
+
+    def _rate(self) -> float:
+        """Measure the images per second of all processes, by the slowest of them. Collective."""
+        rates = gather_object([training_rate(self.config, self.conditions, self.latents)])
+        return self.state.num_processes * min(rates)
+
+    def _choose_size(self) -> str:
+        """Choose the largest size of the network that the budget is long enough for, and return the reason.
+
+        If the run can start from the starter, the starter's size is the smallest, or the only one if requested.
+        """
+        is_requested = self.config.network.origin == STARTER_FOLDER
+        suits = is_requested or (suits_starter(self.config) and min(self.sides) >= STARTER_SIDE)
+        smallest, *larger = [dim for dim in SIZES if not suits or dim >= STARTER_DIM]
+        self._set(flags_of(smallest, self.sides))
+        if is_requested:
+            return "the network of the starter"
+        chosen, reason = self.config, "the largest size"
+        for dim in larger:
+            self._set(flags_of(dim, self.sides))
+            images = TRAINED_SHARE * self.seconds * self._rate()
+            if images < SIZES[dim]:
+                reason = f"--dim {dim} would process {images:,.0f} images, and needs {SIZES[dim]:,}"
+                break
+            chosen = self.config
+        self.config = chosen
+        if suits and chosen.network.dim == smallest:
+            self._set({"init_from": STARTER})
+        return reason
+
+    def _take_network(self) -> str:
+        """Take the network of the run or checkpoint that this run starts from, if known, and return the reason."""
+        origin = self.config.network.origin
+        if origin is None or origin == STARTER_FOLDER:
+            return ""
+        flags = checkpoint.read(origin, flags_of_checkpoint, self.state, [checkpoint.CONFIG_FILE])
+        names = {*recipe.NETWORK_FLAGS, "dropout"} & flags.keys()
+        self._set(checked(type(self.config), {name: flags[name] for name in names}, origin))
+        return f"the network of {self.config.network.init_from}" if flags else ""
+
+    def _choose_precision(self) -> None:
+        """Choose bf16 for a rectified flow on a CPU that trains it faster than float32."""
+        launcher_chose = "ACCELERATE_MIXED_PRECISION" in os.environ
+        if self.state.device.type != "cpu" or launcher_chose or not isinstance(self.config, TrainRectifiedFlow):
+            return
+        rates = {}
+        for precision in ("no", "bf16"):
+            self._set({"mixed_precision": precision})
+            rates[precision] = self._rate()
+        self._set({"mixed_precision": "bf16" if rates["bf16"] > BF16_GAIN * rates["no"] else "no"})
+
+    def _choose_rows(self, taught: TeacherData, rate: float) -> float:
+        """Choose the number of paths or pairs to generate, and return the time that their generation takes [s]."""
+        stored = on_main(self.state, lambda: recipe_of(taught))
+        if stored is not None:
+            self._set({taught.count_flag: stored.pairs})
+            return 0.0
+        each = calls_for(taught) * FORWARD_SHARE / rate
+        fitting, least = int(ROWS_SHARE * self.seconds / each), LEAST_BATCH * self.state.num_processes
+        self._set({taught.count_flag: max(least, min(taught.count, fitting))})
+        chosen = self.config.teacher_data
+        return each * (taught.count if chosen is None else chosen.count)
+
+    def _choose_batch(self, images: float) -> None:
+        """Choose the global batch size for a number of images."""
+        if self.fixed.isdisjoint(recipe.BATCH_FLAGS):
+            least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else LEAST_BATCH
+            fitting = 2 ** int(log2(max(1.0, images / STEPS)))
+            processes = self.state.num_processes
+            batch = min(max(fitting, least * processes), MOST_BATCH)
+            if self.config.teacher_data is not None:
+                batch = max(processes, min(batch, self.config.teacher_data.count // processes * processes))
+            self._set({"global_batch_size": ceil(batch / processes) * processes})
+
+    def _print(self, rate: float, reason: str, why: str) -> None:
+        """Print the plan."""
+        run, processes, flags = self.config.run, self.state.num_processes, plain(self.config)
+        steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
+        network = ("dim", "dim_mults", "network_options", "init_from")
+        rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay")
+        training = (*rates, "augment", "mixed_precision", "time_options")
+        outputs = ("sample_every", "num_samples", "save_every")
+
+        def words(names: Sequence[str]) -> str:
+            return " ".join(command_line({name: flags[name] for name in names}))
+
+        machine = f"{processes} x {self.state.device.type} trains {rate:,.1f} images/s"
+        texts = {
+            "budget": f"{self.time} (--budget changes it): {machine}",
+            "length": f"{steps:,} steps of {batch} = {steps * batch:,} images, {why}",
+            "network": f"{words(network)}; {reason}",
+            "training": f"{words(training)}; see docs/budget.md",
+            "outputs": f"{words(outputs)}; intervals in steps",
+        }
+        self.state.print(lines(texts))
+
+
+def smallest(config: TrainConfig) -> TrainConfig:
+    """Return the flags of the smallest run that the plan may choose."""
+    if recipe.budget_of(config) is None:
+        return config
+    least = {"dim": min(SIZES), "global_batch_size": LEAST_BATCH * PartialState().num_processes}
+    return replaced(config, {name: value for name, value in least.items() if name not in recipe.fixed_flags(config)})
+
+
+def chooses_network(config: TrainConfig) -> bool:
+    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
+    is_free = recipe.budget_of(config) is not None and recipe.fixed_flags(config).isdisjoint(recipe.NETWORK_FLAGS)
+    return is_free and config.teacher_data is None
+
+
+def suits_starter(config: TrainConfig) -> bool:
+    """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
+    data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
+    return isinstance(config, TrainRectifiedFlow) and data.dataset_path is not None and not unlike
+
+
+def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
+    """Return the flags of a network of a width for data of these sides.
+
+    It has up to five levels. Each halves the sides, while they stay whole and the shorter one is at least 8.
+    """
+    levels = 1
+    while levels < MOST_LEVELS and min(sides) // 2**levels >= recipe.SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
+        levels += 1
+    options = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
+    mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
+    return {"dim": dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
+
+
+def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
+    """Return the intervals of previews, checkpoints and lines of metrics, and a number of samples that costs little.
+
+    Args:
+        step: time of a step [s].
+        rate: images per second of the training.
+        budget: time of the run [s].
+    """
+    interval = min(PREVIEW_SECONDS, budget / 4)
+    sample = PREVIEW_CALLS * FORWARD_SHARE / rate  # time of a sample
+    count = next((each for each in PREVIEWS if each * sample <= PREVIEW_SHARE * interval), PREVIEWS[-1])
+    every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
+    return {
+        "num_samples": count,
+        "sample_steps": PREVIEW_CALLS // 2,
+        "sample_every": every,
+        "save_every": every,
+        "log_every": min(50, max(1, round(LOG_SECONDS / step))),
+    }
+
+
+def _points(taught: TeacherData | None) -> int:
+    """Return the number of points of each path in the training data; 0 if they are no paths."""
+    return taught.points if taught is not None and taught.rows == "paths" else 0
 
 
 def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> None:
@@ -89,7 +363,6 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
         length: number of pictures, if they have been opened.
     """
     run, space, taught = config.run, flow.space, config.teacher_data
-    points = 0 if taught is None or taught.rows == "pairs" else taught.points
     accelerator = build_accelerator(run, flow)
     batch = run.split_batch(accelerator.num_processes)
     resolved = plain(config) | {
@@ -103,91 +376,44 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
+    item = costs.blank_item(space, _points(taught), accelerator.device)
     with accelerator.autocast():
-        flops = costs.forward_flops(
-            flow, costs.blank_item(space, (space.shape or (0,))[1:], points, accelerator.device)
-        )
-    data = (
-        f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
-        + ", not opened yet" * (length is None)
-    )
+        flops = costs.forward_flops(flow, item)
+    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
+    data += ", not opened yet" * (length is None)
     accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, length))
     texts: dict[str, str] = {}
     if taught is not None:
-        calls = taught.count * taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
         size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
+        calls = f"{taught.count * calls_for(taught):,} calls of the teacher's network"
         texts[taught.rows] = (
-            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls:,} calls of the "
-            f"teacher's network: {size / 1e9:.2f} GB in {taught.folder}"
+            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls}: "
+            f"{size / 1e9:.2f} GB in {taught.folder}"
         )
     if isinstance(space, Latents):
-        texts |= _autoencoder_costs(space, mirrored=config.data.horizontal_flip)
+        texts |= costs.autoencoder_costs(space, mirrored=config.data.horizontal_flip)
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
-    measured = tuple(min(side, largest) for side in (space.shape or (0,))[1:])
-    item = costs.blank_item(space, measured, points, accelerator.device)
-    accelerator.print(lines(texts | _step_costs(run, accelerator, flow, flops, item, measured)))
+    small = costs.blank_item(space, _points(taught), accelerator.device, largest)
+    accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, item, small)))
 
 
-def _autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
-    """Return texts on the size of the latents and on the cost of the autoencoder."""
-    moments, *shape = space.autoencoder.shape_of(space.image_size)
-    variants = 1 + mirrored
-    size = variants * row_size(LATENTS_FILE, (moments, *shape))
-    pictures = torch.zeros(1, 3, space.image_size, space.image_size, device="meta")
-    encoding, _ = costs.cost_of(lambda: space.autoencoder.encode(pictures))
-    decoding, memory = costs.cost_of(lambda: space.autoencoder.decode(torch.zeros(1, *shape, device="meta")))
-    also = ", with its mirror image" * mirrored
-    return {
-        "latents": f"{' x '.join(map(str, shape))}, {size / 1e3:,.1f} kB of disk for each picture{also}",
-        "encoding": f"{variants * encoding / 1e9:.3g} GFLOP for each picture, once",
-        "decoding": f"{decoding / 1e9:.3g} GFLOP and {memory / 1e6:,.0f} MB for each sample",
-    }
-
-
-def _step_costs(
-    run: TrainingConfig,
-    accelerator: Accelerator,
-    flow: Flow,
-    flops: int,
-    item: dict[str, Tensor],
-    measured: Sequence[int],
-) -> dict[str, str]:
-    """Return texts on the memory and the time of a step, and on the lower bound of the time.
-
-    The memory grows with the number of pixels, and the time with the floating-point operations of a forward pass.
+def training_rate(config: TrainConfig, conditions: Kinds, latents: Latents | None = None) -> float:
+    """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
 
     Args:
-        run: the flags of the run.
-        accelerator: the run's Accelerator.
-        flow: the flow, on the device.
-        flops: floating-point operations of the forward pass of an image of full size.
-        item: a batch of one image, on which memory and time are measured.
-        measured: the sides of this image, which may be smaller than the images of the run.
+        config: all flags.
+        conditions: conditions of the data.
+        latents: the space of latents, if the network works on them.
     """
-    device, batch = accelerator.device, run.split_batch(accelerator.num_processes)
-    fixed = costs.state_memory(flow, run.use_ema + 2 * run.power_ema)
-    activations = costs.activation_memory(flow, item, accelerator.autocast)
-    per_image = activations * prod((flow.space.shape or (0,))[1:]) / prod(measured)
-    texts = {
-        "memory": f"about {fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
-        f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, excluding the libraries' own memory"
-    }
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    rate, flops_measured = costs.multiplication_rate(device, dtype), costs.forward_flops(flow, item)
-    # Even, as a mean flow takes the derivative of half of the rows.
-    count = 2 * max(1, min(MOST_MEASURED, round(SECONDS_MEASURED * rate / (3 * flops_measured))) // 2)
+    state, space = PartialState(), latents or build_space(config.data)
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        flow = build_flow(config, conditions, space)
+    precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
+    to_device(flow, state.device, precision).train()
+    item = costs.blank_item(space, _points(config.teacher_data), state.device)
+    count = config.run.split_batch(state.num_processes).per_process
+    optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
     try:
-        seconds = costs.gradient_time(flow, item, count, accelerator.autocast) / count * flops / flops_measured
+        return costs.measure_rate(flow, optimizer, item, count, lambda: autocast(precision, state.device))
     except torch.OutOfMemoryError:
-        return texts | {"time": f"unknown: {count} images do not fit into the memory of the {device.type}"}
-    images = batch.per_process * batch.accumulation
-    step, flops_of_step = seconds * images, 3 * flops * images
-    whole = "" if run.num_epochs else f", {duration(step * run.total_steps(batch, 0))} in all"
-    size = "x".join(map(str, dict.fromkeys(reversed(measured))))  # one number for a square
-    how = f"measured just now on {count} images of {size} px" + ", not compiled" * run.compile
-    least = flops_of_step / rate
-    return texts | {
-        "time": f"about {duration(step)} a step{whole}: {how}",
-        "at best": f"{duration(least)} a step ({least / step:.0%} of that): {flops_of_step / 1e12:.3g} TFLOP per "
-        f"process at the measured matmul rate of {rate / 1e12:.3g} TFLOP/s",
-    }
+        return 0.0

@@ -56,7 +56,7 @@ class SolverConfig(Flags):
 class PicturesConfig(Flags):
     """The images to sample."""
 
-    num_samples: Positive = 64
+    num_samples: Annotated[int, Interval(gt=0, le=10**8)] = 64
     """Number of samples."""
     steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Sampling steps."""
@@ -111,13 +111,6 @@ class MeasureConfig(Flags):
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None
     """Folder for evaluation.json."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("steps", "ema_lengths"):
-            values = getattr(self, name)
-            if len(set(values)) != len(values):
-                raise UsageError(f"--{name} {values} contains duplicates")
 
 
 @dataclass(frozen=True)

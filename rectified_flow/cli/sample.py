@@ -28,7 +28,6 @@ from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
-from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     encode_picture,
@@ -47,8 +46,6 @@ GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
-BLOCK = 4096
-"""Least size of a file on disk [bytes]."""
 
 
 def sample(config: SampleConfig) -> None:
@@ -65,7 +62,11 @@ def sample(config: SampleConfig) -> None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
-    card = {} if flags.save_pretrained is None else _prepare_card(flags, trained)
+    card = {}
+    if flags.save_pretrained is not None:
+        is_map = isinstance(trained.flow, FlowMap)
+        program, kind = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
+        card = card_of_run(trained, flags.license, program, plain(kind()))
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
         place = folder if flags.output_dir else trained.run_folder
@@ -132,20 +133,11 @@ def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
     return options
 
 
-def _prepare_card(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
-    """Return the arguments of the model's card."""
-    is_map = isinstance(trained.flow, FlowMap)
-    program, defaults = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
-    return card_of_run(trained, flags.license, program, plain(defaults()))
-
-
 def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:
     """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
     claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
-    remedy = "lower it, or pass an --output_dir with more room"
-    require_disk(flags.num_samples * BLOCK, folder, f"--num_samples {flags.num_samples}", remedy)
     files = _files_of(folder, flags.num_samples)
     for file in {*folder.glob("*.png")} - {*files}:
         if file.stem.isdecimal():

@@ -12,8 +12,8 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.parts import check_classes
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainRectifiedFlow
-from rectified_flow.condition import Labels
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
@@ -21,7 +21,7 @@ from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
 from rectified_flow.flows import Solver
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
@@ -82,6 +82,11 @@ def inherited_flags(config: TrainConfig) -> dict[str, Any]:
     """Return the flags of a run that its teacher determines."""
     flags = {"prediction": "velocity"} | plain(config)
     return {name: flags[name] for name in (*INHERITED, *FOLDERS)}
+
+
+def calls_for(taught: TeacherData) -> int:
+    """Return the number of calls of the teacher's network for a pair or a path."""
+    return taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
 
 
 def files_of(taught: TeacherData, space: Space) -> dict[str, Sequence[int]]:
@@ -147,9 +152,9 @@ def open_drawn(
         RunError: if the disk is full.
     """
     state = PartialState()
-    batch, prefix = run.split_batch(state.num_processes), taught.flag.removesuffix("_from")
+    batch = run.split_batch(state.num_processes)
     if taught.count < batch.total:
-        raise UsageError(f"--{prefix}_{taught.rows} {taught.count} is fewer than one global batch ({batch}): pass more")
+        raise UsageError(f"--{taught.count_flag} {taught.count} is fewer than one global batch ({batch}): pass more")
     known = on_main(state, lambda: recipe_of(taught))
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
@@ -219,13 +224,9 @@ class _Generator:
         self.bf16 = recipe.precision == "bf16"
         teacher = load_flow(Path(recipe.source), RectifiedFlow)
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
-        classes, self.labels = self.teacher.conditions.get("labels"), None
-        if isinstance(classes, Labels) and list(classes.names) != pictures.class_names:
-            raise UsageError(
-                f"{recipe.source} was trained on different classes than {pictures.info.source}; pass its training "
-                "images with --dataset_path"
-            )
-        if classes is not None:  # a label for each row, distributed as in the training pictures
+        self.labels: Tensor | None = None
+        check_classes(self.teacher, recipe.source, pictures)
+        if "labels" in self.teacher.conditions:  # a label for each row, distributed as in the training pictures
             source = randomness.generator("cpu", recipe.seed, "labels of pairs")
             rows = torch.randint(len(pictures), (writer.length,), generator=source)
             self.labels = pictures.condition_values(rows.tolist())["labels"]

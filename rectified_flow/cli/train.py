@@ -1,41 +1,16 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 import shlex
-from dataclasses import replace
-from functools import partial
-from math import ceil, prod
+from math import ceil, gcd, prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.parts import (
-    build_flow,
-    build_space,
-    choose_flow,
-    choose_network,
-    is_items,
-    join,
-    open_pictures,
-    open_registered,
-    picture_space,
-)
-from rectified_flow.cli.plan import look, print_plan
-from rectified_flow.cli.recipe import (
-    budget_of,
-    check_length,
-    chooses_network,
-    is_distilled,
-    may_choose,
-    proposed_share,
-    smallest,
-    with_plan,
-    with_recipe,
-)
+from rectified_flow.cli import parts, plan, recipe
 from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train_flags import (
     UNET,
@@ -47,7 +22,6 @@ from rectified_flow.cli.train_flags import (
 )
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
-from rectified_flow.data.framing import parse_ratio
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.report import name_some, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -57,22 +31,18 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.look import look
 from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
-from rectified_flow.load import autocast
-from rectified_flow.networks.unet import to_device
-from rectified_flow.runs.checkpoint import list_checkpoints, load_matching, read
+from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import require_memory
 from rectified_flow.system.terminal import line
-from rectified_flow.training.accelerator import choose_precision
 from rectified_flow.training.callbacks import Callback, Pace
-from rectified_flow.training.costs import blank_item, measure_rate
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
-from rectified_flow.training.optimizers import find_optimizer
 from rectified_flow.training.trainer import Trainer
 
 MEASUREMENTS = 10
@@ -84,7 +54,6 @@ OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_wit
 LEAST_ACTIVATIONS = {False: 80, True: 32}
 """Lower bound of the activations of the Unet in bf16, without and with gradient checkpointing: bytes for each pixel and
 each of ``dim`` channels. A Unet of one level and one block has 92 and 40 at dim 128."""
-NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -95,21 +64,16 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     With ``--one_step``, a mean flow then learns from it, and this run has to finish, too.
     """
     finished = _train(config)
-    if not finished or not is_distilled(config) or config.program.look:
+    if not finished or not config.program.one_step or config.program.look:
         return finished
-    flags = flags_of_map(config)
+    run, own = config.run, plain(config)
+    flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
+    flags |= {"budget": recipe.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
     PartialState().print(line("one step", f"train_mean_flow.py {shlex.join(command_line(flags))}"))
     if config.program.dry_run:
         return True
     AcceleratorState._reset_state()  # the run may have another precision
     return train_mean_flow(parse(TrainMeanFlow, "", command_line(flags)))
-
-
-def flags_of_map(config: TrainRectifiedFlow) -> dict[str, Any]:
-    """Return the flags of the mean flow that learns from a run."""
-    run, flags = config.run, plain(config)
-    folders = {"teacher": str(run.checkpoint_dir or run.output_dir), "output_dir": str(run.output_dir / "one-step")}
-    return {**folders, "budget": budget_of(config), **{name: flags[name] for name in OF_MAP if name in config.given}}
 
 
 def train_mean_flow(config: TrainMeanFlow) -> bool:
@@ -119,29 +83,33 @@ def train_mean_flow(config: TrainMeanFlow) -> bool:
 
 def _train(config: TrainConfig) -> bool:
     """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished."""
-    check_length(config)
-    state = join(config)
+    recipe.check_length(config)
+    state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    choose_network(config.network)  # raises an error for an unknown name
-    choose_flow(config)
-    registered = open_registered(config.data)
-    if is_items(registered):
-        return _train_on_items(config, registered, state)
-    return _train_on_pictures(config, registered, state)
+    parts.choose_network(config.network)  # raises an error for an unknown name
+    parts.choose_flow(config)
+    items, source = parts.open_registered(config.data)
+    if items is not None:
+        return _train_on_items(config, items, state)
+    if config.program.look:
+        config, pictures = _open_pictures(config, source)
+        look(config.run.output_dir, pictures, parts.picture_space(config.data))
+        return True
+    return _train_on_pictures(config, source, state)
 
 
 def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
     """Train on the items of a registered dataset; return whether the run finished."""
     data, evaluation = config.data, config.evaluation
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
-    given |= {"one_step": is_distilled(config), "budget": config.program.budget, "extend": config.program.extend}
-    given |= {"look": config.program.look, "stop_when_memorising": evaluation.stop_when_memorising}
+    given |= {name: getattr(config.program, name) for name in ("one_step", "budget", "extend", "look")}
+    given |= {"stop_when_memorising": evaluation.stop_when_memorising}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
-    flow = build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
+    flow = parts.build_flow(config, getattr(items, "conditions", {}), parts.build_space(data, items))
     if config.program.dry_run:
-        print_plan(config, flow)
+        plan.print_plan(config, flow)
         return True
     on_main(state, lambda: check_start(config.run, config.network.origin))
     start_from(config.network.origin, config.run, flow)
@@ -151,43 +119,44 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
+def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
+    """Open the pictures, and return them with the flags that suit them. Collective."""
+    pictures = parts.open_pictures(config.data, source)
+    # Checked first, since different numbers of pictures would desynchronise the processes.
+    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
+    check_equal(PartialState(), lambda: facts)
+    chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
+    if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
+        pictures = parts.open_pictures(chosen.data, source)
+    return chosen, pictures
+
+
 def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: PartialState) -> bool:
     """Train on pictures, on their latents, or on the data of a teacher; return whether the run finished.
 
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
-    shown = replace(config.data, autoencoder=None) if config.program.look else config.data  # a report of pixels
-    space = build_space(shown)
-    if not (config.program.look or chooses_network(config)):
+    space, dry_run = parts.build_space(config.data), config.program.dry_run
+    if not plan.chooses_network(config):
         check_sides(config, space)
-    if config.program.dry_run and not may_choose(config):
-        print_plan(config, build_flow(config, PLANNED_LABELS, space))
+    if dry_run and not recipe.may_choose(config):
+        plan.print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
         return True
-    if not (config.program.look or config.program.dry_run):
-        require_room_for_batch(smallest(config), space)
+    if not dry_run:
+        require_room_for_batch(plan.smallest(config), space)
         on_main(state, lambda: check_start(config.run, config.network.origin))
         space.prepare(state.device)
-    pictures = open_pictures(config.data, source)
-    # Checked first, since different numbers of pictures would desynchronise the processes.
-    check_equal(state, lambda: {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint})
-    opened, config = config.data, with_recipe(config, len(pictures), pictures.info.originals)
-    if config.data.framing != opened.framing:  # the pictures are smaller, or a resumed run has another size
-        pictures = open_pictures(config.data, source)
-    if config.program.look:
-        look(config.run.output_dir, pictures, picture_space(config.data))
-        return True
-    budget, latents = budget_of(config), space if isinstance(space, Latents) else None
-    _, height, width = (None if latents is None else latents.shape) or config.data.framing.shape
-    measure = partial(training_rate, pictures.conditions, latents, state)
-    config = with_plan(config, len(pictures), measure, (height, width))
-    space = latents or build_space(config.data)  # the recipe may add augmentation
-    if config.program.dry_run:
-        print_plan(config, build_flow(config, pictures.conditions, space), len(pictures))
+    config, pictures = _open_pictures(config, source)
+    budget, latents = recipe.budget_of(config), space if isinstance(space, Latents) else None
+    config = plan.with_plan(config, len(pictures), pictures.conditions, latents)
+    space = latents or parts.build_space(config.data)  # the recipe may add augmentation
+    if dry_run:
+        plan.print_plan(config, parts.build_flow(config, pictures.conditions, space), len(pictures))
         return True
     check_sides(config, space)
-    config.check_held_out(proposed_share(len(pictures)))
+    config.check_held_out(recipe.proposed_share(len(pictures)))
     require_room_for_batch(config, space)
-    flow = build_flow(config, pictures.conditions, space)
+    flow = parts.build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
@@ -202,31 +171,6 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
-
-
-def training_rate(conditions: Kinds, latents: Latents | None, state: PartialState, config: TrainConfig) -> float:
-    """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
-
-    Args:
-        conditions: conditions of the data.
-        latents: the space of latents, if the flow works on them.
-        state: the processes.
-        config: all flags.
-    """
-    space = latents or build_space(config.data)
-    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
-        flow = build_flow(config, conditions, space)
-    precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
-    to_device(flow, state.device, precision).train()
-    taught, batch = config.teacher_data, config.run.split_batch(state.num_processes)
-    points = 0 if taught is None or taught.rows == "pairs" else taught.points
-    item = blank_item(space, (space.shape or (0,))[1:], points, state.device)
-    build = find_optimizer(config.run, fused=state.device.type == "cuda")
-    precise = partial(autocast, precision, state.device)
-    try:
-        return measure_rate(flow, build, item, batch.per_process, precise)
-    except torch.OutOfMemoryError:
-        return 0.0
 
 
 def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
@@ -291,16 +235,18 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     Raises:
         UsageError: if ``origin`` is neither a run nor a checkpoint, or has another architecture.
     """
-    if origin is None or run.origin is not None or list_checkpoints(run.checkpoints):
+    if origin is None or run.origin is not None or checkpoint.list_checkpoints(run.checkpoints):
         return
     state = PartialState()
-    source, (taken, fresh) = read(origin, lambda source: (source, load_matching(flow.network, source)), state)
+    source, (taken, fresh) = checkpoint.read(
+        origin, lambda source: (source, checkpoint.load_matching(flow.network, source)), state
+    )
     sizes = {name: weight.numel() for name, weight in flow.network.state_dict().items()}
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
         flags = flags_of_checkpoint(source)
-        known = {name: flags[name] for name in NETWORK_FLAGS if name in flags}
+        known = {name: flags[name] for name in recipe.NETWORK_FLAGS if name in flags}
         remedy = " ".join(command_line(known)) or "the --dim and --dim_mults of its run"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
@@ -310,9 +256,21 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
 
 def check_sides(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
-    latent_side = (space.shape or (0,))[-1] if isinstance(space, Latents) else None
-    ratio = (1, 1) if latent_side else parse_ratio(config.data.aspect_ratio)
-    config.network.check_side(config.data.image_size, latent_side, ratio)
+    size, levels = config.data.image_size, len(config.network.dim_mults)
+    divisor = 2 ** (levels - 1)
+    if isinstance(space, Latents):
+        common = (space.shape or (0,))[-1]
+        sides = f"has latents of side {common}, which is"
+        remedy = "pass fewer levels, or a larger power of two as --image_size"
+    else:
+        _, height, width = config.data.framing.shape
+        common = gcd(height, width)
+        sides = "is" if height == width else f"with --aspect_ratio {config.data.aspect_ratio} gives sides that are"
+        multiple = divisor * (size // common)
+        remedy = f"pass {max(1, round(size / multiple)) * multiple}"
+    if config.network.network == UNET and common % divisor > 0:
+        problem = f"--image_size {size} {sides} not divisible by {divisor}"
+        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
 
 
 def require_room_for_batch(config: TrainConfig, space: Space) -> None:

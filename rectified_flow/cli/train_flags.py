@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, field, fields
-from math import prod
 from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -52,7 +51,7 @@ class DataConfig(Flags):
     """Arguments of a registered dataset."""
     dataset_path: Path | None = None
     """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
-    image_size: Positive = 64
+    image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
@@ -128,30 +127,6 @@ class NetworkConfig(Flags):
     def origin(self) -> Path | None:
         """Checkpoint or run that the weights are initialised from, if any."""
         return STARTER_FOLDER if self.init_from == STARTER else self.init_from
-
-    def check_side(self, image_size: int, latent_side: int | None = None, ratio: tuple[int, int] = (1, 1)) -> None:
-        """Check that the levels of the Unet can halve the sides of pictures, or the side of their latents.
-
-        Args:
-            image_size: the short side [px].
-            latent_side: the side of latents, if the network works on them.
-            ratio: width and height of pictures, without common divisors.
-
-        Raises:
-            UsageError: if they cannot.
-        """
-        levels = len(self.dim_mults)
-        divisor = 2 ** (levels - 1)
-        multiple = divisor * min(ratio)  # as one of the two is odd
-        if self.network != UNET or (latent_side or image_size) % multiple == 0:
-            return
-        sides = "is" if ratio == (1, 1) else f"with --aspect_ratio {ratio[0]}:{ratio[1]} gives sides that are"
-        remedy = f"pass {max(1, round(image_size / multiple)) * multiple}"
-        if latent_side is not None:
-            sides = f"has latents of side {latent_side}, which is"
-            remedy = "pass fewer levels, or a larger power of two as --image_size"
-        problem = f"--image_size {image_size} {sides} not divisible by {divisor}"
-        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
 
 
 @dataclass(frozen=True)
@@ -257,6 +232,11 @@ class TeacherData:
         """Points that are kept of each path beside its end; the noise alone for pairs."""
         return self.steps if self.rows == "paths" else 1
 
+    @property
+    def count_flag(self) -> str:
+        """The flag that sets the count."""
+        return f"{self.flag.removesuffix('_from')}_{self.rows}"
+
 
 @dataclass(frozen=True)
 class TeacherFlags(Flags):
@@ -309,14 +289,8 @@ class ProgramConfig(Flags):
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
-    interrupted_exit_code: Annotated[int, Interval(ge=0, le=255)] = 0
-    """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        code = self.interrupted_exit_code
-        if code in (1, 2):
-            raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
+    interrupted_exit_code: Annotated[int, Interval(ge=3, le=255)] | Literal[0] = 0
+    """Exit code after a signal asked for the end, 0 or above 2; 143 makes Kubernetes or Ray restart it."""
 
 
 def seconds_of(budget: str, flag: str = "budget") -> float:
@@ -340,6 +314,9 @@ def seconds_of(budget: str, flag: str = "budget") -> float:
 class TrainProgramConfig(ProgramConfig):
     """Flags that the training programs have."""
 
+    one_step: ClassVar[bool] = False
+    """Whether a mean flow learns from the run, which then has half of the budget."""
+
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
     budget: Annotated[str | None, default_is("1h with --dataset_path or a teacher, if no flag gives the length")] = None
@@ -361,7 +338,7 @@ class TrainProgramConfig(ProgramConfig):
 class RectifiedFlowProgramConfig(TrainProgramConfig):
     """Flags that the training program of a rectified flow has."""
 
-    one_step: bool = False
+    one_step: bool = False  # type: ignore[misc]  # a flag of this program alone
     """Then distil the run to a mean flow that samples in one step, in OUTPUT_DIR/one-step; half the budget for each."""
 
 
@@ -401,11 +378,6 @@ class TrainConfig:
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()
-        picture = prod(self.data.framing.stored_shape)
-        for name in ("batch_size", "num_samples"):
-            count = getattr(self.run, name) or 1
-            pictures = f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}"
-            require_memory(count * picture, pictures, f"lower --image_size or --{name}")
 
     @property
     def given(self) -> frozenset[str]:

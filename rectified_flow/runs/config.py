@@ -134,7 +134,7 @@ class TrainingConfig(Flags):
     """Checkpoints at multiples of this step are never pruned; 0 prunes all but the newest."""
     sample_every: Natural = 1000
     """Steps between sample grids; 0 draws only one at the end."""
-    num_samples: Natural = 64
+    num_samples: Annotated[int, Interval(ge=0, le=2**20)] = 64
     """Images in a sample grid; 0 disables it."""
     sample_steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Intervals from noise to image in a sample grid."""

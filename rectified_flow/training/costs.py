@@ -1,7 +1,7 @@
 """The costs of a training step, counted and measured on the network itself: operations, memory, time."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from timeit import repeat
 from typing import Any
@@ -14,19 +14,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from rectified_flow.data.store import LATENTS_FILE, row_size
+from rectified_flow.flows.flow import Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import precision_name
+from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import lines
+from rectified_flow.system.terminal import duration, lines, size_text
 from rectified_flow.training.optimizers import BuildOptimizer
 
+Item = dict[str, Tensor]
 Autocast = Callable[[], AbstractContextManager[object]]
 BYTES = 4
 """Size of one number of a gradient, a moment or an average."""
+SECONDS_MEASURED, MOST_MEASURED = 1.0, 64
+"""Time that the images of a measurement take at best [s], and their largest number."""
 
 
-def forward_flops(flow: nn.Module, item: dict[str, Tensor]) -> int:
+def forward_flops(flow: nn.Module, item: Item) -> int:
     """Count the floating-point operations of one forward pass on a batch of one; a multiply-add is two."""
     was_training = flow.training
     flow.eval()
@@ -43,7 +49,7 @@ def state_memory(flow: nn.Module, averages: int) -> int:
     return weights + BYTES * (3 + averages) * trained
 
 
-def activation_memory(flow: nn.Module, item: dict[str, Tensor], autocast: Autocast = nullcontext) -> int:
+def activation_memory(flow: nn.Module, item: Item, autocast: Autocast = nullcontext) -> int:
     """Count the memory of the activations of each image at the peak of a step on a batch of two [bytes].
 
     Args:
@@ -77,7 +83,7 @@ def multiplication_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / seconds
 
 
-def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast = nullcontext) -> float:
+def gradient_time(flow: nn.Module, item: Item, count: int, autocast: Autocast = nullcontext) -> float:
     """Measure the time of a batch's loss and gradient [s].
 
     Args:
@@ -91,7 +97,7 @@ def gradient_time(flow: nn.Module, item: dict[str, Tensor], count: int, autocast
 
 
 def measure_rate(
-    flow: nn.Module, build: BuildOptimizer, item: dict[str, Tensor], count: int, autocast: Autocast = nullcontext
+    flow: nn.Module, build: BuildOptimizer, item: Item, count: int, autocast: Autocast = nullcontext
 ) -> float:
     """Measure the images per second of training steps on a batch, with the optimizer's updates.
 
@@ -108,9 +114,7 @@ def measure_rate(
 
 
 @contextmanager
-def _training_step(
-    flow: nn.Module, item: dict[str, Tensor], count: int, autocast: Autocast
-) -> Iterator[Callable[[], None]]:
+def _training_step(flow: nn.Module, item: Item, count: int, autocast: Autocast) -> Iterator[Callable[[], None]]:
     """Yield a function that computes the loss and the gradient of a batch of ``count`` identical items."""
     batch = {name: torch.cat([value] * count) for name, value in item.items()}
 
@@ -124,9 +128,17 @@ def _training_step(
         yield step
 
 
-def blank_item(space: Space, sides: Sequence[int], points: int, device: torch.device) -> dict[str, Tensor]:
-    """Return a batch of one item of zeros, with a path of ``points`` points unless ``points`` is 0."""
-    zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=device)
+def blank_item(space: Space, points: int, device: torch.device, largest: int | None = None) -> Item:
+    """Return a batch of one item of zeros.
+
+    Args:
+        space: the space of the flow.
+        points: number of points of the item's path; 0 if it has none.
+        device: the device of the item.
+        largest: upper bound of the item's sides; by default they are those of the space.
+    """
+    channels, *sides = space.shape or (0,)
+    zeros = torch.zeros(1, channels, *(min(side, largest or side) for side in sides), device=device)
     batch = {space.key: space.to_stored(zeros)}
     if points:
         batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
@@ -137,6 +149,64 @@ def _shortest(action: Callable[[], object], of: int) -> float:
     """Return the seconds of the shortest of some runs."""
     finish = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
     return min(repeat(lambda: (action(), finish()), finish, time.perf_counter, repeat=of, number=1))
+
+
+def autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
+    """Return texts on the size of the latents and on the cost of the autoencoder."""
+    moments, *shape = space.autoencoder.shape_of(space.image_size)
+    variants = 1 + mirrored
+    size = variants * row_size(LATENTS_FILE, (moments, *shape))
+    pictures = torch.zeros(1, 3, space.image_size, space.image_size, device="meta")
+    encoding, _ = cost_of(lambda: space.autoencoder.encode(pictures))
+    decoding, memory = cost_of(lambda: space.autoencoder.decode(torch.zeros(1, *shape, device="meta")))
+    also = ", with its mirror image" * mirrored
+    return {
+        "latents": f"{' x '.join(map(str, shape))}, {size / 1e3:,.1f} kB of disk for each picture{also}",
+        "encoding": f"{variants * encoding / 1e9:.3g} GFLOP for each picture, once",
+        "decoding": f"{decoding / 1e9:.3g} GFLOP and {memory / 1e6:,.0f} MB for each sample",
+    }
+
+
+def step_costs(config: TrainingConfig, accelerator: Accelerator, flow: Flow, item: Item, small: Item) -> dict[str, str]:
+    """Return texts on the memory and the time of a step, and on the lower bound of the time.
+
+    Both are measured on copies of a small item. The memory grows with the number of pixels, and the time with the
+    floating-point operations of a forward pass.
+
+    Args:
+        config: the run's flags.
+        accelerator: the run's Accelerator.
+        flow: the flow, on the device.
+        item: a batch of one item of the run.
+        small: a batch of one item with sides that may be smaller.
+    """
+    device, batch = accelerator.device, config.split_batch(accelerator.num_processes)
+    fixed = state_memory(flow, config.use_ema + 2 * config.power_ema)
+    pixels, few_pixels = item[flow.space.key].numel(), small[flow.space.key].numel()
+    per_image = activation_memory(flow, small, accelerator.autocast) * pixels / few_pixels
+    texts = {
+        "memory": f"about {fixed / 1e9:.2f} GB + {batch.per_process} images x {per_image / 1e6:,.1f} MB = "
+        f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, excluding the libraries' own memory"
+    }
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
+    rate, flops, few_flops = multiplication_rate(device, dtype), forward_flops(flow, item), forward_flops(flow, small)
+    # Even, as a mean flow takes the derivative of half of the rows.
+    count = 2 * max(1, min(MOST_MEASURED, round(SECONDS_MEASURED * rate / (3 * few_flops))) // 2)
+    try:
+        seconds = gradient_time(flow, small, count, accelerator.autocast) / count * flops / few_flops
+    except torch.OutOfMemoryError:
+        return texts | {"time": f"unknown: {count} images do not fit into the memory of the {device.type}"}
+    images = batch.per_process * batch.accumulation
+    step, flops_of_step = seconds * images, 3 * flops * images
+    whole = "" if config.num_epochs else f", {duration(step * config.total_steps(batch, 0))} in all"
+    height, width = small[flow.space.key].shape[-2:]
+    how = f"measured just now on {count} images of {size_text(width, height)} px" + ", not compiled" * config.compile
+    least = flops_of_step / rate
+    return texts | {
+        "time": f"about {duration(step)} a step{whole}: {how}",
+        "at best": f"{duration(least)} a step ({least / step:.0%} of that): {flops_of_step / 1e12:.3g} TFLOP per "
+        f"process at the measured matmul rate of {rate / 1e12:.3g} TFLOP/s",
+    }
 
 
 class _Activations(TorchDispatchMode):
@@ -217,10 +287,10 @@ def summarize(
     trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
     items, steps = items_of(flow), config.total_steps(batch, length or 0)
     if length is None and config.num_epochs is not None:
-        duration = f"{config.num_epochs:g} epochs"
+        extent = f"{config.num_epochs:g} epochs"
     else:
         epochs = f" = {steps * batch.total / length:.1f} epochs" if length else ""
-        duration = f"{steps} steps = {steps * batch.total} {items}{epochs}"
+        extent = f"{steps} steps = {steps * batch.total} {items}{epochs}"
     frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
     return lines(
         {
@@ -228,7 +298,7 @@ def summarize(
             "data": data,
             "network": f"{count / 1e6:.1f} M parameters{frozen}, {flops / 1e9:.2f} GFLOP per {items[:-1]} forward",
             "batch": batch,
-            "run": duration,
+            "run": extent,
             "output": config.output_dir,
         }
     )

@@ -199,7 +199,6 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
         ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
-        ("--checkpoint {run} --steps 4 4", "contains duplicates"),
         ("--checkpoint {run} --ema_lengths 0.3", "--ema_lengths is 0.3; it must be at most 0.28"),
         ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),

@@ -7,13 +7,9 @@ from accelerate import PartialState
 
 from rectified_flow.cli.recipe import (
     CHOSEN,
-    SIZES,
-    STARTER_DIM,
     budget_of,
     check_length,
-    flags_of,
     for_pictures,
-    with_plan,
     with_recipe,
 )
 from rectified_flow.cli.train_flags import (
@@ -29,6 +25,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from tests.programs import planned
 
 FAST, SLOW = 1e6, 2e4
 """Images per second of a network of width 1 on two machines; the time of a step grows with the square of the width."""
@@ -46,7 +43,7 @@ def chosen(
     config = parse(kind, "Train.", (data + words).split())
     check_length(config)
     config = with_recipe(config, count)
-    return recorded(with_plan(config, count, lambda config: rate / config.network.dim**2))
+    return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
 
 
 @pytest.mark.parametrize("kind", [TrainRectifiedFlow, TrainMeanFlow])
@@ -78,61 +75,19 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
     assert with_recipe(config, 2000, originals).data.image_size == side
 
 
-def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
-    widths, images = [], []
-    for budget in ("2m", "12m", "1h", "4h", "1d"):
-        flags = chosen(2000, f"--budget {budget}", rate=SLOW)
-        widths.append(int(str(flags["dim"])))
-        images.append(int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])))
-        assert images[-1] == pytest.approx(0.9 * seconds_of(budget) * SLOW / widths[-1] ** 2, rel=0.02)
-    assert widths == sorted(widths)
-    assert widths[0] < widths[-1]
-    assert images == sorted(images)
-    for words, smallest in (("", STARTER_DIM), ("--alpha", SIZES[0].dim)):
-        slow, fast = (chosen(2000, f"--budget 12m {words}", rate=rate) for rate in (500.0, FAST * 1e6))
-        assert (slow["dim"], fast["dim"]) == (smallest, SIZES[-1].dim)
-        assert (slow["init_from"], fast["init_from"]) == (None if words else "starter", None)
-
-
-@pytest.mark.parametrize(
-    ("gain", "words", "precision"), [(1.3, "", "bf16"), (1.05, "", "no"), (1.3, "--mixed_precision no", "no")]
-)
-def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: str) -> None:
-    config = with_recipe(parse(TrainRectifiedFlow, "", f"--dataset_path pictures --budget 1h {words}".split()), 2000)
-    rates = {None: 10.0, "no": 10.0, "bf16": 10.0 * gain}
-    planned = with_plan(config, 2000, lambda config: rates[config.run.mixed_precision])
-    assert planned.run.mixed_precision == precision
-
-
-def test_a_larger_batch_that_is_faster_buys_more_images() -> None:
-    config = with_recipe(
-        parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1h", "--dim", "32"]), 20_000
-    )
-    run = with_plan(config, 20_000, lambda config: 60.0 if config.run.global_batch_size == 8 else 90.0).run
-    assert run.train_num_steps == int(0.9 * 3600 * 90) // run.split_batch(1).total
-
-
-def test_times_are_stratified_unless_a_flag_sets_the_flow_or_its_times() -> None:
-    assert chosen(2000)["time_options"] == ["stratified=True"]
-    for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
-        assert "stratified=True" not in str(chosen(2000, words)["time_options"])
-    assert chosen(2000, kind=TrainMeanFlow)["time_options"] == []
-
-
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
-    def planned(program: RectifiedFlowProgramConfig) -> TrainRectifiedFlow:
+    def trained(program: RectifiedFlowProgramConfig) -> TrainConfig:
         config = TrainRectifiedFlow(data, run=run, program=program)
         check_length(config)
-        config = with_recipe(config, 2000)
-        return with_plan(config, 2000, lambda config: 1e3)
+        return planned(with_recipe(config, 2000), 2000, lambda config: 1e3)
 
-    assert planned(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
+    assert trained(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
     with pytest.raises(UsageError, match="--train_num_steps"):
-        planned(RectifiedFlowProgramConfig(budget="1h"))
+        trained(RectifiedFlowProgramConfig(budget="1h"))
     run = TrainingConfig(learning_rate=1e-3)
-    chosen = planned(RectifiedFlowProgramConfig(budget="1h")).run
+    chosen = trained(RectifiedFlowProgramConfig(budget="1h")).run
     assert (chosen.learning_rate, chosen.optimizer) == (1e-3, "adamw"), "one group of flags"
     assert chosen.lr_decay == "cosine"
 
@@ -143,35 +98,6 @@ def test_without_a_length_a_run_on_ones_own_pictures_takes_an_hour(capsys: pytes
     given = chosen(2000, "--train_num_steps 30")
     assert (given["train_num_steps"], given["dim"], given["optimizer"]) == (30, 64, "adamw")
     assert (chosen(2000, "--num_epochs 3")["num_epochs"], chosen(2000, folder="")["train_num_steps"]) == (3, None)
-
-
-def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, passes in (("", 1000), ("--augment 0", 400), ("--autoencoder haar", 400)):
-        flags = chosen(800, f"--budget 4d {words}", rate=FAST)
-        seen = int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"]))
-        assert seen == pytest.approx(passes * 800, rel=0.01)
-        assert f"at most {passes:,} passes" in capsys.readouterr().out
-    flags = chosen(10, "--budget 4d", rate=FAST)
-    assert int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])) == pytest.approx(192_000, rel=0.01)
-
-
-def test_any_number_of_processes_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for processes in (1, 2, 3, 8):
-        monkeypatch.setattr(PartialState(), "num_processes", processes)
-        monkeypatch.setattr("rectified_flow.cli.recipe.gather_object", lambda rates: rates * 3)
-        flags = chosen(5000, "--budget 1h", rate=FAST)
-        assert int(str(flags["global_batch_size"])) % processes == 0
-
-
-def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 calls of 0.35 of a training image each; the first preview comes within two minutes if the share allows."""
-    for rate, budget in ((SLOW, "12m"), (SLOW, "1d"), (FAST, "1h"), (100.0, "1h")):
-        flags = chosen(5000, f"--budget {budget}", rate=rate)
-        speed = rate / int(str(flags["dim"])) ** 2
-        interval = int(str(flags["sample_every"])) * int(str(flags["global_batch_size"])) / speed
-        cost = int(str(flags["num_samples"])) * 16 * 0.35 / speed
-        assert cost <= 0.051 * interval
-        assert interval < 1.02 * max(120, cost / 0.05)
 
 
 @pytest.mark.parametrize(
@@ -192,29 +118,6 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         chosen(2000, words, rate=256.0)
-
-
-@pytest.mark.parametrize(
-    ("sides", "mults", "attention"),
-    [
-        ((8, 8), [1], 8),
-        ((32, 32), [1, 2, 3], 8),
-        ((64, 96), [1, 1, 2, 3], 8),
-        ((36, 36), [1, 2, 3], 9),
-        ((30, 30), [1, 2], 15),
-    ],
-)
-def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
-    flags = flags_of(SIZES[0], sides)
-    assert (list(flags["dim_mults"]), flags["network_options"][1]) == (mults, f"attention_sides=[{attention}]")
-
-
-def test_a_step_that_does_not_fit_into_the_memory() -> None:
-    with pytest.raises(UsageError, match="does not fit into the memory of the GPU: lower --image_size or --batch_size"):
-        chosen(2000, rate=0.0)
-    config = parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1d"])
-    run = with_plan(config, 2000, lambda config: FAST * ((config.run.global_batch_size or 0) <= 8)).run
-    assert run.global_batch_size == 8, "a larger batch does not fit"
 
 
 @pytest.mark.parametrize(
@@ -276,22 +179,6 @@ def test_a_run_goes_on_as_it_began(
     capsys.readouterr()
     flags = chosen(800, run)
     assert (flags["augment"], flags["holdout"], flags["num_epochs"], flags["dim"]) == (0, 0, None, 64)
-
-
-def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"--output_dir {tmp_path}"
-    with pytest.raises(UsageError, match="--extend needs a run, and"):
-        chosen(800, f"{run} --extend 30m")
-    began = chosen(800, f"{run} --budget 1h")
-    steps = int(str(began["train_num_steps"]))
-    save(tmp_path, 10, began)
-    assert chosen(800, f"{run} --extend 30m") == began
-    assert f"training to the last step, {steps:,}, without extending" in capsys.readouterr().out
-    save(tmp_path, steps, began)
-    longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
-    assert longer == pytest.approx(1.5 * steps, rel=0.01)
-    save(tmp_path, steps + 5, began | {"train_num_steps": longer})
-    assert chosen(800, f"{run} --extend 30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
 
 
 def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:

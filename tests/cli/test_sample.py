@@ -114,7 +114,7 @@ REFUSED = [
     ("--classes 2", "--classes 2 does not exist: pass names, like cat, dog, or numbers up to 1\n"),
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
-    ("--num_samples 1000000000000000", "--num_samples 1000000000000000 would need at least"),
+    ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
     ("--noise_level 2", "--noise_level is 2.0"),
     ("--noise_level 0.5", "--noise_level has no effect without --from_images: pass both"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),

@@ -13,10 +13,10 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.cli.parts import open_pictures
-from rectified_flow.cli.recipe import with_plan, with_recipe
+from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.train_flags import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
@@ -24,7 +24,7 @@ from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
-from tests.programs import assert_refused
+from tests.programs import assert_refused, planned
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -208,24 +208,24 @@ def test_a_teachers_paths_take_at_most_a_third_of_the_budget(
     mine = tmp_path / "teacher"
     shutil.copytree(teacher, mine)
 
-    def planned(rate: float, *words: str) -> TrainMeanFlow:
+    def flags_at(rate: float, *words: str) -> TrainConfig:
         flags = ["--teacher", str(mine), "--output_dir", str(tmp_path / "run"), *words]
         config = with_recipe(with_teacher_flags(parse(TrainMeanFlow, "", flags)), 1000)
-        return with_plan(config, 1000, lambda _: rate)
+        return planned(config, 1000, lambda _: rate)
 
-    config = planned(10.0, "--budget", "10m")
+    config = flags_at(10.0, "--budget", "10m")
     assert config.teacher_data is not None
     assert config.teacher_data.count == int(200 / (16 * 0.35 / 10)), "16 calls, 0.35 of a training image each"
     assert (config.run.train_num_steps or 0) * 8 == pytest.approx(0.9 * 400 * 10, rel=0.02)
     for words in ((), ("--teacher_paths", "7000")):
-        count = planned(1000.0, *words).teacher_data
+        count = flags_at(1000.0, *words).teacher_data
         assert count is not None
         assert count.count == int((*words, "5000")[1] if words else 5000), "the default, or as the flag asks for"
     with pytest.raises(UsageError, match="generating the paths would take all of --budget 1m: lower --teacher_paths"):
-        planned(10.0, "--budget", "1m", "--teacher_paths", "7000")
+        flags_at(10.0, "--budget", "1m", "--teacher_paths", "7000")
     run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
     shutil.rmtree(mine)
-    again = planned(10.0)
+    again = flags_at(10.0)
     assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
     assert again.teacher_data is not None
     assert again.teacher_data.count == COUNT

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.cli import train as cli_train
+from rectified_flow.cli import plan
 from rectified_flow.cli.parts import picture_space
-from rectified_flow.cli.recipe import chooses_network, smallest
-from rectified_flow.cli.train import check_sides, require_room_for_batch, training_rate
+from rectified_flow.cli.train import check_sides, require_room_for_batch
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -24,6 +22,7 @@ from rectified_flow.networks.unet import Unet
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.resume import choose_checkpoint, identify_run
 from rectified_flow.system import machine
+from rectified_flow.training import costs
 from rectified_flow.training.costs import activation_memory
 from tests import programs
 from tests.programs import program
@@ -253,31 +252,31 @@ def test_sides_that_the_levels_cannot_halve(words: str, sentence: str) -> None:
     config = parse(TrainRectifiedFlow, "", words.split())
     with pytest.raises(UsageError, match=sentence):
         check_sides(config, picture_space(config.data))
-    assert not chooses_network(config)
-    assert chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split()))
+    assert not plan.chooses_network(config)
+    assert plan.chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split()))
 
 
 def test_a_plan_measures_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """All images of an accumulated step at once might not fit into the memory. Where one does not, the rate is 0."""
-    monkeypatch.setattr(cli_train, "measure_rate", lambda flow, build, item, count, precise: float(count))
+    monkeypatch.setattr(costs, "measure_rate", lambda flow, build, item, count, precise: float(count))
     words = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --gradient_accumulation_steps 50"
     config = parse(TrainRectifiedFlow, "", words.split())
-    assert training_rate({}, None, PartialState(), config) == 2
+    assert plan.training_rate(config, {}) == 2
 
     def fail(*arguments: object) -> float:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(cli_train, "measure_rate", fail)
-    assert training_rate({}, None, PartialState(), config) == 0
+    monkeypatch.setattr(costs, "measure_rate", fail)
+    assert plan.training_rate(config, {}) == 0
 
 
 def test_memory_is_checked_for_the_smallest_plan() -> None:
     words = "--dataset_path pictures --image_size 512"
-    least = smallest(parse(TrainRectifiedFlow, "", words.split()))
+    least = plan.smallest(parse(TrainRectifiedFlow, "", words.split()))
     assert (least.network.dim, least.run.global_batch_size) == (16, 8)
     for more in ("--train_num_steps 9", "--dim 64 --batch_size 64"):
         config = parse(TrainRectifiedFlow, "", f"{words} {more}".split())
-        assert smallest(config) == config
+        assert plan.smallest(config) == config
 
 
 @pytest.mark.parametrize("flow", [RectifiedFlow, MeanFlow])

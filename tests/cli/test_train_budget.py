@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.recipe import suits_starter
+from rectified_flow.cli.plan import suits_starter
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.cli.train_flags import STARTER_FOLDER, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
