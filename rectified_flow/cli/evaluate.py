@@ -207,9 +207,12 @@ def _plot(folder: Path, results: list[dict[str, Any]], lengths: Sequence[float],
         by_steps.setdefault(each["steps"], []).append(each["distances"][distance])
     if len(lengths) > 1:
         path, x = folder / LENGTHS_FILE, "length of the average, as a share of the run"
-        curves = {f"{steps} step{'s' * (steps > 1)}": (lengths, values) for steps, values in by_steps.items()}
+        curves = {
+            f"{steps} step{'s' * (steps > 1)}": dict(zip(lengths, values, strict=True))
+            for steps, values in by_steps.items()
+        }
     else:
         path, x = folder / STEPS_FILE, "number of steps"
-        curves = {distance: (list(by_steps), [value for (value,) in by_steps.values()])}
+        curves = {distance: {steps: value for steps, (value,) in by_steps.items()}}
     with writing(path):
         return draw_panels(path, [Panel(curves, f"distance by {x}", x, distance, log_x=x == "number of steps")])

@@ -174,7 +174,7 @@ class Measurement(Callback):
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
         except Interrupted:
             return False
-        on_main(trainer.accelerator, lambda: self._record(trainer, rows.cpu()))
+        on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:

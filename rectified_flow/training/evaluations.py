@@ -15,9 +15,8 @@ from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judg
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import BEST
-from rectified_flow.runs.log import columns
 from rectified_flow.system.files import check_document
-from rectified_flow.system.pictures import Line, Panel, draw_panels
+from rectified_flow.system.pictures import Panel, draw_panels
 from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Measurement
@@ -92,11 +91,10 @@ class EvaluationHook(Measurement):
         name, settings = self.evaluator.headline, self._settings(trainer)
         numbers = self.file.numbers(name)
         title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
-        lines: dict[str, Line] = {name: columns(numbers)}
-        panels = [Panel(lines, title, "step", name, log_y=len(numbers) > 1)]
+        panels = [Panel({name: numbers}, title, "step", name, log_y=len(numbers) > 1)]
         names = {"copies": "samples", "copies_by_chance": "held-out pictures"}
-        copies = {label: columns(self.file.numbers(key)) for key, label in names.items()}
-        if any(len(steps) for steps, _ in copies.values()):
+        copies = {label: self.file.numbers(key) for key, label in names.items()}
+        if any(copies.values()):
             panels.append(Panel(copies, "copies of training pictures", "step", "share"))
         draw_panels(trainer.config.output_dir / "evaluations.png", panels)
 
