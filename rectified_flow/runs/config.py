@@ -50,18 +50,13 @@ class GlobalBatch:
     accumulation: int = 1
 
     @property
-    def parts(self) -> int:
-        """Number of micro-batches."""
-        return self.world_size * self.accumulation
-
-    @property
     def total(self) -> int:
         """Number of rows."""
-        return self.per_process * self.parts
+        return self.per_process * self.world_size * self.accumulation
 
     def rows(self, rank: int, micro_batch: int) -> slice:
         """Return the rows of one rank's micro-batch."""
-        return slice(micro_batch * self.world_size + rank, None, self.parts)
+        return slice(micro_batch * self.world_size + rank, None, self.world_size * self.accumulation)
 
     def __str__(self) -> str:
         return (
