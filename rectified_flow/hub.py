@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
 
+from rectified_flow.data.build import data_arguments
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
@@ -20,7 +21,7 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import DataArguments, data_arguments, is_run, program_flags
+from rectified_flow.runs.folder import is_run, program_flags
 from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
@@ -195,15 +196,16 @@ def _is_path(name: str) -> bool:
     return Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
 
 
-def _dataset_names(data: DataArguments | None) -> tuple[str | None, str | None]:
+def _dataset_names(data: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
     """Return the display name of the data (for a folder, the last part of its path) and the id of the data on the hub.
 
     A name or id that does not exist is None.
     """
     if data is None:
         return None, None
-    if data.dataset_path is None and data.dataset == SYNTHETIC_FLOWERS:
+    name, folder = data["dataset"], data.get("dataset_path")
+    if folder is None and name == SYNTHETIC_FLOWERS:
         return "flowers drawn by the program", None
-    if data.dataset_path is None and not _is_path(data.dataset):
-        return data.dataset, data.dataset
-    return f"own pictures, {Path(data.dataset_path or data.dataset).name}", None
+    if folder is None and not _is_path(name):
+        return name, name
+    return f"own pictures, {Path(folder or name).name}", None

@@ -112,8 +112,7 @@ class Distances(Measurement):
         names = {kind: kind for kind in self.kinds} | {
             f"{kind}, other real clouds": f"{kind}_of_others" for kind in self.kinds
         }
-        rows = {name: self.file.numbers(key) for name, key in names.items()}
-        lines = {name: (list(row), list(row.values())) for name, row in rows.items()}
+        lines = {name: self.file.numbers(key) for name, key in names.items()}
         title = f"{self.total} clouds, {self.digits.geometry}"
         draw_panels(trainer.config.output_dir / "distances.png", [Panel(lines, title, "step", "distance")])
 

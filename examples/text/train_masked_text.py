@@ -139,8 +139,7 @@ class Accuracy(Measurement):
     def plot(self, trainer: Trainer) -> None:
         """Plot both over the steps."""
         names = {"model": "accuracy", "the most frequent token": "guess"}
-        rows = {name: self.file.numbers(key) for name, key in names.items()}
-        curves = {name: (list(row), list(row.values())) for name, row in rows.items()}
+        curves = {name: self.file.numbers(key) for name, key in names.items()}
         title = f"masked tokens of {self.total} held-out lines"
         panel = Panel(curves, title, "step", "share that is predicted")
         draw_panels(trainer.config.output_dir / "accuracy.png", [panel])

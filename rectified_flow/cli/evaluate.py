@@ -12,19 +12,19 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.parts import check_classes, open_pictures, open_registered, open_trained
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train_flags import DataConfig, TrainConfig
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.build import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import METRICS, SPLIT, Evaluator
+from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
 from rectified_flow.flags import checked, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import DataArguments, data_arguments, is_run, program_flags, read_config
+from rectified_flow.runs.folder import is_run, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -167,8 +167,8 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
             raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
         channels, height, width = shape
         ratio = f"{width}:{height}"
-        arguments = DataArguments("", None, min(height, width), SPLIT, aspect_ratio=ratio, alpha=channels == RGBA)
-    return open_dataset(**vars(arguments) | moved)
+        arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
+    return open_dataset(**arguments | moved)
 
 
 def _describe(result: dict[str, Any]) -> str:
@@ -199,9 +199,12 @@ def _plot(folder: Path, results: list[dict[str, Any]], lengths: Sequence[float],
         by_steps.setdefault(each["steps"], []).append(each["distances"][distance])
     if len(lengths) > 1:
         path, x = folder / LENGTHS_FILE, "length of the average, as a share of the run"
-        curves = {f"{steps} step{'s' * (steps > 1)}": (lengths, values) for steps, values in by_steps.items()}
+        curves = {
+            f"{steps} step{'s' * (steps > 1)}": dict(zip(lengths, values, strict=True))
+            for steps, values in by_steps.items()
+        }
     else:
         path, x = folder / STEPS_FILE, "number of steps"
-        curves = {distance: (list(by_steps), [value for (value,) in by_steps.values()])}
+        curves = {distance: {steps: value for steps, (value,) in by_steps.items()}}
     with writing(path):
         return draw_panels(path, [Panel(curves, f"distance by {x}", x, distance, log_x=x == "number of steps")])

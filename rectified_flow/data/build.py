@@ -5,13 +5,13 @@ therefore gets a store of its own.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, astuple
 from hashlib import blake2b
 from math import prod
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, get_type_hints
 
 import numpy as np
 from PIL import Image
@@ -23,9 +23,9 @@ from rectified_flow.data.image_folder import ImageFolder
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.flags import as_plain
+from rectified_flow.flags import Positive, as_plain
 from rectified_flow.system.artifact import Artifact
-from rectified_flow.system.files import usable_path
+from rectified_flow.system.files import check_document, usable_path
 from rectified_flow.system.machine import processors, require_disk
 from rectified_flow.system.pictures import fit, upright_size
 from rectified_flow.system.terminal import progress_bar
@@ -182,7 +182,7 @@ def open_dataset(
     dataset: str,
     dataset_path: str | Path | None = None,
     *,
-    image_size: int,
+    image_size: Positive,
     split: str = "train",
     cache_dir: str | Path | None = None,
     skip_broken_images: bool = False,
@@ -219,6 +219,26 @@ def open_dataset(
         source = _find_source(dataset, folder, max(framing.stored_size), split, skip_broken_images)
     store = open_store(source, framing, cache_dir=cache, skip_broken_images=skip_broken_images)
     return ImageDataset(store, arguments)
+
+
+def data_arguments(document: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
+    """Return the arguments of :func:`open_dataset` that open a run's data again, or None if it records none.
+
+    Args:
+        document: the contents of the run's ``config.json``.
+        path: the file, for the error message.
+
+    Raises:
+        UsageError: if the arguments are damaged.
+    """
+    data, kinds = document.get("data", {}), get_type_hints(open_dataset, include_extras=True)
+    if "dataset" not in data:
+        return None
+    return {
+        name: check_document({name: data[name]}, dict[str, kind], path)[name]  # type: ignore[valid-type]
+        for name, kind in kinds.items()
+        if name in data and name not in ("source", "return")
+    }
 
 
 def _find_source(dataset: str, folder: Path | None, side: int, split: str, skip: bool) -> ImageSource:

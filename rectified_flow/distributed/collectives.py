@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather
 from einops import rearrange
 from torch import Tensor
 
@@ -44,24 +44,11 @@ def any_rank(accelerator: Accelerator | PartialState, value: bool) -> bool:
     """Return whether ``value`` is true on any process, without waiting for the devices."""
     if accelerator.num_processes == 1:
         return value
-    vote = torch.tensor(int(value), device=_gathering_device(accelerator))
+    # A group that was created elsewhere may have no backend for the CPU.
+    device = "cpu" if "cpu:" in dist.get_backend_config() else accelerator.device
+    vote = torch.tensor(int(value), device=device)
     dist.all_reduce(vote, dist.ReduceOp.MAX)
     return bool(vote)
-
-
-def _gathering_device(state: Accelerator | PartialState) -> torch.device:
-    """Return the CPU, or the process's own device in a group without a CPU backend, which was created elsewhere."""
-    is_cpu = not dist.is_initialized() or "cpu:" in dist.get_backend_config()
-    return torch.device("cpu") if is_cpu else state.device
-
-
-def _gather(share: Tensor) -> Tensor:
-    """Gather tensors of equal shape from all ranks as ``[world, ...]``."""
-    if not dist.is_initialized():
-        return share[None]
-    parts = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, share.contiguous())
-    return torch.stack(parts)
 
 
 def gather_scalars(accelerator: Accelerator, values: dict[str, Tensor]) -> dict[str, list[float]]:
@@ -87,7 +74,7 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
         function: maps the numbers of some items to a row for each, ``[n, ...]``. It contains no collectives.
 
     Returns:
-        The rows in the order of the items, ``[total, ...]``.
+        The rows in the order of the items, ``[total, ...]``, on the CPU.
 
     Raises:
         Interrupted: on every process, if the function raised it on one.
@@ -99,8 +86,8 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
         request = str(interrupted)
     if any_rank(state, rows is None) or rows is None:
         raise Interrupted(request or "on another process")
-    parts = _gather(rows.to(_gathering_device(state)))
-    return rearrange(parts, "world s ... -> (s world) ...")[:total]
+    by_rank = gather(rows.to(state.device))
+    return rearrange(by_rank, "(world s) ... -> (s world) ...", world=world_size)[:total].cpu()
 
 
 def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
@@ -108,9 +95,10 @@ def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device:
     everything = {}
     for key, value in micro_batches[0].items():
         if isinstance(value, Tensor):
-            parts = _gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
+            by_rank = gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
             # The inverse of `GlobalBatch.rows`.
-            everything[key] = rearrange(parts, "world (m b) ... -> (b m world) ...", m=batch.accumulation)
+            sizes = {"world": batch.world_size, "m": batch.accumulation}
+            everything[key] = rearrange(by_rank, "(world m b) ... -> (b m world) ...", **sizes)
     return everything
 
 

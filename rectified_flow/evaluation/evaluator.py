@@ -27,7 +27,6 @@ from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.registry import find
 from rectified_flow.system.signals import interruptible
 
-SPLIT = "train"
 METRICS = ("kernel", "copies")
 """The metrics beside the Fréchet distance that cost little."""
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
@@ -78,7 +77,7 @@ class Evaluator:
             "feature_network": self.features[0].name,
             "resize": self.features[0].resize,
             "dataset": info.source,
-            "split": SPLIT,
+            "split": "train",
             "image_size": info.image_size,
             "num_real": len(self.dataset),
             "num_samples": self.num_samples,

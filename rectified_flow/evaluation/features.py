@@ -191,7 +191,7 @@ def reference_features(dataset: ImageDataset | RenderedItems, features: Features
         batches = in_batches(numbers, batch_size, f"features of {dataset.info.source}, {features.name}")
         return torch.cat([features.of(dataset.read_pictures(some).to(state.device)) for some in batches])
 
-    everything = map_over_ranks(state, len(dataset), extract).cpu()
+    everything = map_over_ranks(state, len(dataset), extract)
     if saved is not None and state.is_main_process:
         # In a cache that cannot be written, they are extracted again next time.
         with suppress(OSError, UsageError), saved.locked("pass a writable --cache_dir"), saved.building():

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from stat import S_IMODE
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -76,10 +75,6 @@ class TrainerFile(Counters):
     optimizer: str | None = None
     optimizer_numbers: dict[str, int | float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.sums and self.summands == 0:
-            raise ValueError("there are sums of no summands")
-
 
 MODEL_FILE, EMA_FILE = "model.safetensors", "ema.safetensors"
 CONFIG_FILE, FLOW_FILE, STATE_FILE = "config.json", "flow.json", "trainer.json"
@@ -145,10 +140,8 @@ def save(
     with artifact.building():
         for name, values in tensors.items():
             file = artifact.stage / name
-            file.touch()
-            mode = file.stat().st_mode  # the rights that any new file has in the folder
             save_file(dict(values), file)  # creates a file that only its owner can read
-            file.chmod(S_IMODE(mode))
+            file.chmod(artifact.stage.stat().st_mode & 0o666)
         for name, document in documents.items():
             (artifact.stage / name).write_text(json.dumps(document, indent=1))
         artifact.seal()

@@ -10,26 +10,18 @@ import time
 import uuid
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.data.framing import Crop
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, is_artifact, owned_files
-from rectified_flow.system.files import (
-    LOCK_TIMEOUT,
-    check_document,
-    locked,
-    prepare_folder,
-    read_document,
-    replace_file,
-)
+from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file
 from rectified_flow.system.outputs import claim
 
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
@@ -50,21 +42,6 @@ class ConfigFile:
     network: dict[str, Any] | None = None
     flow: dict[str, Any] | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class DataArguments:
-    """The arguments of :func:`rectified_flow.open_dataset` that open a run's data again."""
-
-    dataset: str
-    dataset_path: Path | None = None
-    image_size: Annotated[int, Field(gt=0)] | None = None
-    split: str | None = None
-    cache_dir: Path | None = None
-    skip_broken_images: bool = False
-    aspect_ratio: str = "1:1"
-    crop: Crop = "center"
-    alpha: bool = False
 
 
 def describe_run(
@@ -111,21 +88,6 @@ def read_config(path: Path) -> dict[str, Any]:
 def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags by name in a ``config.json``: those of the program that started the run, or of the run alone."""
     return dict(document.get("run", {})) | dict(document.get("flags", {}))
-
-
-def data_arguments(document: Mapping[str, Any], path: Path) -> DataArguments | None:
-    """Return the arguments that open a run's data again, or None if its ``config.json`` has none.
-
-    Args:
-        document: the contents of the ``config.json``.
-        path: the file, for the error message.
-
-    Raises:
-        UsageError: if the arguments are damaged.
-    """
-    data = document.get("data", {})
-    known = {each.name: data[each.name] for each in fields(DataArguments) if each.name in data}
-    return check_document(known, DataArguments, path) if "dataset" in data else None
 
 
 @dataclass(frozen=True)

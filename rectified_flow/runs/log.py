@@ -192,16 +192,16 @@ class RunLog:
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""
         with self.tolerant("loss plot"):
-            steps, losses = columns(self._metrics.numbers("loss"))
-            lines: dict[str, Line] = {"mean since the line before": (steps, losses)}
+            losses = self._metrics.numbers("loss")
+            lines: dict[str, Line] = {"mean since the line before": losses}
             window = max(1, len(losses) // 20)
             if len(losses) > window:
-                means = np.convolve(losses, np.ones(window) / window, "valid")
-                lines[f"mean of {window}"] = (steps[window - 1 :], means)
+                means = np.convolve([*losses.values()], np.ones(window) / window, "valid")
+                lines[f"mean of {window}"] = dict(zip([*losses][window - 1 :], means.tolist(), strict=True))
             panels = [Panel(lines, "training loss", "step", "loss", log_y=len(lines) > 1)]
             names = {"heldout_loss": "held-out pictures", "seen_loss": "as many training pictures"}
-            compared = {name: columns(_changes(self._metrics.numbers(key))) for key, name in names.items()}
-            if any(len(steps) for steps, _ in compared.values()):
+            compared = {name: _changes(self._metrics.numbers(key)) for key, name in names.items()}
+            if any(compared.values()):
                 panels.append(Panel(compared, "the same loss on both", "step", "squared error of the velocity"))
             draw_panels(self.loss_plot, panels)
 
@@ -212,11 +212,6 @@ class RunLog:
             yield
         except kinds as error:  # any by default, since each tracker has its own exceptions
             tqdm.write(f"warning: could not write {what} of {self.folder} ({first_line(error)}); training continues")
-
-
-def columns(numbers: Mapping[int, float]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return steps and values, ``[n]`` each, for a plot."""
-    return np.array(list(numbers)), np.array(list(numbers.values()))
 
 
 def _changes(numbers: Mapping[int, float]) -> dict[int, float]:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,7 +148,8 @@ class Run:
         flags: Mapping[str, Any] | None,
         unused: Collection[str],
     ) -> None:
-        self.accelerator, self.config, self.dataset, self.progress = accelerator, config, dataset, progress
+        self.accelerator, self.config, self.progress = accelerator, config, progress
+        self.length, self.fingerprint = len(dataset), fingerprint_of(dataset)  # type: ignore[arg-type]
         self.flow_description: dict[str, Any] | None = None
         try:
             self.flow_description = describe(flow)
@@ -158,10 +158,6 @@ class Run:
         description = self.flow_description or {"description": type(flow).__name__}
         self.document = describe_run(config, description, dataset, flags, unused)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
-
-    @cached_property
-    def _fingerprint(self) -> str:
-        return fingerprint_of(self.dataset)
 
     def print(self, text: str) -> None:
         """Print a line beside the progress bar, on the main process."""
@@ -177,8 +173,8 @@ class Run:
         check_equal(
             self.accelerator,
             lambda: {
-                "the number of items": len(self.dataset),  # type: ignore[arg-type]
-                "the fingerprint of the dataset": self._fingerprint,
+                "the number of items": self.length,
+                "the fingerprint of the dataset": self.fingerprint,
                 **{f"--{name}": value for name, value in plain(self.config, paths=False).items()},
                 **flat(self.flow_description or {}),
             },
@@ -191,7 +187,7 @@ class Run:
             UsageError: if resuming would mix two runs.
         """
         batch = self.config.split_batch(self.accelerator.num_processes)
-        run = identify_run(self.config, self._fingerprint, batch.total, precision_name(self.accelerator))
+        run = identify_run(self.config, self.fingerprint, batch.total, precision_name(self.accelerator))
         path, self.identity = on_main(
             self.accelerator, lambda: choose_checkpoint(self.config, run, self.flow_description)
         )

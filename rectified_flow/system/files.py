@@ -244,8 +244,6 @@ def _damage(problems: Sequence[Mapping[str, Any]], source: object) -> UsageError
             words = f"cannot be read ({problem['msg']})"
         case "missing":
             words = f"is damaged: the key {key!r} is missing"
-        case "value_error":  # raised by the dataclass
-            words = f"is damaged: {problem['ctx']['error']}"
         case "literal_error":  # a choice that was removed, or that a newer version added
             words = f"does not fit this version of the project: {key} is {_in_words(problem)}"
         case _:

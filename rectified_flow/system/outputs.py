@@ -48,28 +48,21 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
-    names = list(names)
-    written = _recorded(folder, ours=ours)
-    for name in names:
-        path = folder / name
-        linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
-        if linked or (lexists(path) and name not in written):
-            raise UsageError(
-                f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
-                "folder"
-            )
-    record = folder / RECORD
-    if not written.issuperset(names) or (written and not lexists(record)):
-        with writing(record), _locked(folder):
-            written = _recorded(folder, ours=ours)  # another program may have added names meanwhile
+    names, record = list(names), folder / RECORD
+    with writing(record), _locked(folder):
+        written = set(os.listdir(folder) if ours else ())
+        if known := lexists(record):
+            written = set(read_document(record, Record).files)
+        for name in names:
+            path = folder / name
+            linked = path.is_symlink() and not path.is_dir()  # writing would replace the link or its target
+            if linked or (lexists(path) and name not in written):
+                raise UsageError(
+                    f"{path} would be overwritten, and this project did not write it: move it away, or choose another "
+                    "folder"
+                )
+        if not written.issuperset(names) or (written and not known):
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
-
-
-def _recorded(folder: Path, *, ours: bool) -> set[str]:
-    """Return the names of the files in ``folder`` that this project has written; see :func:`claim`."""
-    if lexists(folder / RECORD):
-        return set(read_document(folder / RECORD, Record).files)
-    return {entry.name for entry in folder.iterdir()} if ours else set()
 
 
 @contextmanager

@@ -130,8 +130,8 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     return path
 
 
-Line = tuple[Any, Any]
-"""The x and the y coordinates of the points, as sequences or arrays."""
+Line = Mapping[int, float] | Mapping[float, float]
+"""The y coordinates of the points by their x coordinates."""
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,12 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
 
 def _draw(axes: Any, panel: Panel) -> None:
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
-    for name, (x, y) in panel.lines.items():
-        axes.plot(x, y, label=name, marker="." if len(x) < 40 else None)
+    for name, points in panel.lines.items():
+        axes.plot([*points], [*points.values()], label=name, marker="." if len(points) < 40 else None)
     if panel.log_x:
         axes.set_xscale("log", base=2)
-        points = sorted({float(value) for x, _ in panel.lines.values() for value in x})
-        axes.set_xticks(points, [f"{point:g}" for point in points])
+        ticks = sorted({x for points in panel.lines.values() for x in points})
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     if panel.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.system.files import writing
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.system.terminal import duration
 
@@ -174,12 +173,11 @@ class Measurement(Callback):
                 rows = map_over_ranks(trainer.accelerator, self.total, partial(self.measure, trainer))
         except Interrupted:
             return False
-        on_main(trainer.accelerator, lambda: self._record(trainer, rows.cpu()))
+        on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
 
     def _record(self, trainer: "Trainer", rows: Tensor) -> None:
-        tolerant, what = trainer.run.log.tolerant, f"{self.name} of step {trainer.state.step}"
-        with tolerant(self.name, (RunError,)), writing(what):
+        with trainer.run.log.tolerant(self.name, (OSError, RunError)):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
-        with tolerant(f"the plot of {self.name}", (RunError, UsageError)), writing(what):
+        with trainer.run.log.tolerant(f"the plot of {self.name}", (OSError, RunError, UsageError)):
             self.plot(trainer)

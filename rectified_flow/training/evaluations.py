@@ -15,9 +15,8 @@ from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judg
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import BEST
-from rectified_flow.runs.log import columns
 from rectified_flow.system.files import check_document
-from rectified_flow.system.pictures import Line, Panel, draw_panels
+from rectified_flow.system.pictures import Panel, draw_panels
 from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Measurement
@@ -66,16 +65,18 @@ class EvaluationHook(Measurement):
 
     def on_setup(self, trainer: "Trainer") -> None:
         """Extract the features of the training data: it may take long, and there is nothing to save yet."""
+        self.steps = trainer.config.sample_steps or _averaged(trainer).default_steps
+        self.settings = self.evaluator.settings | {"steps": self.steps}
         self.evaluator.prepare()
 
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the features of some samples, ``[n, d]``."""
-        return self.evaluator.sample_features(_averaged(trainer), numbers, steps=self._steps(trainer))
+        return self.evaluator.sample_features(_averaged(trainer), numbers, steps=self.steps)
 
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Compute the metrics, and return them with the settings."""
         self._numbers = self.evaluator.compute(rows)
-        return self._numbers | self._settings(trainer)
+        return self._numbers | self.settings
 
     def conclude(self, trainer: "Trainer", *, new: bool) -> None:
         """Report a new evaluation, and keep the best checkpoint."""
@@ -89,14 +90,13 @@ class EvaluationHook(Measurement):
 
     def plot(self, trainer: "Trainer") -> None:
         """Plot the headline metric and the share of copies over the steps."""
-        name, settings = self.evaluator.headline, self._settings(trainer)
+        name = self.evaluator.headline
         numbers = self.file.numbers(name)
-        title = "{num_samples} samples against {num_real} of {dataset}".format(**settings)
-        lines: dict[str, Line] = {name: columns(numbers)}
-        panels = [Panel(lines, title, "step", name, log_y=len(numbers) > 1)]
+        title = "{num_samples} samples against {num_real} of {dataset}".format(**self.settings)
+        panels = [Panel({name: numbers}, title, "step", name, log_y=len(numbers) > 1)]
         names = {"copies": "samples", "copies_by_chance": "held-out pictures"}
-        copies = {label: columns(self.file.numbers(key)) for key, label in names.items()}
-        if any(len(steps) for steps, _ in copies.values()):
+        copies = {label: self.file.numbers(key) for key, label in names.items()}
+        if any(copies.values()):
             panels.append(Panel(copies, "copies of training pictures", "step", "share"))
         draw_panels(trainer.config.output_dir / "evaluations.png", panels)
 
@@ -104,7 +104,7 @@ class EvaluationHook(Measurement):
         """Report the new numbers, and compare them with those of the best checkpoint."""
         run, step, name = trainer.run, trainer.state.step, self.evaluator.headline
         _wait_for_disk(trainer)  # the best so far is known when its checkpoint is written
-        before = self.file.numbers(name, **self._settings(trainer))
+        before = self.file.numbers(name, **self.settings)
         before.pop(step, None)
         least = min(before.values(), default=inf)
         with suppress(UsageError):  # the disk does not respond now
@@ -115,12 +115,6 @@ class EvaluationHook(Measurement):
         run.log.track(step, self._numbers)
         run.print(line("evaluation", f"step {step}: {name} {self._numbers[name]:.5g}" + ", the best so far" * is_best))
         return self._numbers, is_best
-
-    def _settings(self, trainer: "Trainer") -> dict[str, Any]:
-        return self.evaluator.settings | {"steps": self._steps(trainer)}
-
-    def _steps(self, trainer: "Trainer") -> int:
-        return trainer.config.sample_steps or _averaged(trainer).default_steps
 
 
 class HeldOutHook(Measurement):

@@ -82,11 +82,6 @@ class TrainingState(checkpoint.Counters):
         self.sums: dict[str, Tensor] = {}
         """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
-    @property
-    def scale_may_be_too_large(self) -> bool:
-        """Whether fp16's loss scale can explain a bad step: it was above 1 (and has been halved since)."""
-        return self.optimizer.scaler is not None and self.optimizer.scaler.get_scale() > 0.5
-
     def count(self, values: dict[str, Tensor]) -> None:
         """Add one good step's values to the sums, without a wait for the device."""
         for name, value in values.items():

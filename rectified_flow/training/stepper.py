@@ -39,10 +39,8 @@ Batch = dict[str, Any]
 
 @dataclass
 class _PendingStep:
-    """A step under way on the device, whose verdict is not known yet."""
+    """The last step, under way on the device, whose verdict is not known yet."""
 
-    number: int
-    position: int
     losses: list[Tensor]
     values: dict[str, Tensor]
     good: "_AsyncBool"
@@ -92,7 +90,7 @@ class Stepper:
             optimizer.step()
         optimizer.zero_grad()
         values["grad_norm"] = norm
-        self._pending = _PendingStep(state.step, state.images_seen, losses, values, _AsyncBool(good))
+        self._pending = _PendingStep(losses, values, _AsyncBool(good))
         state.step += 1
         state.images_seen += self.batch.total
 
@@ -113,10 +111,12 @@ class Stepper:
             state.update_averages()
         else:
             bad_loss = any_rank(self.accelerator, not all(torch.isfinite(loss) for loss in pending.losses))
-            if state.scale_may_be_too_large and not bad_loss:
+            scaler = state.optimizer.scaler
+            # The loss scale of fp16 can explain a bad step if it was above 1; it has been halved since.
+            if scaler is not None and scaler.get_scale() > 0.5 and not bad_loss:
                 state.scaler_skips += 1
             else:
-                self._report(pending)
+                self._report(pending.losses)
 
     def backward(self, batch: Batch, micro_batch: int) -> Tensor:
         """Add the gradients of one micro-batch, and return its loss.
@@ -133,17 +133,17 @@ class Stepper:
             self.accelerator.backward(loss * torch.where(torch.isfinite(loss), 1.0, torch.nan).to(loss))
         return loss.detach()
 
-    def _report(self, pending: _PendingStep) -> None:
+    def _report(self, losses: list[Tensor]) -> None:
         """Count and report a bad step, with the items of micro-batches with a bad loss, or of all if none had one."""
-        state = self.state
+        state, step = self.state, self.state.step
         state.bad_steps += 1
         state.bad_in_a_row += 1
-        rank, positions = self.accelerator.process_index, range(pending.position, pending.position + self.batch.total)
-        guilty = [m for m, loss in enumerate(pending.losses) if not torch.isfinite(loss)]
+        rank, positions = self.accelerator.process_index, range(state.images_seen - self.batch.total, state.images_seen)
+        guilty = [m for m, loss in enumerate(losses) if not torch.isfinite(loss)]
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
         guilty_positions = gather_object(mine) or list(positions)
         images = sorted(image_indices(guilty_positions, self.trainer.length, self.config.seed).tolist())
-        step, shown = pending.number + 1, ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
+        shown = ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
         self.trainer.run.print(
             f"warning: step {step} was skipped, number {state.bad_in_a_row} in a row: loss or gradient is not finite "
             f"on {items_of(state.flow)} {shown} (all in bad_steps.jsonl)"

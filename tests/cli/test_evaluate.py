@@ -13,7 +13,7 @@ from PIL import Image
 
 from rectified_flow.cli.evaluate import _training_data, evaluate
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.build import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -25,7 +25,7 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, TrainerFile
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import DataArguments, data_arguments, describe_run
+from rectified_flow.runs.folder import describe_run
 from rectified_flow.runs.snapshots import keep_snapshots
 from rectified_flow.system.outputs import claim
 from rectified_flow.training.state import power_averages
@@ -227,7 +227,8 @@ def test_a_feature_network_that_is_not_there(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_training_pictures_of_a_run_are_found(run: Path) -> None:
     config = checkpoint.load_document(checkpoint.resolve(run), checkpoint.CONFIG_FILE)
-    assert data_arguments(config, run) == DataArguments("unused", run / "pictures", 8, "train", run / "cache")
+    assert data_arguments(config, run) == config["data"]
+    assert config["data"]["dataset_path"] == str(run / "pictures")
     assert data_arguments({**config, "data": {"description": "40 items of a Listed"}}, run) is None
 
 

@@ -11,12 +11,12 @@ import torch
 
 from rectified_flow.cli.teacher import with_teacher_flags
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.data.build import data_arguments
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.load import load_flow, read_trained
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import data_arguments
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, write_manifest
 from rectified_flow.training.trainer import Trainer
 from tests.training.runs import build_trainer, tiny_config
