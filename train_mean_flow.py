@@ -1,6 +1,6 @@
-"""Train a mean flow; see rectified_flow/cli/train.py."""
+"""Train a mean flow, or another one-step generator: train_one_step.py under its earlier name."""
 
-from rectified_flow.cli.programs import train_mean_flow
+from rectified_flow.cli.programs import train_one_step
 
 if __name__ == "__main__":
-    train_mean_flow()
+    train_one_step()

@@ -14,7 +14,8 @@ from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     "train_oxford.py": programs.train_oxford,
-    "train_mean_flow.py": programs.train_mean_flow,
+    "train_one_step.py": programs.train_one_step,
+    "train_mean_flow.py": programs.train_one_step,
     "sample.py": programs.sample,
     "evaluate.py": programs.evaluate,
     "export.py": programs.export,

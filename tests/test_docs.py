@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS: dict[str, type] = {
     "train_oxford.py": TrainRectifiedFlow,
+    "train_one_step.py": TrainMeanFlow,
     "train_mean_flow.py": TrainMeanFlow,
     "sample.py": SampleConfig,
     "evaluate.py": EvaluateConfig,
@@ -43,7 +44,8 @@ CONFIGS: dict[str, type] = {
 }
 CONSOLE_COMMANDS = {
     "rectified-flow-train": "train_oxford.py",
-    "rectified-flow-train-mean-flow": "train_mean_flow.py",
+    "rectified-flow-train-one-step": "train_one_step.py",
+    "rectified-flow-train-mean-flow": "train_one_step.py",
     "rectified-flow-sample": "sample.py",
     "rectified-flow-evaluate": "evaluate.py",
     "rectified-flow-export": "export.py",

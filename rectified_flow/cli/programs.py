@@ -224,14 +224,15 @@ def train_oxford() -> None:
     run(f"{CLI}.train:train_rectified_flow", f"{CLI}.train_flags:TrainRectifiedFlow", train_oxford.__doc__)
 
 
-def train_mean_flow() -> None:
-    """Train a mean flow, which generates in one step, on Oxford Flowers or your own pictures (--dataset_path FOLDER).
+def train_one_step() -> None:
+    """Train a generator that needs one network call for a picture.
 
-    Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes
-    from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of pictures,
-    and printed.
+    With --teacher RUN, it learns from the paths of a trained rectified flow; without, it is a mean flow that learns
+    from Oxford Flowers or your own pictures (--dataset_path FOLDER). Start it with python on one device, and with
+    torchrun or accelerate launch on several. The same command resumes from the newest checkpoint. Some flags that are
+    not given are chosen for a teacher or for your own pictures, and printed.
     """
-    run(f"{CLI}.train:train_mean_flow", f"{CLI}.train_flags:TrainMeanFlow", train_mean_flow.__doc__)
+    run(f"{CLI}.train:train_one_step", f"{CLI}.train_flags:TrainMeanFlow", train_one_step.__doc__)
 
 
 def sample() -> None:

@@ -65,7 +65,7 @@ def sample(config: SampleConfig) -> None:
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
-        program, kind = ("train_mean_flow.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
+        program, kind = ("train_one_step.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
         card = card_of_run(trained, flags.license, program, plain(kind()))
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:

@@ -51,6 +51,13 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
 """Flags of a run that are also those of the mean flow of ``--one_step``."""
+REFLOW_FLAGS = {
+    "teacher": "reflow_from",
+    "teacher_paths": "reflow_pairs",
+    "teacher_steps": "reflow_steps",
+    "paths_dir": "pairs_dir",
+}
+"""Flags of ``--method reflow`` that :class:`TrainRectifiedFlow` has under another name."""
 LEAST_ACTIVATIONS = {False: 80, True: 32}
 """Lower bound of the activations of the Unet in bf16, without and with gradient checkpointing: bytes for each pixel and
 each of ``dim`` channels. A Unet of one level and one block has 92 and 40 at dim 128."""
@@ -69,16 +76,26 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     run, own = config.run, plain(config)
     flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
     flags |= {"budget": recipe.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
-    PartialState().print(line("one step", f"train_mean_flow.py {shlex.join(command_line(flags))}"))
+    PartialState().print(line("one step", f"train_one_step.py {shlex.join(command_line(flags))}"))
     if config.program.dry_run:
         return True
     AcceleratorState._reset_state()  # the run may have another precision
-    return train_mean_flow(parse(TrainMeanFlow, "", command_line(flags)))
+    return train_one_step(parse(TrainMeanFlow, "", command_line(flags)))
 
 
-def train_mean_flow(config: TrainMeanFlow) -> bool:
-    """Train a mean flow on data, or on the paths of another flow; return whether it finished."""
-    return _train(config)
+def train_one_step(config: TrainMeanFlow) -> bool:
+    """Train a generator that needs one network call, by ``--method``; return whether it finished.
+
+    Reflow trains a rectified flow, so :func:`train_rectified_flow` gets the flags, under its own names.
+    """
+    if config.flow.method != "reflow":
+        return _train(config)
+    state, own, known = parts.join(config), plain(config), plain(TrainRectifiedFlow())
+    names = {name: REFLOW_FLAGS.get(name, name) for name in config.given - {"method"}}
+    refuse({name: names[name] not in known for name in names}, "has no effect with --method reflow; leave it out")
+    words = command_line({names[name]: own[name] for name in sorted(names)})
+    state.print(line("reflow", f"train_oxford.py {shlex.join(words)}"))
+    return train_rectified_flow(parse(TrainRectifiedFlow, "", words))
 
 
 def _train(config: TrainConfig) -> bool:

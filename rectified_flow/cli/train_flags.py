@@ -34,6 +34,7 @@ from rectified_flow.system.machine import require_memory
 BYTES_PER_WEIGHT = 16
 """Least training memory of a weight: itself, its gradient and two moments in float32."""
 UNET = "Unet"
+Method = Literal["distill", "reflow", "mean_flow"]
 STARTER = Path("starter")
 """Value of ``--init_from`` for the weights that are installed with the package."""
 STARTER_FOLDER = Path(__file__).parents[1] / "networks" / STARTER
@@ -177,8 +178,10 @@ class RectifiedFlowConfig(FlowConfig):
 
 @dataclass(frozen=True)
 class MeanFlowConfig(FlowConfig):
-    """A mean flow's objective."""
+    """The method to learn a one-step generator, and a mean flow's objective."""
 
+    method: Annotated[Method | None, default_is("distill with --teacher, else mean_flow")] = None
+    """Learn from the paths of --teacher (distill), from their ends (reflow), or from the pictures (mean_flow)."""
     objective: ObjectiveName = "improved_mean_flow"
     """Objective of the paper of this name; so_flow needs float32."""
     mean_fraction: Probability = 0.5
@@ -432,7 +435,7 @@ class MeanFlowTraining(TrainingConfig):
 
 @dataclass(frozen=True)
 class TrainMeanFlow(TrainConfig):
-    """All flags of train_mean_flow.py."""
+    """All flags of train_one_step.py and train_mean_flow.py."""
 
     flow: MeanFlowConfig = field(default_factory=MeanFlowConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -442,11 +445,15 @@ class TrainMeanFlow(TrainConfig):
         super().__post_init__()
         flow = self.flow
         if self.teacher.teacher is None:
+            needy = {"method": flow.method in ("distill", "reflow")}
+            refuse(needy, f"{flow.method} needs --teacher: pass the run of a rectified flow")
             guided = {"guidance_scale": flow.guidance_scale != 1, "guidance_mixing": flow.guidance_mixing > 0}
             refuse({} if self.network.use_cfg else guided, "needs labels: pass --use_cfg")
             return
+        of_pictures = {"method": flow.method == "mean_flow"}
+        refuse(of_pictures, "mean_flow learns from pictures: pass --init_from instead of --teacher")
         changed = {each.name: getattr(flow, each.name) != each.default for each in fields(flow)}
-        for name in ("flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale"):
+        for name in ("method", "flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale"):
             del changed[name]
         refuse(changed, "has no effect with --teacher, whose paths are learned by regression: leave it out")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
-from rectified_flow.cli.train import train_mean_flow, train_rectified_flow
+from rectified_flow.cli.train import train_one_step, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
@@ -23,6 +23,7 @@ from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.times import UShaped
 from rectified_flow.load import load_flow
 from tests.programs import assert_refused, planned
 from tests.ranks import run_on_ranks
@@ -93,7 +94,7 @@ def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path
 
 def learn(teacher: Path, output_dir: Path, paths_dir: Path | None, steps: int) -> None:
     flags = {"paths_dir": paths_dir, "batch_size": 16 // PartialState().num_processes, "lr_warmup_steps": 0}
-    train_mean_flow(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
+    train_one_step(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
 
 
 def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
@@ -142,12 +143,30 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
         ("--teacher {run} --mixed_precision fp16", "fp16 needs a GPU"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
+        ("--method distill", "--method distill needs --teacher"),
+        ("--method reflow", "--method reflow needs --teacher"),
+        ("--teacher {run} --method mean_flow", "--method mean_flow learns from pictures: pass --init_from instead"),
+        (
+            "--teacher {run} --method reflow --whole_fraction 0.4",
+            "--whole_fraction has no effect with --method reflow",
+        ),
     ],
 )
 def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
     places = {"run": teacher, "paths": paths.path, "tmp": tmp_path / "none"}
     output = "" if "--output_dir" in flags else f" --output_dir {tmp_path}"
     assert_refused("train_mean_flow.py", 1, flags.format(**places) + output, sentence)
+
+
+def test_reflow_is_a_method_to_train_a_one_step_generator(teacher: Path, tmp_path: Path) -> None:
+    flags = {"teacher_paths": 32, "teacher_steps": 2, "train_num_steps": 2, "batch_size": 16, "num_samples": 0}
+    places = {"teacher": teacher, "output_dir": tmp_path / "run"}
+    words = command_line({**places, "method": "reflow", **flags})
+    run_on_ranks(1, train_one_step, parse(TrainMeanFlow, "", words))
+    flow = load_flow(tmp_path / "run", RectifiedFlow)
+    assert (type(flow.time_distribution), flow.distance) == (UShaped, "pseudo_huber"), "the flow of --reflow_from"
+    pairs = StoreDataset(tmp_path / "run/pairs")
+    assert (len(pairs), pairs.info.source.partition(" of ")[0]) == (32, "pairs")
 
 
 def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path: Path) -> None:
@@ -233,7 +252,7 @@ def test_a_teachers_paths_take_at_most_a_third_of_the_budget(
 
 def printed(config: TrainMeanFlow) -> str:
     with redirect_stdout(StringIO()) as said:
-        train_mean_flow(config)
+        train_one_step(config)
     return said.getvalue()
 
 
