@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.plan import SIZES, STARTER_DIM, flags_of
+from rectified_flow.cli.plan import SIZES, STARTER_DIM, expected_distances, flags_of
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.errors import UsageError
@@ -53,6 +53,14 @@ def test_times_are_stratified_unless_a_flag_sets_the_flow_or_its_times() -> None
     for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
         assert "stratified=True" not in str(chosen(2000, words)["time_options"])
     assert chosen(2000, kind=TrainMeanFlow)["time_options"] == []
+
+
+def test_the_distances_of_measured_runs_are_interpolated() -> None:
+    assert expected_distances(25_904, (32, 32)).endswith("34 on drawn flowers and 93 on emoji")
+    between = int((25_848 * 102_688) ** 0.5)
+    assert f"{(34.3 * 10.8) ** 0.5:.0f} on drawn flowers" in expected_distances(between, (32, 32)), "a power law"
+    assert expected_distances(10_000, (32, 32)).endswith("distance of 97 on drawn flowers"), "no emoji were measured"
+    assert expected_distances(1_000, (32, 32)) == expected_distances(25_904, (64, 32)) == ""
 
 
 def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
