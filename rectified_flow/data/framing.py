@@ -12,6 +12,8 @@ from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
 Side = Annotated[int, Gt(0)]
+HALVED = 8
+"""Divisor of the sides that an error proposes: networks of up to four levels can halve them."""
 MARGIN = 1.25
 """Sides of a stored image from which random parts are cropped, as multiples of the sides of the parts."""
 
@@ -42,7 +44,8 @@ class Framing:
         width, height = parse_ratio(aspect_ratio)
         short = min(width, height)
         times, rest = divmod(image_size, short)
-        nearest = max(1, round(image_size / short)) * short
+        multiple = short * HALVED
+        nearest = max(1, round(image_size / multiple)) * multiple
         refusal = f"--image_size {image_size} with --aspect_ratio {aspect_ratio} gives a fractional long side"
         if rest:
             raise UsageError(f"{refusal}; pass {nearest}")

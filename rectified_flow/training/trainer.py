@@ -155,8 +155,8 @@ class Trainer:
                 self.total_steps = self.config.total_steps(self.batch, self.length, state.step, state.images_seen)
             if self.state.step >= self.total_steps:
                 self.run.print(
-                    f"already trained {self.state.step} of {self.total_steps} steps ({path}); raise --train_num_steps "
-                    "or --num_epochs to continue"
+                    f"already trained {self.state.step} of {self.total_steps} steps ({path}); to continue, raise "
+                    "--train_num_steps or --num_epochs, or pass a time as --extend"
                 )
                 on_main(self.accelerator, self.run.write_status)
                 return True
