@@ -1,17 +1,16 @@
 """How near do samples of 16 calls come to the data after equal processor time, here and in rectified-flow-pytorch?
 
-The training program plans by wall time, so its rows need a core that no other program uses.
+The program plans by wall time, so the rows of ``budget`` need a core that no other program uses.
 """
 
-import json
-import subprocess
 import sys
-import time
 from functools import partial
-from pathlib import Path
 
 from rectified_flow import Pixels, RectifiedFlow, Unet
-from rectified_flow.runs.checkpoint import CONFIG_FILE
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.flags import command_line, parse
+from rectified_flow.runs.folder import program_flags, read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.peer import PEER, PeerFlow, measure_peer, train_peer
 from studies.training import find_folder, load_trained, measure_samples, open_pictures, train_flow, write_trained
@@ -32,15 +31,18 @@ def train_ours(row: Row) -> None:
 
 
 def train_by_program(row: Row) -> None:
-    """Train with the program and the settings that it chooses for the budget; a run that was cut short resumes."""
-    program = Path(__file__).resolve().parent.parent / "train_oxford.py"
-    run, began = row.folder / "run", time.monotonic()
-    folder = find_folder(row.data)
-    data = ["--dataset", row.data] if folder is None else ["--dataset_path", folder]
-    flags = ["--image_size", str(row.image_size), "--budget", f"{60 * row.budget:g}s", "--seed", str(row.seed)]
-    subprocess.run([sys.executable, program, *data, *flags, "--output_dir", run], check=True, stdin=subprocess.DEVNULL)
-    chosen = json.loads((run / CONFIG_FILE).read_text())["flags"]
-    write_trained(row, chosen["train_num_steps"] * chosen["global_batch_size"], time.monotonic() - began)
+    """Train with the settings that the program chooses for the budget; a run that was cut short resumes.
+
+    Raises:
+        RuntimeError: if the run was asked to stop; it is saved.
+    """
+    folder, run = find_folder(row.data), row.folder / "run"
+    data = {"dataset": row.data} if folder is None else {"dataset_path": folder}
+    flags = {"image_size": row.image_size, "budget": f"{60 * row.budget:g}s", "seed": row.seed, "output_dir": run}
+    if not train_rectified_flow(parse(TrainRectifiedFlow, "", command_line({**data, **flags}))):
+        raise RuntimeError(f"{row.folder} was asked to stop, and is saved")
+    chosen = program_flags(read_config(run / "config.json"))
+    write_trained(row, chosen["train_num_steps"] * chosen["global_batch_size"], 60 * row.budget)
 
 
 def measure_ours(row: Row) -> Figures:
@@ -52,7 +54,7 @@ STUDY = Study(
     __doc__ or "",
     {
         "here": Case("nearer at every budget, with the settings of a short run", train_ours, measure_ours),
-        "--budget": Case("nearer still, as the program chooses the settings", train_by_program, measure_ours),
+        "budget": Case("nearer still, as the program chooses the settings", train_by_program, measure_ours),
         PEER: Case(
             "behind: its defaults (batch 16, learning rate 3e-4) are for long runs; its average has not caught up",
             partial(train_peer, kind=PeerFlow, dim=PEER_DIM),

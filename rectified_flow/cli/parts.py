@@ -125,7 +125,7 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
 
 
 def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
-    """Raise a UsageError if the flow of the checkpoint ``source`` was trained on classes that the pictures lack."""
+    """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
     if flow.class_names not in ([], pictures.class_names):
         differ = f"{source} was trained on different classes than {pictures.info.source}"
         raise UsageError(f"{differ}: pass its training pictures with --dataset_path")

@@ -85,11 +85,14 @@ PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 """Numbers of samples in a preview, and the network calls for each."""
 MEASURED_SIDE = 32
 """Side of the pictures of :data:`MEASURED` [px]."""
-MEASURED = {
-    "drawn flowers": {9_608: 101, 25_848: 34.3, 102_688: 10.8},
-    "emoji": {11_200: 117, 25_904: 92.9, 118_208: 74.2},
+MEASURED = {"drawn flowers": {25_848: 34.3, 102_688: 10.8}, "emoji": {25_904: 92.9, 118_208: 74.2}}
+"""Fréchet distances of runs with the settings that are chosen, by the number of images that they processed."""
+UNMEASURED = {
+    *("network", "network_options", "dim", "dim_mults", "dropout", "init_from", "optimizer", "optimizer_options"),
+    *("learning_rate", "lr_decay", "flow", "flow_options", "prediction", "loss", "coupling", "time_distribution"),
+    *("time_options", "space", "autoencoder", "alpha", "use_cfg"),
 }
-"""Fréchet distances by EfficientNet-Lite0 of runs with chosen settings, by the number of images that they processed."""
+"""Flags with which a run differs from the measured ones."""
 LARGEST_SIDE_MEASURED = 64
 """Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
 
@@ -301,8 +304,8 @@ class _Planner:
             "outputs": f"{words(outputs)}; intervals in steps",
         }
         expected = expected_distances(steps * batch, self.sides)
-        learns_pictures = self.config.teacher_data is None and self.latents is None
-        if expected and learns_pictures and isinstance(self.config, TrainRectifiedFlow):
+        is_like = isinstance(self.config, TrainRectifiedFlow) and self.config.teacher_data is None
+        if expected and is_like and self.config.given.isdisjoint(UNMEASURED):
             texts["expected"] = f"{expected}; docs/measurements/budget.md shows samples"
         self.state.print(lines(texts))
 
@@ -315,12 +318,12 @@ def expected_distances(images: int, sides: Sequence[int]) -> str:
         sides: height and width of the data that the network works on.
     """
     distances = {
-        name: exp(np.interp(log(images), *np.log([[*curve], [*curve.values()]])))
+        name: exp(np.interp(log(images), np.log(list(curve)), np.log(list(curve.values()))))
         for name, curve in MEASURED.items()
-        if min(curve) <= images <= max(curve) and set(sides) == {MEASURED_SIDE}
+        if min(curve) / 1.1 <= images <= 1.1 * max(curve) and set(sides) == {MEASURED_SIDE}
     }
     texts = [f"{distance:.0f} on {name}" for name, distance in distances.items()]
-    return f"runs of this length had a Fréchet distance of {' and '.join(texts)}" if texts else ""
+    return f"Fréchet distance (efficientnet_lite0) of such runs: {' and '.join(texts)}" if texts else ""
 
 
 def smallest(config: TrainConfig) -> TrainConfig:
@@ -422,7 +425,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
         texts |= costs.autoencoder_costs(space, mirrored=config.data.horizontal_flip)
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
     small = costs.blank_item(space, _points(taught), accelerator.device, largest)
-    accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, item, small)))
+    accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, flops, item, small)))
 
 
 def training_rate(config: TrainConfig, conditions: Kinds, latents: Latents | None = None) -> float:

@@ -28,6 +28,7 @@ from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
+from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     encode_picture,
@@ -46,6 +47,8 @@ GRID_PICTURES = 100
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
+BLOCK = 4096
+"""Least size of a file on disk [bytes]."""
 
 
 def sample(config: SampleConfig) -> None:
@@ -82,6 +85,8 @@ def _write_samples(
 ) -> None:
     """Write this process's samples; the main process also writes the grid, the trajectories and the model."""
     flags = config.samples
+    remedy = "lower it, or pass an --output_dir with more room"
+    require_disk(flags.num_samples * BLOCK, folder, f"--num_samples {flags.num_samples}", remedy)
     files = _files_of(folder, flags.num_samples)
     mine = range(state.process_index, flags.num_samples, state.num_processes)
     rows: list[int] = []

@@ -95,7 +95,10 @@ def train_one_step(config: TrainMeanFlow) -> bool:
     refuse({name: names[name] not in known for name in names}, "has no effect with --method reflow; leave it out")
     words = command_line({names[name]: own[name] for name in sorted(names)})
     state.print(line("reflow", f"train_oxford.py {shlex.join(words)}"))
-    return train_rectified_flow(parse(TrainRectifiedFlow, "", words))
+    reflow = parse(TrainRectifiedFlow, "", words)
+    if config.program.given is None:  # built in Python, so nothing is chosen
+        object.__setattr__(reflow.program, "given", None)
+    return train_rectified_flow(reflow)
 
 
 def _train(config: TrainConfig) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, fields
+from math import prod
 from os.path import realpath
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -292,8 +293,14 @@ class ProgramConfig(Flags):
 
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import", help_behavior_hint="(default: none)")] = ()
     """Python modules to import first, which register networks, flows, datasets or other parts of your own."""
-    interrupted_exit_code: Annotated[int, Interval(ge=3, le=255)] | Literal[0] = 0
-    """Exit code after a signal asked for the end, 0 or above 2; 143 makes Kubernetes or Ray restart it."""
+    interrupted_exit_code: Annotated[int, Interval(ge=0, le=255)] = 0
+    """Exit code after a signal asked for the end; 143 makes Kubernetes or Ray restart it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        code = self.interrupted_exit_code
+        if code in (1, 2):
+            raise UsageError(f"--interrupted_exit_code is {code}, the exit code of an error; choose 0, or 3 to 255")
 
 
 def seconds_of(budget: str, flag: str = "budget") -> float:
@@ -381,6 +388,11 @@ class TrainConfig:
         check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()
+        picture = prod(self.data.framing.stored_shape)
+        for name in ("batch_size", "num_samples"):
+            count = getattr(self.run, name) or 1
+            pictures = f"{count} picture{'s' * (count > 1)} of --image_size {self.data.framing.size_text}"
+            require_memory(count * picture, pictures, f"lower --image_size or --{name}")
 
     @property
     def given(self) -> frozenset[str]:
@@ -452,6 +464,9 @@ class TrainMeanFlow(TrainConfig):
             return
         of_pictures = {"method": flow.method == "mean_flow"}
         refuse(of_pictures, "mean_flow learns from pictures: pass --init_from instead of --teacher")
+        if flow.method == "reflow":
+            refuse({"config": self.program.config is not None}, "excludes --method reflow: pass the flags of the file")
+            return
         changed = {each.name: getattr(flow, each.name) != each.default for each in fields(flow)}
         for name in ("method", "flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale"):
             del changed[name]

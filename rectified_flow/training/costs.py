@@ -167,7 +167,9 @@ def autoencoder_costs(space: Latents, *, mirrored: bool) -> dict[str, str]:
     }
 
 
-def step_costs(config: TrainingConfig, accelerator: Accelerator, flow: Flow, item: Item, small: Item) -> dict[str, str]:
+def step_costs(
+    config: TrainingConfig, accelerator: Accelerator, flow: Flow, flops: int, item: Item, small: Item
+) -> dict[str, str]:
     """Return texts on the memory and the time of a step, and on the lower bound of the time.
 
     Both are measured on copies of a small item. The memory grows with the number of pixels, and the time with the
@@ -177,6 +179,7 @@ def step_costs(config: TrainingConfig, accelerator: Accelerator, flow: Flow, ite
         config: the run's flags.
         accelerator: the run's Accelerator.
         flow: the flow, on the device.
+        flops: floating-point operations of a forward pass of ``item``.
         item: a batch of one item of the run.
         small: a batch of one item with sides that may be smaller.
     """
@@ -189,7 +192,7 @@ def step_costs(config: TrainingConfig, accelerator: Accelerator, flow: Flow, ite
         f"{(fixed + batch.per_process * per_image) / 1e9:.2f} GB per process, excluding the libraries' own memory"
     }
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision, torch.float32)
-    rate, flops, few_flops = multiplication_rate(device, dtype), forward_flops(flow, item), forward_flops(flow, small)
+    rate, few_flops = multiplication_rate(device, dtype), forward_flops(flow, small)
     # Even, as a mean flow takes the derivative of half of the rows.
     count = 2 * max(1, min(MOST_MEASURED, round(SECONDS_MEASURED * rate / (3 * few_flops))) // 2)
     try:

@@ -235,6 +235,8 @@ def test_a_run_does_not_write_into_its_own_pictures(
     ("words", "sentence"),
     [
         ("--dim 1000000", r"--dim 1000000 .* would need at least .* of memory, and this machine has"),
+        ("--batch_size 16000000 --image_size 256", "16000000 pictures of --image_size 256 .* of memory"),
+        ("--num_samples 1000000 --image_size 256", "1000000 pictures of --image_size 256 .* of memory"),
         ("--image_size 100000", "--image_size is 100000; it must be at most 16384"),
         ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most 1048576"),
     ],

@@ -59,8 +59,15 @@ def test_the_distances_of_measured_runs_are_interpolated() -> None:
     assert expected_distances(25_904, (32, 32)).endswith("34 on drawn flowers and 93 on emoji")
     between = int((25_848 * 102_688) ** 0.5)
     assert f"{(34.3 * 10.8) ** 0.5:.0f} on drawn flowers" in expected_distances(between, (32, 32)), "a power law"
-    assert expected_distances(10_000, (32, 32)).endswith("distance of 97 on drawn flowers"), "no emoji were measured"
+    assert expected_distances(115_000, (32, 32)).endswith("75 on emoji"), "no flowers were measured"
     assert expected_distances(1_000, (32, 32)) == expected_distances(25_904, (64, 32)) == ""
+
+
+def test_only_a_run_like_the_measured_ones_has_an_expected_distance(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen(2000, "--budget 12m --image_size 32", rate=40.0 * 32**2)
+    assert "expected    Fréchet distance" in capsys.readouterr().out
+    chosen(2000, "--budget 12m --image_size 32 --optimizer adamw", rate=40.0 * 32**2)
+    assert "expected" not in capsys.readouterr().out
 
 
 def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:

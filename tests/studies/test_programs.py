@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from torchvision.io import write_png
 
 import studies
@@ -86,8 +87,17 @@ def test_other_studies(study: str, case: str, way: str, tmp_path: Path, monkeypa
     assert figures[way]["frechet"] > 0
 
 
+@pytest.fixture
+def free_precision() -> Iterator[None]:
+    """Let a training have another precision than those before and after it in this process."""
+    AcceleratorState._reset_state()
+    yield
+    AcceleratorState._reset_state()
+
+
+@pytest.mark.usefixtures("free_precision")
 def test_the_program_chooses_its_settings(tmp_path: Path) -> None:
-    row = row_of("quality", "--budget", tmp_path, budget=0.2, size=16)
+    row = row_of("quality", "budget", tmp_path, budget=0.2, size=16)
     assert compute(row)["averaged weights"]["frechet"] > 0
     assert row.trained is not None
     assert row.trained["images"] >= 80, "ten steps of eight pictures"
