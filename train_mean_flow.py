@@ -1,4 +1,4 @@
-"""Train a mean flow, or another one-step generator: train_one_step.py under its earlier name."""
+"""Earlier name of train_one_step.py."""
 
 from rectified_flow.cli.programs import train_one_step
 

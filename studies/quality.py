@@ -1,6 +1,6 @@
 """How near do samples of 16 calls come to the data after equal processor time, here and in rectified-flow-pytorch?
 
-The program plans by wall time, so the rows of ``budget`` need a core that no other program uses.
+The case ``budget`` runs the training program, whose ``--budget`` is wall time: it needs an idle core.
 """
 
 import sys
@@ -31,7 +31,7 @@ def train_ours(row: Row) -> None:
 
 
 def train_by_program(row: Row) -> None:
-    """Train with the settings that the program chooses for the budget; a run that was cut short resumes.
+    """Train with the settings that the program chooses for the budget; an interrupted run resumes.
 
     Raises:
         RuntimeError: if the run was asked to stop; it is saved.
@@ -40,7 +40,7 @@ def train_by_program(row: Row) -> None:
     data = {"dataset": row.data} if folder is None else {"dataset_path": folder}
     flags = {"image_size": row.image_size, "budget": f"{60 * row.budget:g}s", "seed": row.seed, "output_dir": run}
     if not train_rectified_flow(parse(TrainRectifiedFlow, "", command_line({**data, **flags}))):
-        raise RuntimeError(f"{row.folder} was asked to stop, and is saved")
+        raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
     chosen = program_flags(read_config(run / "config.json"))
     write_trained(row, chosen["train_num_steps"] * chosen["global_batch_size"], 60 * row.budget)
 
@@ -54,7 +54,7 @@ STUDY = Study(
     __doc__ or "",
     {
         "here": Case("nearer at every budget, with the settings of a short run", train_ours, measure_ours),
-        "budget": Case("nearer still, as the program chooses the settings", train_by_program, measure_ours),
+        "budget": Case("nearer than `here`, as the settings are chosen for the budget", train_by_program, measure_ours),
         PEER: Case(
             "behind: its defaults (batch 16, learning rate 3e-4) are for long runs; its average has not caught up",
             partial(train_peer, kind=PeerFlow, dim=PEER_DIM),

@@ -101,7 +101,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
 
 
 def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSource | None]:
-    """Return the items, or else the image source, of a registered ``--dataset``; neither if it names none."""
+    """Return ``(items, None)`` or ``(None, source)`` for a registered ``--dataset``, else ``(None, None)``."""
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
         opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
@@ -128,7 +128,7 @@ def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedI
     """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
     if flow.class_names not in ([], pictures.class_names):
         differ = f"{source} was trained on different classes than {pictures.info.source}"
-        raise UsageError(f"{differ}: pass its training pictures with --dataset_path")
+        raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

@@ -1,7 +1,7 @@
-"""The plan of a run: its settings by the time budget and the speed of this machine, and its costs for ``--dry_run``.
+"""The plan of a run: settings for a time budget and the speed of this machine, and the costs that ``--dry_run`` prints.
 
 With a budget, the program measures how fast this machine trains networks of several widths, chooses the widest network
-that the time is long enough for, and sets the number of steps. Flags that the user sets are never changed.
+for which the time suffices, and sets the number of steps. Flags that the user sets are never changed.
 docs/measurements/budget.md has the measurements behind the settings.
 """
 
@@ -86,15 +86,15 @@ PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16
 MEASURED_SIDE = 32
 """Side of the pictures of :data:`MEASURED` [px]."""
 MEASURED = {"drawn flowers": {25_848: 34.3, 102_688: 10.8}, "emoji": {25_904: 92.9, 118_208: 74.2}}
-"""Fréchet distances of runs with the settings that are chosen, by the number of images that they processed."""
+"""Fréchet distances of measured ``--budget`` runs, by the number of training images."""
 UNMEASURED = {
     *("network", "network_options", "dim", "dim_mults", "dropout", "init_from", "optimizer", "optimizer_options"),
     *("learning_rate", "lr_decay", "flow", "flow_options", "prediction", "loss", "coupling", "time_distribution"),
     *("time_options", "space", "autoencoder", "alpha", "use_cfg"),
 }
-"""Flags with which a run differs from the measured ones."""
+"""Flags that, if given, make a run differ from the measured runs."""
 LARGEST_SIDE_MEASURED = 64
-"""Sides of the largest images whose memory and time is measured [px]; beyond it both grow with the pixels."""
+"""Sides of the largest images whose memory and time are measured [px]; beyond it both grow with the pixels."""
 
 
 def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Latents | None = None) -> TrainConfig:
@@ -103,13 +103,13 @@ def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Laten
     Collective.
 
     Args:
-        config: the flags, with those that suit the pictures.
+        config: the flags, as returned by :func:`with_recipe`.
         count: number of pictures.
         conditions: conditions of the data.
         latents: the space of latents, if the network works on them.
 
     Raises:
-        UsageError: if only few steps fit into the budget, or there is no run to extend.
+        UsageError: if the budget is too short, a step exceeds the memory of a GPU, or there is no run to extend.
     """
     time = config.program.extend or recipe.budget_of(config)
     if time is None:
@@ -122,7 +122,7 @@ def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Laten
 
 
 class _Planner:
-    """The choice of a run's settings by its time.
+    """Chooses the settings of a run for its time budget.
 
     Args:
         config: the flags so far.
@@ -184,7 +184,9 @@ class _Planner:
         return self.config
 
     def extend(self) -> TrainConfig:
-        """Add as many steps to a finished run as fit into the time; an unfinished run is finished. Collective.
+        """Add as many steps to a finished run as fit into the time. Collective.
+
+        An unfinished run is only trained to its last step.
 
         Raises:
             UsageError: if there is no run, or its length is not a number of steps.
@@ -197,7 +199,7 @@ class _Planner:
         if run.num_epochs is not None:
             raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
         if checkpoint.step_of(saved[-1]) < steps:
-            text = f"training to the last step, {steps:,}, without extending; pass --extend again"
+            text = f"the run is unfinished: training to its last step, {steps:,}, only; pass --extend again afterwards"
             state.print(line("extend", text))
             return self.config
         batch = run.split_batch(state.num_processes).total
@@ -306,12 +308,12 @@ class _Planner:
         expected = expected_distances(steps * batch, self.sides)
         is_like = isinstance(self.config, TrainRectifiedFlow) and self.config.teacher_data is None
         if expected and is_like and self.config.given.isdisjoint(UNMEASURED):
-            texts["expected"] = f"{expected}; docs/measurements/budget.md shows samples"
+            texts["compare"] = f"{expected}; docs/measurements/budget.md shows samples"
         self.state.print(lines(texts))
 
 
 def expected_distances(images: int, sides: Sequence[int]) -> str:
-    """Return a text on the distances of measured runs of a length, interpolated; empty if there are none.
+    """Return a sentence on the distances of measured runs, interpolated; empty outside the measured range.
 
     Args:
         images: number of images that the run processes.
@@ -323,7 +325,8 @@ def expected_distances(images: int, sides: Sequence[int]) -> str:
         if min(curve) / 1.1 <= images <= 1.1 * max(curve) and set(sides) == {MEASURED_SIDE}
     }
     texts = [f"{distance:.0f} on {name}" for name, distance in distances.items()]
-    return f"Fréchet distance (efficientnet_lite0) of such runs: {' and '.join(texts)}" if texts else ""
+    start = "measured runs of this length had a Fréchet distance (efficientnet_lite0) of"
+    return f"{start} {' and '.join(texts)}" if texts else ""
 
 
 def smallest(config: TrainConfig) -> TrainConfig:
@@ -349,7 +352,8 @@ def suits_starter(config: TrainConfig) -> bool:
 def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
     """Return the flags of a network of a width for data of these sides.
 
-    It has up to five levels. Each halves the sides, while they stay whole and the shorter one is at least 8.
+    The network has up to five levels. Each level after the first halves the sides, as long as they stay integers and
+    the shorter one stays at least 8.
     """
     levels = 1
     while levels < MOST_LEVELS and min(sides) // 2**levels >= recipe.SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:

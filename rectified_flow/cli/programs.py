@@ -225,12 +225,13 @@ def train_oxford() -> None:
 
 
 def train_one_step() -> None:
-    """Train a generator that needs one network call for a picture.
+    """Train a one-step generator, which needs one network call per picture.
 
-    With --teacher RUN, it learns from the paths of a trained rectified flow; without, it is a mean flow that learns
-    from Oxford Flowers or your own pictures (--dataset_path FOLDER). Start it with python on one device, and with
-    torchrun or accelerate launch on several. The same command resumes from the newest checkpoint. Some flags that are
-    not given are chosen for a teacher or for your own pictures, and printed.
+    With --teacher RUN, the generator learns from samples of a trained rectified flow (--method distill or reflow).
+    Without --teacher, a mean flow learns from Oxford Flowers or your own pictures (--dataset_path FOLDER). Start the
+    program with python on one device, and with torchrun or accelerate launch on several. The same command resumes from
+    the newest checkpoint. With a teacher or your own pictures, the program chooses some of the flags that are not
+    given, and prints them.
     """
     run(f"{CLI}.train:train_one_step", f"{CLI}.train_flags:TrainMeanFlow", train_one_step.__doc__)
 

@@ -1,4 +1,4 @@
-"""Settings by the number of pictures, and those that a run keeps when it resumes.
+"""Settings chosen by the number of pictures, and recorded settings that a resumed run keeps.
 
 Flags that the user sets are never changed. The chosen flags are recorded, so a resumed run has the same ones.
 docs/measurements/small_data.md has the measurements behind the settings.

@@ -50,7 +50,7 @@ MEASUREMENTS = 10
 MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
-"""Flags of a run that are also those of the mean flow of ``--one_step``."""
+"""Flags of a run that are also those of the one-step generator of ``--one_step``."""
 REFLOW_FLAGS = {
     "teacher": "reflow_from",
     "teacher_paths": "reflow_pairs",
@@ -68,7 +68,7 @@ PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     """Train a rectified flow on data, or on the pairs of another flow; return whether it finished.
 
-    With ``--one_step``, a mean flow then learns from it, and this run has to finish, too.
+    With ``--one_step``, a one-step generator then learns from it, and this run has to finish, too.
     """
     finished = _train(config)
     if not finished or not config.program.one_step or config.program.look:
@@ -84,9 +84,9 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
 
 
 def train_one_step(config: TrainMeanFlow) -> bool:
-    """Train a generator that needs one network call, by ``--method``; return whether it finished.
+    """Train a one-step generator with the given ``--method``; return whether it finished.
 
-    Reflow trains a rectified flow, so :func:`train_rectified_flow` gets the flags, under its own names.
+    Reflow trains a rectified flow, so its flags are renamed and passed to :func:`train_rectified_flow`.
     """
     if config.flow.method != "reflow":
         return _train(config)

@@ -179,10 +179,10 @@ class RectifiedFlowConfig(FlowConfig):
 
 @dataclass(frozen=True)
 class MeanFlowConfig(FlowConfig):
-    """The method to learn a one-step generator, and a mean flow's objective."""
+    """Training method of the one-step generator, and objective of a mean flow."""
 
     method: Annotated[Method | None, default_is("distill with --teacher, else mean_flow")] = None
-    """Learn from the paths of --teacher (distill), from their ends (reflow), or from the pictures (mean_flow)."""
+    """Learn from the paths of --teacher (distill), from their end points (reflow), or from the pictures (mean_flow)."""
     objective: ObjectiveName = "improved_mean_flow"
     """Objective of the paper of this name; so_flow needs float32."""
     mean_fraction: Probability = 0.5
@@ -238,7 +238,7 @@ class TeacherData:
 
     @property
     def count_flag(self) -> str:
-        """The flag that sets the count."""
+        """Name of the flag for the number of pairs or paths."""
         return f"{self.flag.removesuffix('_from')}_{self.rows}"
 
 
@@ -325,7 +325,7 @@ class TrainProgramConfig(ProgramConfig):
     """Flags that the training programs have."""
 
     one_step: ClassVar[bool] = False
-    """Whether a mean flow learns from the run, which then has half of the budget."""
+    """Whether a one-step generator learns from the run, which then has half of the budget."""
 
     config: Path | None = None
     """Start from the flags in this file, a run's config.json; flags on the command line override them."""
@@ -349,7 +349,7 @@ class RectifiedFlowProgramConfig(TrainProgramConfig):
     """Flags that the training program of a rectified flow has."""
 
     one_step: bool = False  # type: ignore[misc]  # a flag of this program alone
-    """Then distil the run to a mean flow that samples in one step, in OUTPUT_DIR/one-step; half the budget for each."""
+    """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
 
 
 def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:
@@ -465,7 +465,10 @@ class TrainMeanFlow(TrainConfig):
         of_pictures = {"method": flow.method == "mean_flow"}
         refuse(of_pictures, "mean_flow learns from pictures: pass --init_from instead of --teacher")
         if flow.method == "reflow":
-            refuse({"config": self.program.config is not None}, "excludes --method reflow: pass the flags of the file")
+            refuse(
+                {"config": self.program.config is not None},
+                "excludes --method reflow: pass the flags from the file on the command line",
+            )
             return
         changed = {each.name: getattr(flow, each.name) != each.default for each in fields(flow)}
         for name in ("method", "flow", "flow_options", "weight_power", "weight_epsilon", "guidance_scale"):

@@ -13,7 +13,7 @@ from rectified_flow.system.terminal import size_text
 Crop = Literal["center", "random", "none"]
 Side = Annotated[int, Gt(0)]
 HALVED = 8
-"""Divisor of the sides that an error proposes: networks of up to four levels can halve them."""
+"""Error messages propose sizes whose sides are multiples of this, so that networks of up to four levels fit."""
 MARGIN = 1.25
 """Sides of a stored image from which random parts are cropped, as multiples of the sides of the parts."""
 

@@ -27,7 +27,7 @@ LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
 BatchSize = Annotated[int, Interval(gt=0, le=2**24)]
-"""A number of items or of micro-batches of a step."""
+"""A number of items or of micro-batches of a step; with more, a step would hardly ever end."""
 CHECKPOINTS = "checkpoints"
 SHORTEST_EMA, LONGEST_EMA = 0.02, 0.28
 """Range of EMA lengths that --power_ema can give.

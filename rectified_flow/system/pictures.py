@@ -131,7 +131,7 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
 
 
 Line = Mapping[int, float] | Mapping[float, float]
-"""The y coordinates of the points by their x coordinates."""
+"""Points of a curve: a mapping from x to y."""
 
 
 @dataclass(frozen=True)

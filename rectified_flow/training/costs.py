@@ -172,8 +172,8 @@ def step_costs(
 ) -> dict[str, str]:
     """Return texts on the memory and the time of a step, and on the lower bound of the time.
 
-    Both are measured on copies of a small item. The memory grows with the number of pixels, and the time with the
-    floating-point operations of a forward pass.
+    Memory and time are measured on a batch of small items, and then scaled: the memory with the number of pixels, the
+    time with the floating-point operations of a forward pass.
 
     Args:
         config: the run's flags.
@@ -181,7 +181,7 @@ def step_costs(
         flow: the flow, on the device.
         flops: floating-point operations of a forward pass of ``item``.
         item: a batch of one item of the run.
-        small: a batch of one item with sides that may be smaller.
+        small: like ``item``, with sides limited to a maximum.
     """
     device, batch = accelerator.device, config.split_batch(accelerator.num_processes)
     fixed = state_memory(flow, config.use_ema + 2 * config.power_ema)

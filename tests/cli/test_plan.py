@@ -1,4 +1,4 @@
-"""The settings of a run are those that the time is long enough for on this machine."""
+"""The plan chooses settings that fit the time budget on this machine."""
 
 from pathlib import Path
 
@@ -65,9 +65,9 @@ def test_the_distances_of_measured_runs_are_interpolated() -> None:
 
 def test_only_a_run_like_the_measured_ones_has_an_expected_distance(capsys: pytest.CaptureFixture[str]) -> None:
     chosen(2000, "--budget 12m --image_size 32", rate=40.0 * 32**2)
-    assert "expected    Fréchet distance" in capsys.readouterr().out
+    assert "compare     measured runs" in capsys.readouterr().out
     chosen(2000, "--budget 12m --image_size 32 --optimizer adamw", rate=40.0 * 32**2)
-    assert "expected" not in capsys.readouterr().out
+    assert "compare" not in capsys.readouterr().out
 
 
 def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +130,7 @@ def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.Cap
     steps = int(str(began["train_num_steps"]))
     save(tmp_path, 10, began)
     assert chosen(800, f"{run} --extend 30m") == began
-    assert f"training to the last step, {steps:,}, without extending" in capsys.readouterr().out
+    assert f"the run is unfinished: training to its last step, {steps:,}, only" in capsys.readouterr().out
     save(tmp_path, steps, began)
     longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
     assert longer == pytest.approx(1.5 * steps, rel=0.01)

@@ -89,7 +89,7 @@ def test_other_studies(study: str, case: str, way: str, tmp_path: Path, monkeypa
 
 @pytest.fixture
 def free_precision() -> Iterator[None]:
-    """Let a training have another precision than those before and after it in this process."""
+    """Reset the state of Accelerate, so that a test can use another precision than the others."""
     AcceleratorState._reset_state()
     yield
     AcceleratorState._reset_state()
