@@ -153,11 +153,12 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters by their gradients."""
+        """Update all parameters by their gradients, in float32 also under autocast."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             if "momentum" in group:
-                self._step_matrices(group)
+                with torch.autocast(group["params"][0].device.type, enabled=False):  # in bf16, iterations diverge
+                    self._step_matrices(group)
         if self._adamw is not None:
             others = [group for group in self.param_groups if "momentum" not in group]
             for known, group in zip(self._adamw.param_groups, others, strict=True):

@@ -104,6 +104,20 @@ def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
     assert not torch.equal(ours["conv.weight"], theirs["conv.weight"])
 
 
+def test_muon_is_as_precise_under_autocast() -> None:
+    """In bf16, the products of polynomials diverge, and a weight may change by thousands."""
+    weights = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(48, 288))
+        optimizer = muon([("weight", weight)], lr=0.01, betas=(0.9, 0.99), weight_decay=0.0)
+        weight.grad = torch.randn(48, 3) @ torch.randn(3, 288)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        weights.append(weight.detach())
+    assert torch.equal(*weights)
+
+
 class Halves(torch.optim.SGD):
     """SGD with momentum on matrices and without on vectors, whose state has a tensor or a number."""
 
