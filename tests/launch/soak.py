@@ -243,6 +243,8 @@ class Soak:
             self.counts[name.replace("_", " ")] += 1
             print(f"{self.last_step():>6} {name.replace('_', ' ')}", flush=True)
             getattr(self, name)()
+        # While torchrun restarts the ranks, it ends at once, and no rank notes that it was interrupted.
+        self.wait("two ranks in training", lambda: self.ended() or self.is_training())
         if not self.ended():
             self.terminate()
 
