@@ -23,7 +23,6 @@ from rectified_flow.cli.train_flags import (
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
-from rectified_flow.data.report import name_some, summarize_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -31,7 +30,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
-from rectified_flow.evaluation.look import look
+from rectified_flow.evaluation.report import look, name_some, summarize_pictures
 from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
