@@ -61,7 +61,7 @@ def test_the_flags_are_these(config_class: type[Any], flags: str) -> None:
     ("config_class", "flags", "titles"),
     [
         (TrainRectifiedFlow, RECTIFIED, ["rectified flow's objective", "pairs of noise"]),
-        (TrainMeanFlow, MEAN, ["mean flow's objective", "paths from noise"]),
+        (TrainMeanFlow, MEAN, ["objective of a mean flow", "paths from noise"]),
     ],
 )
 def test_help_is_grouped_and_names_every_flag(
