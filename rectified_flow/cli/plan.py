@@ -65,7 +65,7 @@ OF_PICTURES: dict[type, dict[str, Any]] = {
 """Settings of the optimizer, and of the training times, for runs on pictures, by program."""
 OF_TEACHER: dict[str, Any] = {"optimizer": "muon", **SHORT}
 """Settings of the optimizer for runs on the data of a teacher."""
-LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 3000
+LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 7000
 """Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
 steps of a run with more than the smallest batch size."""
 BF16_GAIN = 1.1
