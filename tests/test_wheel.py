@@ -64,7 +64,7 @@ programs.{name}()
         subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=work, env=variables, check=True)
 
     command("train_oxford", f"--dataset synthetic-flowers {TINY} --train_num_steps 2 --output_dir run")
-    command("train_mean_flow", f"--teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
+    command("train_one_step", f"--teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
     command("sample", "--checkpoint run --num_samples 2 --steps 2")
     command("evaluate", "--checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
     command("export", "--checkpoint map --format page")
