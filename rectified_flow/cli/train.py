@@ -1,6 +1,7 @@
 """The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
 
 import shlex
+from dataclasses import replace
 from math import ceil, gcd, prod
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,7 @@ def _train(config: TrainConfig) -> bool:
     if items is not None:
         return _train_on_items(config, items, state)
     if config.program.look:
+        parts.build_space(replace(config.data, autoencoder=None))  # raises an error for an unknown name
         config, pictures = _open_pictures(config, source)
         look(config.run.output_dir, pictures, parts.picture_space(config.data))
         return True

@@ -26,8 +26,8 @@ Tracker = Literal["none", "tensorboard", "wandb"]
 LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
-BatchSize = Annotated[int, Interval(gt=0, le=2**24)]
-"""A number of items or of micro-batches of a step; with more, a step would hardly ever end."""
+LARGEST_STEP = 2**24
+"""Largest number of items of an optimizer step, above which the step would hardly ever end."""
 CHECKPOINTS = "checkpoints"
 SHORTEST_EMA, LONGEST_EMA = 0.02, 0.28
 """Range of EMA lengths that --power_ema can give.
@@ -73,11 +73,11 @@ class TrainingConfig(Flags):
         UsageError: where a value makes no sense, or two exclude each other.
     """
 
-    batch_size: Annotated[BatchSize | None, default_is("64, or as --global_batch_size implies")] = None
+    batch_size: Annotated[Positive | None, default_is("64, or as --global_batch_size implies")] = None
     """Per-process micro-batch size."""
-    global_batch_size: BatchSize | None = None
+    global_batch_size: Positive | None = None
     """Items per optimizer step over all processes and accumulation, instead of --batch_size."""
-    gradient_accumulation_steps: Annotated[BatchSize | None, default_is("1, or as the two batch sizes imply")] = None
+    gradient_accumulation_steps: Annotated[Positive | None, default_is("1, or as the two batch sizes imply")] = None
     """Micro-batches per optimizer step."""
     train_num_steps: Annotated[Positive | None, default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
@@ -158,6 +158,12 @@ class TrainingConfig(Flags):
             raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, where the decay begins")
         if self.train_num_steps is not None and self.num_epochs is not None:
             raise UsageError("--train_num_steps and --num_epochs exclude each other; give one")
+        # Not of all processes, whose number is unknown until they have joined.
+        batch = GlobalBatch(self.batch_size or DEFAULT_BATCH_SIZE, 1, self.gradient_accumulation_steps or 1)
+        items = self.global_batch_size or batch.total
+        if items > LARGEST_STEP:
+            flags = "--global_batch_size" if self.global_batch_size else "--batch_size or --gradient_accumulation_steps"
+            raise UsageError(f"a step would train on {items} items; it must be at most {LARGEST_STEP}: lower {flags}")
         if self.num_workers <= 0 and (self.persistent_workers or self.multiprocessing_context):
             raise UsageError("--persistent_workers and --multiprocessing_context need --num_workers above 0")
 

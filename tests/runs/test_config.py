@@ -184,10 +184,16 @@ def test_a_batch_that_does_not_divide_is_refused(flags: dict[str, Any], world_si
         TrainingConfig(**flags).split_batch(world_size)
 
 
-@pytest.mark.parametrize("flag", ["batch_size", "gradient_accumulation_steps", "global_batch_size"])
-def test_a_step_that_would_hardly_end_is_refused(flag: str) -> None:
-    flags: dict[str, Any] = {flag: 2**24 + 1}
-    with pytest.raises(UsageError, match=f"--{flag} is 16777217; it must be at most 16777216"):
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        ({"gradient_accumulation_steps": 10**9}, "lower --batch_size or --gradient_accumulation_steps"),
+        ({"batch_size": 2**24, "gradient_accumulation_steps": 2}, "lower --batch_size or"),
+        ({"global_batch_size": 2**24 + 1}, "lower --global_batch_size"),
+    ],
+)
+def test_a_step_that_would_hardly_end_is_refused(flags: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UsageError, match=f"a step would train on .* items; it must be at most 16777216: {remedy}"):
         TrainingConfig(**flags)
     assert TrainingConfig(batch_size=2**24).split_batch(1).total == 2**24
 

@@ -105,7 +105,7 @@ def test_muon_updates_matrices_by_a_fixed_size_and_the_rest_as_adamw() -> None:
 
 
 def test_muon_is_as_precise_under_autocast() -> None:
-    """In bf16, the products of polynomials diverge, and a weight may change by thousands."""
+    """Autocast does not change an update: in bf16, the iterations diverge, and a weight may change by thousands."""
     weights = []
     for enabled in (False, True):
         torch.manual_seed(0)
