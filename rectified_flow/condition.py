@@ -118,6 +118,45 @@ class AugmentationLabels(Condition):
         return nn.Linear(self.size, dim, bias=False)
 
 
+@register
+@dataclass(frozen=True)
+class Picture(Condition):
+    """Pictures of the shape of ``x``, float32 ``[b, c, h, w]``; unknown pixels are NaN, and all are in "none".
+
+    A :class:`Unet <rectified_flow.networks.unet.Unet>` adds the embedding ``[b, dim, h, w]`` to its first layer.
+
+    Args:
+        shape: ``(c, h, w)``.
+    """
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
+        return torch.full((count, *self.shape), torch.nan, device=device)
+
+    def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values as ``[b, dim, h, w]``."""
+        return _PictureEmbedding(self.shape[0], dim)
+
+
+class _PictureEmbedding(nn.Module):
+    """A convolution of the known pixels and of the map of unknown ones, which adds nothing before training."""
+
+    def __init__(self, channels: int, dim: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels + 1, dim, 3, padding=1)
+        nn.init.zeros_(self.conv.weight)
+        nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
+
+    def forward(self, values: Tensor) -> Tensor:
+        unknown = values.isnan()
+        return self.conv(torch.cat((values.masked_fill(unknown, 0), unknown.any(dim=1, keepdim=True)), dim=1))
+
+
 class _VectorEmbedding(nn.Module):
     """A linear map of the vector, and a learned embedding of "none"."""
 
@@ -158,11 +197,12 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
 
-    Where a row of NaN stands for "none", a row with a single NaN does, too, as in the embedding.
+    Where a row of NaN stands for "none", a row with a single NaN does, too, as in the embedding, except for pictures.
     """
     rows = []
     for name, none in none_of(kinds, values).items():
         same = (values[name] == none).reshape(len(none), -1).all(dim=1)
-        missing = (values[name].isnan() & none.isnan()).reshape(len(none), -1).any(dim=1)
-        rows.append(same | missing)
+        missing = (values[name].isnan() & none.isnan()).reshape(len(none), -1)
+        whole = isinstance(kinds[name], Picture)
+        rows.append(same | (missing.all(dim=1) if whole else missing.any(dim=1)))
     return torch.stack(rows).all(dim=0)

@@ -9,9 +9,9 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.parts import check_classes, open_pictures, open_registered, open_trained
+from rectified_flow.cli.parts import add_source, check_classes, open_pictures, open_registered, open_trained
 from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.train_flags import DataConfig, TrainConfig
+from rectified_flow.cli.train_flags import DataConfig, SourceConfig, TrainConfig
 from rectified_flow.data.build import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
@@ -19,7 +19,8 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import HeldOutPictures, hold_out
+from rectified_flow.evaluation.translation import translation_scores
+from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
 from rectified_flow.flags import checked, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
@@ -87,6 +88,7 @@ def evaluate(config: EvaluateConfig) -> None:
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(flow, generated, **options)
+            scores = translation_scores(evaluator, flow, generated) if flow.takes_source else {}
         result = {
             "checkpoint": str(source),
             "weights": trained.weights,
@@ -94,7 +96,7 @@ def evaluate(config: EvaluateConfig) -> None:
             **plain(config.solver),
             "solver": config.solver.solver or "default",
             **evaluator.settings,
-            "distances": evaluator.compute(generated) | losses,
+            "distances": evaluator.compute(generated) | losses | scores,
         }
         results.append(result)
         _write_down(folder, result)
@@ -123,7 +125,7 @@ def _split(
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None
-    training, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+    training, held_out = divided(pictures, split, split_sources(pictures, settings["holdout"], settings["seed"]))
     # A run with a teacher does not learn the velocity on pictures, so that loss says nothing about it.
     taught = _teacher_of(program_flags(trained.config)) is not None
     return training, held_out, None if taught else HeldOutPictures(training, held_out, settings["seed"])
@@ -168,7 +170,13 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
         channels, height, width = shape
         ratio = f"{width}:{height}"
         arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
-    return open_dataset(**arguments | moved)
+    pictures = open_dataset(**arguments | moved)
+    if not flow.takes_source or flow.degradation is not None:
+        return pictures
+    folder = {"source_path": measure.source_path} if measure.source_path else {}
+    sources = replaced(SourceConfig(), checked(SourceConfig, flags, path) | folder)
+    data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
+    return add_source(pictures, data, sources)
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """From flags to the parts of a run: dataset, space, network and flow."""
 
+from dataclasses import replace
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -9,16 +11,18 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
-from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainConfig, TrainMeanFlow
-from rectified_flow.condition import Kinds, chosen
+from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, SourceConfig, TrainConfig, TrainMeanFlow
+from rectified_flow.condition import Kinds, Picture, chosen
 from rectified_flow.data.build import ImageSource, open_dataset
+from rectified_flow.data.huggingface import find_dataset_file
+from rectified_flow.data.image_folder import find_images
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -26,13 +30,17 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.load import Trained, load_trained
 from rectified_flow.networks.unet import Unet
-from rectified_flow.registry import names, parameters_of
+from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
+from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
+from rectified_flow.system.files import printable
 
 CONDITION_DROPOUT = 0.1
+START_NOISE = 0.1
+"""Standard deviation of the noise that is added to sources where paths start from them."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 DATA_FLAGS = (
@@ -124,6 +132,60 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
 
 
+def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
+    """Return the pictures with those of ``--source_path`` as their sources, if the flag is given.
+
+    Args:
+        pictures: the pictures to generate.
+        data: the flags of these pictures, by which the sources are read, too.
+        flags: the flags of the sources.
+
+    Raises:
+        UsageError: if the sources cannot be read, or with ``--paired`` if pictures have no partner.
+    """
+    if flags.source_path is None:
+        return pictures
+    source = open_pictures(replace(data, dataset_path=flags.source_path))
+    if not flags.paired:
+        return pictures.with_source(source)
+    folders = (data.dataset_path or data.dataset, pictures), (flags.source_path, source)
+    mine, theirs = (names_of(folder, dataset) for folder, dataset in folders)
+    partners = [theirs.get(name, -1) for name in mine]
+    alone = [name for name, partner in zip(mine, partners, strict=True) if partner < 0]
+    alone += [name for name in theirs if name not in mine]
+    where = f"--source_path {flags.source_path} and --dataset_path {data.dataset_path}"
+    if max(partners) < 0:
+        raise UsageError(f"{where} have no file name in common, such as {alone[0]}: rename partners alike")
+    if alone:
+        found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}"
+        if not flags.skip_unpaired:
+            raise UsageError(f"{found}: add the partner, or pass --skip_unpaired")
+        PartialState().print(f"note: {found}; they are left out")
+    paired = pictures.with_source(source, partners)
+    return paired.subset([row for row, partner in enumerate(partners) if partner >= 0])
+
+
+def names_of(folder: str | Path, pictures: ImageDataset) -> dict[str, int]:
+    """Return the rows of a store by the names of its files, without suffixes and relative to the folder.
+
+    Raises:
+        UsageError: if the pictures are not files in a folder, or two files differ in their suffixes alone.
+    """
+    if not isinstance(folder, Path) or find_dataset_file(folder) is not None:
+        raise UsageError(f"--paired pairs files of two folders by name, and {folder} is a dataset: export its pictures")
+    broken, rows = tuple(pictures.info.skipped), dict[str, int]()
+    for file in find_images(folder):
+        name = file.relative_to(folder)
+        if any(each.endswith(f"/{printable(name)}") for each in broken):
+            continue
+        if str(name.with_suffix("")) in rows:
+            raise UsageError(
+                f"--paired needs different names, and {file} differs from another file in its suffix alone"
+            )
+        rows[str(name.with_suffix(""))] = len(rows)
+    return rows
+
+
 def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
     """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
     if flow.class_names not in ([], pictures.class_names):
@@ -181,17 +243,49 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
         raise UsageError(
             "--use_cfg needs labels, and these pictures have none: put each class in a subfolder of its own"
         )
-    shape = space.shape or ()
+    shape, source = space.shape or (), config.source
+    kinds = {**(conditions if given.use_cfg else {}), **space.conditions}
+    if source.is_given and not source.as_start:
+        kinds[SOURCE] = Picture(shape)
     module: nn.Module = network.build(
         shape=shape,
         channels=shape[0] if shape else None,
         image_size=min(shape[1:], default=None),
-        conditions={**(conditions if given.use_cfg else {}), **space.conditions},
+        conditions=kinds,
         gradient_checkpointing=given.gradient_checkpointing,
     )
     if isinstance(module, Unet):
         module.gradient_checkpointing = given.gradient_checkpointing
-    built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT)
+    arguments: dict[str, Any] = {}
+    if source.is_given:
+        noise = START_NOISE if source.source_noise is None else source.source_noise
+        arguments = {"from_source": source.as_start, "source_noise": noise if source.as_start else 0.0}
+        arguments["degradation"] = choose_degradation(source.degrade)
+        takes = arguments.keys() <= parameters_of(flow.target).keys()
+        refuse(
+            {"source_path": source.source_path, "degrade": source.degrade} if not takes else {},
+            f"has no effect: {flow.target.__name__} leads from noise to pictures",
+        )
+    built: Flow = flow.build(network=module, space=space, condition_dropout=CONDITION_DROPOUT, **arguments)
+    return built
+
+
+def choose_degradation(text: str | None) -> Degradation | None:
+    """Return the degradation of ``NAME`` or ``NAME:VALUE``, with the value of the constructor's first argument.
+
+    Raises:
+        UsageError: if it is not registered, or the value does not fit.
+    """
+    if text is None:
+        return None
+    name, colon, value = text.partition(":")
+    known = {each.lower(): each for each in names(Degradation)}
+    target = find("degrade", Degradation, known.get(name.lower(), name))
+    parameters = list(parameters_of(target))
+    if colon and not parameters:
+        raise UsageError(f"--degrade {text}: {name} takes no value; pass {name}")
+    options = [f"{parameters[0]}={value}"] if colon else []
+    built: Degradation = Choice("degrade", target, typed_options("degrade", target, options)).build()
     return built
 
 

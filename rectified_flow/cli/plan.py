@@ -90,7 +90,7 @@ MEASURED = {"drawn flowers": {25_848: 34.3, 102_688: 10.8}, "emoji": {25_904: 92
 UNMEASURED = {
     *("network", "network_options", "dim", "dim_mults", "dropout", "init_from", "optimizer", "optimizer_options"),
     *("learning_rate", "lr_decay", "flow", "flow_options", "prediction", "loss", "coupling", "time_distribution"),
-    *("time_options", "space", "autoencoder", "alpha", "use_cfg"),
+    *("time_options", "space", "autoencoder", "alpha", "use_cfg", "source_path", "degrade"),
 }
 """Flags that, if given, make a run differ from the measured runs."""
 LARGEST_SIDE_MEASURED = 64
@@ -137,6 +137,8 @@ class _Planner:
         self.conditions, self.latents = conditions, latents
         shape = (latents.shape if latents else None) or config.data.framing.shape
         self.state, self.time, self.seconds, self.sides = PartialState(), time, seconds_of(time), shape[1:]
+        self.rates: dict[TrainConfig, float] = {}
+        """Measured images per second by flags, since the same flags are needed more than once."""
 
     def plan(self) -> TrainConfig:
         """Choose the settings, print them with their reasons, and return all flags of the run. Collective."""
@@ -214,8 +216,10 @@ class _Planner:
 
     def _rate(self) -> float:
         """Measure the images per second of all processes, by the slowest of them. Collective."""
-        rates = gather_object([training_rate(self.config, self.conditions, self.latents)])
-        return self.state.num_processes * min(rates)
+        if self.config not in self.rates:
+            rates = gather_object([training_rate(self.config, self.conditions, self.latents)])
+            self.rates[self.config] = self.state.num_processes * min(rates)
+        return self.rates[self.config]
 
     def _choose_size(self) -> str:
         """Choose the largest size of the network that the budget is long enough for, and return the reason.
@@ -411,7 +415,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     for name, value in resolved.items():
         accelerator.print(f"{name:<28} {value}")
     to_device(flow, accelerator.device, accelerator.mixed_precision)
-    item = costs.blank_item(space, _points(taught), accelerator.device)
+    item = costs.blank_item(flow, _points(taught), accelerator.device)
     with accelerator.autocast():
         flops = costs.forward_flops(flow, item)
     data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
@@ -428,7 +432,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     if isinstance(space, Latents):
         texts |= costs.autoencoder_costs(space, mirrored=config.data.horizontal_flip)
     largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
-    small = costs.blank_item(space, _points(taught), accelerator.device, largest)
+    small = costs.blank_item(flow, _points(taught), accelerator.device, largest)
     accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, flops, item, small)))
 
 
@@ -445,7 +449,7 @@ def training_rate(config: TrainConfig, conditions: Kinds, latents: Latents | Non
         flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
     to_device(flow, state.device, precision).train()
-    item = costs.blank_item(space, _points(config.teacher_data), state.device)
+    item = costs.blank_item(flow, _points(config.teacher_data), state.device)
     count = config.run.split_batch(state.num_processes).per_process
     optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
     try:

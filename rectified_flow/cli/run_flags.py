@@ -56,7 +56,7 @@ class SolverConfig(Flags):
 class PicturesConfig(Flags):
     """The images to sample."""
 
-    num_samples: Annotated[int, Interval(gt=0, le=10**8)] = 64
+    num_samples: Annotated[int | None, Interval(gt=0, le=10**8), default_is("64, or all translations")] = None
     """Number of samples."""
     steps: Annotated[Positive | None, default_is("16 for a rectified flow, 1 for a mean flow")] = None
     """Sampling steps."""
@@ -67,7 +67,15 @@ class PicturesConfig(Flags):
     ema_length: EmaLength | None = None
     """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
-    """Image, or folder of images used in turn, to start from instead of noise alone."""
+    """Image or folder of images, to translate, or to start from in turn instead of noise alone."""
+    variants: Positive = 1
+    """Number of results for each image of --from_images."""
+    mask: Path | None = None
+    """Picture that is white where --from_images is to be generated; the rest of the images stays as it is."""
+    degrade: bool = False
+    """Degrade --from_images as in the training of a run with --degrade, to try it on intact pictures."""
+    reverse: bool = False
+    """Translate from the pictures of --dataset_path to those of --source_path."""
     noise_level: Annotated[NoiseLevel | None, default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
@@ -81,9 +89,15 @@ class PicturesConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for flag, needed in {"noise_level": "from_images", "license": "save_pretrained"}.items():
+        needs = dict.fromkeys(("noise_level", "mask", "degrade", "reverse"), "from_images")
+        for flag, needed in {**needs, "license": "save_pretrained"}.items():
             if getattr(self, needed) is None:
                 refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
+        if self.from_images is None:
+            refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
+        if self.mask is not None:
+            refuse({"noise_level": self.noise_level}, "excludes --mask, which generates the masked part from noise")
+            refuse({"reverse": self.reverse}, "excludes --mask: leave one out")
         spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
         if not spelled:
             raise UsageError(f"--license {self.license} is not a license id of the hub: choose one such as mit")
@@ -107,6 +121,8 @@ class MeasureConfig(Flags):
     """Seed of the samples and of the kernel distance's subsets."""
     dataset_path: Path | None = None
     """Folder of the training pictures, if it has moved."""
+    source_path: Path | None = None
+    """Folder of the pictures that a flow from pictures to pictures starts from, if it has moved."""
     cache_dir: Path | None = None
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None

@@ -2,7 +2,10 @@
 
 import difflib
 import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,16 @@ from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.flags import plain
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.evaluation.evaluator import render_sources
+from rectified_flow.flags import plain, refuse
+from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
+from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
+from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
@@ -36,19 +42,41 @@ from rectified_flow.system.pictures import (
     open_picture,
     over_white,
     to_grid,
+    upright_size,
     write_motion,
     write_picture,
 )
 from rectified_flow.system.signals import interruptible
-from rectified_flow.system.terminal import lines, progress_bar
+from rectified_flow.system.terminal import lines, progress_bar, size_text
 
 LOCK_FILE = ".sample.lock"
-GRID_PICTURES = 100
+NUM_SAMPLES, GRID_PICTURES = 64, 100
+GREY, HALF = 127, 127
+"""Value of unknown pixels on a grid, and value above which a pixel of a mask is white."""
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
 BLOCK = 4096
 """Least size of a file on disk [bytes]."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The pictures to write.
+
+    Args:
+        names: names of their files; the pictures of ``--from_images`` take turns.
+        options: arguments of :func:`sample_batches`.
+        shown: pictures uint8 ``[n, 3, h, w]`` to show before the results in the grid; None for a grid of samples alone.
+        kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
+        reverse: whether the flow is integrated from data to its start.
+    """
+
+    names: list[str]
+    options: dict[str, Any]
+    shown: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
+    reverse: bool = False
 
 
 def sample(config: SampleConfig) -> None:
@@ -64,7 +92,8 @@ def sample(config: SampleConfig) -> None:
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
-    options |= {"seed": flags.seed, "batch_size": config.model.batch_size} | _choose_options(flags, trained)
+    options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
+    wanted = _choose(flags, trained, options)
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
@@ -73,22 +102,22 @@ def sample(config: SampleConfig) -> None:
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
         place = folder if flags.output_dir else trained.run_folder
-        on_main(state, lambda: _claim(folder, flags, held, ours=is_run(place)))
+        on_main(state, lambda: _claim(folder, flags, wanted.names, held, ours=is_run(place)))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
-            tqdm.write(describe(config, trained, options, state))
-        _write_samples(config, trained.flow, options, card, folder, state)
+            tqdm.write(describe(config, trained, wanted, state))
+        _write_samples(config, trained.flow, wanted, card, folder, state)
 
 
 def _write_samples(
-    config: SampleConfig, flow: Flow, options: dict[str, Any], card: dict[str, Any], folder: Path, state: PartialState
+    config: SampleConfig, flow: Flow, wanted: Wanted, card: dict[str, Any], folder: Path, state: PartialState
 ) -> None:
     """Write this process's samples; the main process also writes the grid, the trajectories and the model."""
-    flags = config.samples
+    flags, count = config.samples, len(wanted.names)
     remedy = "lower it, or pass an --output_dir with more room"
-    require_disk(flags.num_samples * BLOCK, folder, f"--num_samples {flags.num_samples}", remedy)
-    files = _files_of(folder, flags.num_samples)
-    mine = range(state.process_index, flags.num_samples, state.num_processes)
+    require_disk(count * BLOCK, folder, f"--num_samples {count}", remedy)
+    files = [folder / name for name in wanted.names]
+    mine = range(state.process_index, count, state.num_processes)
     rows: list[int] = []
     with (
         flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0]))),
@@ -96,7 +125,7 @@ def _write_samples(
         autocast(config.model.mixed_precision, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
-        for numbers, pictures in sample_batches(flow, mine, with_alpha=True, **options):
+        for numbers, pictures in _results(flow, mine, wanted):
             for number, picture in zip(numbers, pictures.cpu(), strict=True):
                 # The names are already claimed: write_picture would read the record again for each picture.
                 with writing(files[number]):
@@ -107,10 +136,8 @@ def _write_samples(
             return
         texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
         if flags.path != "none":
-            texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, flags.num_samples)), options, flags.path)
-    # Other processes wrote most of the samples, so the grid reads them back.
-    shown = [pil_to_tensor(over_white(open_picture(file))) for file in files[:GRID_PICTURES]]
-    grid = write_picture(folder / "grid.png", to_grid(torch.stack(shown)))
+            texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
+    grid = write_picture(folder / "grid.png", _grid_of(files, wanted.shown))
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
@@ -120,43 +147,125 @@ def _write_samples(
     tqdm.write(lines(texts))
 
 
-def _choose_options(flags: PicturesConfig, trained: Trained) -> dict[str, Any]:
-    """Return the arguments of :func:`sample_batches` for the flags of the pictures."""
+def _results(flow: Flow, numbers: Sequence[int], wanted: Wanted) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield numbers of results and the results, uint8 ``[b, c, h, w]``, a batch at a time."""
+    batches = _reversed(flow, numbers, **wanted.options) if wanted.reverse else None
+    for some, pictures in batches or sample_batches(flow, numbers, with_alpha=True, **wanted.options):
+        if wanted.kept is not None:
+            known, mask = (each.to(pictures.device) for each in wanted.kept)
+            yield some, torch.where(mask, pictures, known[[number % len(known) for number in some]])
+        else:
+            yield some, pictures
+
+
+def _reversed(
+    flow: Flow, numbers: Sequence[int], *, seed: int, batch_size: int, conditions: dict[str, Tensor], **options: Any
+) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Yield numbers and pictures of the starts that lead to the given data; see :func:`sample_batches`."""
+    data = conditions[SOURCE]
+    for first in range(0, len(numbers), batch_size):
+        some = numbers[first : first + batch_size]
+        x = flow.encode(data[[number % len(data) for number in some]], **options)  # type: ignore[operator]
+        yield some, flow.space.render_with_alpha(flow.space.decode(x))
+
+
+def _grid_of(files: Sequence[Path], shown: Tensor | None) -> Any:
+    """Return a grid of results, or of the pictures that they were made from, each before its results."""
+    count = len(files) if shown is None else len(shown)
+    across = 1 if shown is None else 1 + len(files) // count
+    rows = range(min(count, max(1, GRID_PICTURES // across)))
+    # Other processes wrote most of the samples, so the grid reads them back.
+    cells: list[Tensor] = []
+    for row in rows:
+        cells += [] if shown is None else [shown[row]]
+        cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row :: max(count, 1)]]
+    pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
+    return to_grid(torch.stack(cells), None if shown is None else across * pairs)
+
+
+def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> Wanted:
+    """Return the pictures to write, by the flags of the pictures.
+
+    Args:
+        flags: the flags of the pictures.
+        trained: the trained flow.
+        options: further arguments of :func:`sample_batches`.
+    """
     flow, source = trained.flow, trained.source
     accepted = inspect.signature(flow.sample).parameters
-    options: dict[str, Any] = {"steps": flags.steps or flow.default_steps}
+    options = options | {"steps": flags.steps or flow.default_steps}
     if flags.classes is not None:
         options["conditions"] = {"labels": torch.tensor(_find_classes(flags.classes, flow.class_names, source))}
     if flags.path != "none" and "watch" not in accepted:
         raise UsageError(f"--path has no effect: a {type(flow).__name__} has no path; leave it out")
-    if flags.from_images is not None:
-        if "start" not in accepted or flow.space.picture_shape is None:
-            raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
-        images = _load_images(flags.from_images, flags.num_samples, flow.space.picture_shape)
-        options["start"] = flow.space.from_pictures(images.to(flow.device)).cpu()
-        options["noise_level"] = flags.noise_level or NOISE_LEVEL
-    return options
+    if flags.from_images is None:
+        if flow.from_source:
+            raise UsageError(f"{source} leads from pictures to pictures: pass some with --from_images")
+        return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
+    space, degradation = flow.space, flow.degradation
+    if "start" not in accepted or space.picture_shape is None:
+        raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
+    _check_translation(flags, trained)
+    translates = flow.takes_source or flags.mask is not None
+    files = _find_pictures(flags.from_images)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
+    images, mask = _load_images(files, space.picture_shape), _load_mask(flags, files, space.picture_shape)
+    data = space.from_pictures(images.to(flow.device))
+    if not translates:
+        options |= {"start": data.cpu(), "noise_level": flags.noise_level or NOISE_LEVEL}
+        return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
+    names, kept = _names_of(flags.from_images, files, flags.variants), None if mask is None else (images, mask)
+    shown = space.render(space.decode(space.encode(data)))
+    if mask is not None:
+        shown = shown.masked_fill(mask.to(shown.device), GREY)
+    if not flow.takes_source:
+        return Wanted(names, options | {"start": data.cpu(), "mask": mask}, shown.cpu(), kept)
+    if degradation is not None and (flags.degrade or degradation.is_projection):
+        with deterministic(Samples(flags.seed, range(len(data))), flow.device):
+            data = degradation(space.encode(data))
+    elif mask is not None:
+        data = space.encode(data).masked_fill(mask.to(data.device), torch.nan)
+    if not flags.reverse:
+        shown = render_sources(flow, data)
+    options["conditions"] = options.get("conditions", {}) | {SOURCE: data.cpu()}
+    return Wanted(names, options, shown.cpu(), kept, flags.reverse)
 
 
-def _claim(folder: Path, flags: PicturesConfig, held: ExitStack, *, ours: bool) -> None:
+def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
+    """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
+    flow, source = trained.flow, trained.source
+    refuse({"degrade": flags.degrade and flow.degradation is None}, f"has no effect: {source} has no degradation")
+    refuse({"noise_level": flow.takes_source and flags.noise_level}, f"has no effect: {source} translates pictures")
+    paints = flow.degradation is None if not flow.takes_source else isinstance(flow.degradation, Mask)
+    refuse({"mask": flags.mask if not paints else None}, f"has no effect: {source} translates whole pictures")
+    alone = not flow.takes_source and flags.mask is None
+    refuse({"variants": alone and flags.variants > 1}, f"has no effect: {source} generates --num_samples of pictures")
+    way_back = flow.from_source and hasattr(flow, "encode")
+    why = "a map of one call has no way back" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
+    refuse({"reverse": flags.reverse and not way_back}, f"is impossible: {why}")
+
+
+def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStack, *, ours: bool) -> None:
     """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
+    given = flags.from_images
+    if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
+        raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
     claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
-    files = _files_of(folder, flags.num_samples)
-    for file in {*folder.glob("*.png")} - {*files}:
+    for file in {*folder.glob("*.png")} - {folder / name for name in names}:
         if file.stem.isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
     path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
-    claim(folder, [*(file.name for file in files), "grid.png", *path], ours=ours)
+    claim(folder, [*names, "grid.png", *path], ours=ours)
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
         claim(flags.save_pretrained, ["grid.png"])  # written last
 
 
-def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], state: PartialState) -> str:
+def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: PartialState) -> str:
     """Return lines on the model, the solver and the pictures."""
-    flow, flags, steps = trained.flow, config.samples, options["steps"]
+    flow, flags, options = trained.flow, config.samples, wanted.options
+    steps = options["steps"]
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
     if solver != "adaptive":
         grid = f"{config.solver.time_grid} grid"
@@ -165,12 +274,16 @@ def describe(config: SampleConfig, trained: Trained, options: dict[str, Any], st
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver,
-        "pictures": f"{flags.num_samples} of {flow.space.noun}, seed {flags.seed}",
+        "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
     }
-    if "conditions" in options:
-        labels = options["conditions"]["labels"].tolist()
+    conditions = options.get("conditions", {})
+    if "labels" in conditions:
+        labels = conditions["labels"].tolist()
         texts["classes"] = ", ".join(flow.class_names[label] for label in labels[:6]) + ", ..." * (len(labels) > 6)
-    if "start" in options:
+    if wanted.shown is not None:
+        each = f", {flags.variants} results for each" * (flags.variants > 1)
+        texts["from"] = f"{len(wanted.shown)} of {flags.from_images}{each}" + ", in reverse" * wanted.reverse
+    elif "start" in options:
         texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
     return lines(texts)
 
@@ -189,14 +302,19 @@ def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
     return [known[name] for name in wanted]
 
 
-def _load_images(path: Path, count: int, shape: tuple[int, ...]) -> Tensor:
-    """Read at most ``count`` pictures as uint8 ``[n, c, h, w]`` of this shape."""
+def _find_pictures(path: Path) -> list[Path]:
+    """Return the pictures of ``--from_images``, which is one or a folder of them."""
     files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
     if not files:
         raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
+    return files
+
+
+def _load_images(files: Sequence[Path], shape: tuple[int, ...]) -> Tensor:
+    """Read pictures as uint8 ``[n, c, h, w]`` of this shape."""
     channels, height, width = shape
     pictures = []
-    for file in files[:count]:
+    for file in files:
         try:
             pictures.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
         except Exception as error:  # every decoder fails in its own way
@@ -204,10 +322,45 @@ def _load_images(path: Path, count: int, shape: tuple[int, ...]) -> Tensor:
     return torch.stack(pictures)
 
 
-def _files_of(folder: Path, count: int) -> list[Path]:
-    """Return the files of ``count`` samples, whose numbers have as many digits as the last one, and at least 5."""
+def _load_mask(flags: PicturesConfig, files: Sequence[Path], shape: tuple[int, ...]) -> Tensor | None:
+    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; None without the flag."""
+    if flags.mask is None:
+        return None
+    try:
+        image = open_picture(flags.mask)
+        size = upright_size(image)
+        mask = pil_to_tensor(fit(image, (shape[2], shape[1]))).amax(dim=0) > HALF
+    except Exception as error:  # every decoder fails in its own way
+        raise UsageError(f"--mask {flags.mask} cannot be read ({first_line(error)}): pass a picture") from error
+    for file in files:
+        other = upright_size(open_picture(file))
+        if other != size:
+            sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
+            raise UsageError(f"--mask {flags.mask} {sizes}: pass a mask of the same size")
+    if not mask.any():
+        raise UsageError(f"--mask {flags.mask} is black: paint white what is to be generated")
+    return mask[None, None]
+
+
+def _numbered(count: int) -> list[str]:
+    """Return names of ``count`` samples, whose numbers have as many digits as the last one, and at least 5."""
     digits = max(5, len(str(count - 1)))
-    return [folder / f"{number:0{digits}d}.png" for number in range(count)]
+    return [f"{number:0{digits}d}.png" for number in range(count)]
+
+
+def _names_of(path: Path, files: Sequence[Path], variants: int) -> list[str]:
+    """Return names of the results of ``files``, all of the first variant before those of the next.
+
+    Raises:
+        UsageError: if two results would have the same name, or that of the grid.
+    """
+    folder = path if path.is_dir() else path.parent
+    stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
+    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]
+    twice = [name for name, count in Counter([*names, "grid.png"]).items() if count > 1]
+    if twice:
+        raise UsageError(f"--from_images {path} has two pictures for the result {twice[0]}: rename one")
+    return names
 
 
 def _write_path(folder: Path, flow: Flow, numbers: range, options: dict[str, Any], kind: str) -> Path:

@@ -18,8 +18,10 @@ from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, Sto
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.evaluation.evaluator import sources_of
 from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
 from rectified_flow.flows import Solver
+from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import load_flow
@@ -35,13 +37,14 @@ from rectified_flow.system.signals import interruptible
 from rectified_flow.training.accelerator import choose_precision
 
 Config = TypeVar("Config", bound=TrainConfig)
-PATH_FILE = "path.float16"
+PATH_FILE, SOURCE_FILE = "path.float16", "source.float16"
 BATCH_SIZE = 64
-FOLDERS = ("dataset_path", "cache_dir", "autoencoder")
+FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path")
 """Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
 INHERITED = (
     *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
     *("space", "space_options", "autoencoder_options"),
+    *("paired", "skip_unpaired", "degrade", "source_as", "source_noise"),
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
@@ -74,7 +77,8 @@ def with_teacher_flags(config: Config) -> Config:
             )
         if not flags["use_cfg"]:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs labels: {source} is a run without --use_cfg")
-    folders = {name: getattr(config.data, name) or flags[name] for name in FOLDERS}
+    own = vars(config.data) | vars(config.source)
+    folders = {name: own[name] or flags[name] for name in FOLDERS}
     return replaced(config, {**flags, **folders, taught.flag: source})
 
 
@@ -89,12 +93,13 @@ def calls_for(taught: TeacherData) -> int:
     return taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
 
 
-def files_of(taught: TeacherData, space: Space) -> dict[str, Sequence[int]]:
-    """Return the shape of a row of each file of the store."""
+def files_of(taught: TeacherData, space: Space, *, with_sources: bool = False) -> dict[str, Sequence[int]]:
+    """Return the shape of a row of each file of the store; ``with_sources`` for a network that takes them."""
     shape = space.shape or ()
     stored = space.to_stored(torch.zeros(1, *shape))
-    data = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
-    return data | ({PATH_FILE: (taught.points, *shape)} if taught.rows == "paths" else {NOISE_FILE: shape})
+    rows: dict[str, Sequence[int]] = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
+    rows |= {PATH_FILE: (taught.points, *shape)} if taught.rows == "paths" else {NOISE_FILE: shape}
+    return rows | ({SOURCE_FILE: shape} if with_sources else {})
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ def open_drawn(
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
     )
+    with_sources = flags["source_as"] == "condition" or (flags["degrade"] is not None and flags["source_as"] is None)
     recipe = Recipe(
         source=str(taught.source),
         pairs=taught.count,
@@ -173,7 +179,8 @@ def open_drawn(
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
     )
-    writer = StoreWriter(taught.folder, taught.count, files_of(taught, space), taught.rows, asdict(recipe))
+    files = files_of(taught, space, with_sources=with_sources)
+    writer = StoreWriter(taught.folder, taught.count, files, taught.rows, asdict(recipe))
     with ExitStack() as held:
         if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
             generator = _Generator(recipe, writer, pictures, state.device)
@@ -226,10 +233,11 @@ class _Generator:
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
         self.labels: Tensor | None = None
         check_classes(self.teacher, recipe.source, pictures)
-        if "labels" in self.teacher.conditions:  # a label for each row, distributed as in the training pictures
-            source = randomness.generator("cpu", recipe.seed, "labels of pairs")
-            rows = torch.randint(len(pictures), (writer.length,), generator=source)
-            self.labels = pictures.condition_values(rows.tolist())["labels"]
+        # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
+        source = randomness.generator("cpu", recipe.seed, "labels of pairs")
+        self.pictures_of = torch.randint(len(pictures), (writer.length,), generator=source)
+        if "labels" in self.teacher.conditions:
+            self.labels = pictures.condition_values(self.pictures_of.tolist())["labels"]
 
     def rows(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
@@ -239,6 +247,9 @@ class _Generator:
             shape = (len(numbers), *(space.shape or ()))
             noise = randomness.randn("sample noise", shape, self.device).half().float()  # round to the stored precision
             given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
+            if self.teacher.takes_source:
+                some = self.pictures_of[list(numbers)].tolist()
+                given[SOURCE] = sources_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
@@ -249,7 +260,10 @@ class _Generator:
                 **given,
             )
         points = torch.stack(path[:-1], dim=1) if PATH_FILE in self.writer.rows else path[0]
-        return dict(zip(self.writer.rows, (space.to_stored(x), points), strict=True))
+        rows = [space.to_stored(x), points]
+        if SOURCE_FILE in self.writer.rows:
+            rows.append(space.encode(given[SOURCE].to(self.device)).half())
+        return dict(zip(self.writer.rows, rows, strict=True))
 
     def finish(self) -> None:
         """Complete the store: write its labels and its description, and give it its name."""

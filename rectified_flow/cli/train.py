@@ -30,7 +30,7 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, divided, hold_out, split_sources
 from rectified_flow.evaluation.report import look, name_some, summarize_pictures
 from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
@@ -142,13 +142,13 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
 
 def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = parts.open_pictures(config.data, source)
+    pictures = parts.add_source(parts.open_pictures(config.data, source), config.data, config.source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
     chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
-        pictures = parts.open_pictures(chosen.data, source)
+        pictures = parts.add_source(parts.open_pictures(chosen.data, source), chosen.data, chosen.source)
     return chosen, pictures
 
 
@@ -185,13 +185,17 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
     callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
-    held_out = None
+    held_out: ImageDataset | None = None
+    preview_data: StoreDataset | None = None if taught is None else pictures
     if split is not None:
-        callbacks.append(build_heldout_hook(config.run, config.evaluation, dataset, split))
-        dataset = dataset.subset(split.training)
-        pictures, held_out = pictures.subset(split.training), pictures.subset(split.held_out)
+        sources = split_sources(pictures, config.data.holdout, config.run.seed)
+        seen, unseen = divided(dataset, split, sources)
+        callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
+        dataset, preview_data = seen, unseen
+        pictures, held_out = divided(pictures, split, sources)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    flags = recorded(config)
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=flags, preview_data=preview_data).train()
 
 
 def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
@@ -210,8 +214,14 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
         return dataset
     if autoencoder is None:
         return pictures
-    latents = encode_pictures(pictures, autoencoder, state, mirrored=config.data.horizontal_flip)
+    mirrored = config.data.horizontal_flip
+    latents = encode_pictures(pictures.with_source(None), autoencoder, state, mirrored=mirrored)
     flow.space = latents.space(autoencoder)
+    if isinstance(pictures.source, ImageDataset):
+        partners = pictures.partners
+        if partners is not None and pictures.rows is not None:
+            partners = partners[pictures.rows]
+        return latents.with_source(encode_pictures(pictures.source, autoencoder, state, mirrored=mirrored), partners)
     return latents
 
 
@@ -313,18 +323,18 @@ def require_room_for_batch(config: TrainConfig, space: Space) -> None:
 
 
 def build_heldout_hook(
-    run: TrainingConfig, config: EvaluationConfig, dataset: StoreDataset, split: Split
+    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
 ) -> HeldOutHook:
-    """Return the callback that measures the loss on held-out pictures.
+    """Return the callback that measures the loss on held-out pictures, and on as many training pictures.
 
     Raises:
         UsageError: if ``--stop_when_memorising`` would have too few measurements.
     """
     batch = run.split_batch(PartialState().num_processes)
-    total = run.total_steps(batch, len(split.training))
+    total = run.total_steps(batch, len(training))
     often = max(1, total // MEASUREMENTS)
     every = config.evaluate_every or min(run.save_every or often, often)
-    pictures = HeldOutPictures(dataset.subset(split.training), dataset.subset(split.held_out), run.seed)
+    pictures = HeldOutPictures(training, held_out, run.seed)
     if not config.evaluate_every and not config.stop_when_memorising:
         # In a step, the backward pass costs twice as much as the forward pass.
         every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))

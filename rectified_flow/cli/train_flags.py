@@ -36,6 +36,7 @@ BYTES_PER_WEIGHT = 16
 """Least training memory of a weight: itself, its gradient and two moments in float32."""
 UNET = "Unet"
 Method = Literal["distill", "reflow", "mean_flow"]
+SourceAs = Literal["start", "condition"]
 STARTER = Path("starter")
 """Value of ``--init_from`` for the weights that are installed with the package."""
 STARTER_FOLDER = Path(__file__).parents[1] / "networks" / STARTER
@@ -95,6 +96,50 @@ class DataConfig(Flags):
     def framing(self) -> Framing:
         """The form in which pictures are stored and trained on."""
         return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+
+
+@dataclass(frozen=True)
+class SourceConfig(Flags):
+    """Pictures to start from, for a flow from pictures to pictures."""
+
+    source_path: Path | None = None
+    """Folder of the pictures to start from; the flow leads from them to those of the dataset."""
+    paired: bool = False
+    """Pair files of the same name in --source_path and --dataset_path; otherwise pictures are paired anew at random."""
+    skip_unpaired: bool = False
+    """Leave out pictures without a partner instead of stopping."""
+    degrade: str | None = None
+    """Start from degraded training pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or registered."""
+    source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
+    """Use the source as the start of the path instead of noise, or as a condition of the network beside the noise."""
+    source_noise: Annotated[NonNegative | None, default_is("0.1 for a start")] = None
+    """Standard deviation of the noise that is added to sources as the start; pixels range from -1 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source_path is None:
+            refuse({"paired": self.paired}, "needs --source_path, the folder of the pictures to start from")
+        if not self.paired:
+            refuse({"skip_unpaired": self.skip_unpaired}, "has no effect without --paired: leave it out")
+        if not self.is_given:
+            unused = {"source_as": self.source_as, "source_noise": self.source_noise is not None}
+            refuse(unused, "has no effect without --source_path or --degrade: pass one of them")
+        refuse(
+            {"source_path": self.source_path is not None and self.degrade is not None},
+            "and --degrade exclude each other: pass one",
+        )
+        if not self.as_start:
+            refuse({"source_noise": self.source_noise}, "has no effect with --source_as condition: leave it out")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the flow leads from pictures to pictures."""
+        return self.source_path is not None or self.degrade is not None
+
+    @property
+    def as_start(self) -> bool:
+        """Whether paths start from sources, if there are any."""
+        return self.source_as == "start" or (self.source_as is None and self.degrade is None)
 
 
 @dataclass(frozen=True)
@@ -352,14 +397,24 @@ class RectifiedFlowProgramConfig(TrainProgramConfig):
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
 
 
-def check_folders(run: TrainingConfig, dataset_path: Path | None, cache_dir: Path | None) -> None:
-    """Raise a UsageError if a run would write into the folder of its training data."""
-    if dataset_path is None:
+def check_source(dataset_path: Path | None, source_path: Path | None) -> None:
+    """Raise a UsageError if the pictures to start from are no folder, or are the pictures to generate."""
+    if source_path is None:
+        return
+    if not source_path.is_dir():
+        raise UsageError(f"--source_path {source_path} is not a folder")
+    if dataset_path is not None and realpath(dataset_path) == realpath(source_path):
+        raise UsageError(f"--source_path {source_path} is --dataset_path, too: pass the folder to start from")
+
+
+def check_folders(run: TrainingConfig, data: Path | None, cache_dir: Path | None, flag: str = "dataset_path") -> None:
+    """Raise a UsageError if a run would write into the folder ``data`` of its training data, which ``flag`` names."""
+    if data is None:
         return
     written = {"output_dir": run.output_dir, "checkpoint_dir": run.checkpoints, "cache_dir": cache_dir}
-    for flag, folder in written.items():
-        if folder is not None and Path(realpath(folder)).is_relative_to(realpath(dataset_path)):
-            raise UsageError(f"--{flag} {folder} lies inside --dataset_path {dataset_path}: choose a folder outside")
+    for name, folder in written.items():
+        if folder is not None and Path(realpath(folder)).is_relative_to(realpath(data)):
+            raise UsageError(f"--{name} {folder} lies inside --{flag} {data}: choose a folder outside")
 
 
 @dataclass(frozen=True)
@@ -370,6 +425,7 @@ class TrainConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     flow: Any = field(default_factory=FlowConfig)
     teacher: Any = field(default_factory=TeacherConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
     run: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
@@ -385,7 +441,18 @@ class TrainConfig:
                 "coupling": self.flow.coupling != "independent",
             }
             refuse(unused, f"has no effect with --{taught.flag}, which generates the training data and their noise")
-        check_folders(self.run, self.data.dataset_path, self.data.cache_dir)
+        source = self.source
+        degrades = {"degrade": source.degrade is not None}
+        if self.data.autoencoder is not None:
+            refuse(degrades, "excludes --autoencoder: latents cannot be degraded; leave one out")
+        if self.flow.coupling != "independent" and source.is_given and source.as_start:
+            others = {"paired": source.paired, **degrades, "coupling immiscible": self.flow.coupling == "immiscible"}
+            refuse(
+                others, "excludes --coupling: sources are paired with pictures already, or the coupling is for noise"
+            )
+        check_source(self.data.dataset_path, source.source_path)
+        for flag, folder in {"dataset_path": self.data.dataset_path, "source_path": source.source_path}.items():
+            check_folders(self.run, folder, self.data.cache_dir, flag)
         if self.data.dataset_path is None:  # else the recipe may hold some out
             self.check_held_out()
         picture = prod(self.data.framing.stored_shape)

@@ -24,6 +24,8 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.framing import Framing
+from rectified_flow.data.stream import image_indices
+from rectified_flow.randomness import mix
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.artifact import MANIFEST, Artifact, write_manifest
 from rectified_flow.system.files import read_document, reading
@@ -111,17 +113,41 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     Attributes:
         rows: the store's rows that are items, in this order; None if all are.
+        source: pictures that items lead from, read as the entry ``source``; None without them.
+        partners: the item of ``source`` for each row of this store, int64 ``[n]``. None if none belong together: items
+            then have another source in each epoch, and each source is read once before any is read again.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
         self.path = Path(path)
         self.arguments = dict(arguments or {})
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self.source: StoreDataset | None = None
+        self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
 
-    def subset(self, rows: Sequence[int] | np.ndarray[Any, Any]) -> Self:
-        """Return some rows of the store as a dataset of the same kind."""
-        part = copy(self)
-        part.rows = np.asarray(rows, dtype=np.int64)
+    @property
+    def varies(self) -> bool:
+        """Whether an item has another source in each epoch."""
+        return self.source is not None and self.partners is None
+
+    def with_source(
+        self, source: "StoreDataset | None", partners: Sequence[int] | np.ndarray[Any, Any] | None = None
+    ) -> Self:
+        """Return the same items with other sources, or without; see the attributes.
+
+        Args:
+            source: rows of the same kind, or None.
+            partners: the item of ``source`` for each row of the store; None if none belong together.
+        """
+        joined = copy(self)
+        joined.source = source
+        joined.partners = None if partners is None else np.asarray(partners, dtype=np.int64)
+        return joined
+
+    def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
+        """Return some items as a dataset of the same kind."""
+        part, chosen = copy(self), np.asarray(items, dtype=np.int64)
+        part.rows = chosen if self.rows is None else self.rows[chosen]
         return part
 
     @cached_property
@@ -160,30 +186,46 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
     def description(self) -> str:
         """The pictures in a line for a person."""
         labels = f", {len(self.class_names)} classes" if self.class_names else ""
-        return f"{self.info.source}: {len(self)} images of {self.info.size_text} px{labels}"
+        text = f"{self.info.source}: {len(self)} images of {self.info.size_text} px{labels}"
+        if self.source is None:
+            return text
+        how = "paired by name" if self.partners is not None else "unpaired"
+        return f"{text}, from {len(self.source)} of {self.source.info.source}, {how}"
 
     @property
     def fingerprint(self) -> str:
         """Hash of all rows and labels: equal data has equal fingerprints, wherever it came from."""
         # Latents have the fingerprint of their pictures, since the autoencoder is part of the flow.
         content = self.info.content if self.info.latents is None else self.info.latents.pictures
-        if self.rows is None:
-            return content
-        return blake2b(content.encode() + self.rows.tobytes(), digest_size=16).hexdigest()
+        parts = [] if self.rows is None else [self.rows.tobytes()]
+        if self.source is not None:
+            parts += [self.source.fingerprint.encode(), b"" if self.partners is None else self.partners.tobytes()]
+        return blake2b(content.encode() + b"".join(parts), digest_size=16).hexdigest() if parts else content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the items of ``indices`` with a leading batch dimension, in one read."""
-        rows = self._rows_of(indices)
-        items = {name: torch.from_numpy(values[rows]) for name, values in self.entries.items()}
-        return {**items, **self.condition_values(indices)}
+        return {**self.read_entries(indices), **self.condition_values(indices)}
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the conditions of the items of ``indices`` by name."""
-        return {"labels": torch.from_numpy(self.labels[self._rows_of(indices)])} if self.class_names else {}
+        """Return the conditions of the items of ``indices`` by name, and their sources."""
+        values = {"labels": torch.from_numpy(self.labels[self._rows_of(indices)])} if self.class_names else {}
+        if self.source is not None:
+            if self.partners is None:
+                chosen = image_indices(indices, len(self.source), mix("sources")).tolist()
+            else:
+                chosen = self.partners[self._rows_of(indices)].tolist()
+            [values["source"]] = self.source.read_entries(chosen).values()
+        return values
+
+    def read_entries(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the store's entries of the items of ``indices``, with a leading batch dimension, in one read."""
+        rows = self._rows_of(indices)
+        return {name: torch.from_numpy(values[rows]) for name, values in self.entries.items()}
 
     def _rows_of(self, indices: Sequence[int]) -> list[int]:
-        """Return the numbers of the store's rows of some items."""
-        return list(indices) if self.rows is None else self.rows[list(indices)].tolist()
+        """Return the numbers of the store's rows of some items; the numbers of later epochs are those of the first."""
+        items = [index % len(self) for index in indices]
+        return items if self.rows is None else self.rows[items].tolist()
 
     def __len__(self) -> int:
         return self.info.length if self.rows is None else len(self.rows)

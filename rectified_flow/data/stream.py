@@ -57,7 +57,10 @@ def _feistel(values: Words, half: int, rounds: Words) -> Any:
 
 @dataclass(frozen=True)
 class StreamSampler:
-    """Endless batch sampler of one rank: the image indices of its micro-batches from ``position`` on."""
+    """Endless batch sampler of one rank: the numbers of its micro-batches' images from ``position`` on.
+
+    The number of an image is its index in the dataset, plus ``length`` for each epoch before.
+    """
 
     length: int
     seed: int
@@ -71,7 +74,9 @@ class StreamSampler:
             end = position + self.batch.total
             for micro_batch in range(self.batch.accumulation):
                 rows = self.batch.rows(self.rank, micro_batch)
-                yield image_indices(np.arange(position + rows.start, end, rows.step), self.length, self.seed).tolist()
+                positions = np.arange(position + rows.start, end, rows.step)
+                epochs = positions // self.length
+                yield (epochs * self.length + image_indices(positions, self.length, self.seed)).tolist()
             position = end
 
 
@@ -80,6 +85,8 @@ class Batches(Dataset[dict[str, Any]]):
 
     Where the dataset has a method ``read_batch(indices)``, as :class:`ImageDataset` has, that returns a dict of tensors
     in one read. Else its items are stacked. The loader's collate function is ``dict``, as batches arrive complete.
+    If the dataset has a true attribute ``varies``, ``read_batch`` gets the numbers of :class:`StreamSampler`, and may
+    return other values for an item in each epoch; otherwise it gets indices below the length.
 
     Args:
         dataset: items are dicts of tensors, ``image``, or ``(image, label)``.
@@ -90,6 +97,9 @@ class Batches(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
         batch = getattr(self.dataset, "read_batch", None)
+        if not getattr(self.dataset, "varies", False):
+            length = len(self.dataset)  # type: ignore[arg-type]
+            indices = [index % length for index in indices]
         if batch is not None:
             return dict(batch(indices))
         fetch = getattr(self.dataset, "__getitems__", None)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
@@ -23,13 +24,15 @@ from rectified_flow.evaluation.features import (
     load_features,
     reference_features,
 )
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.registry import find
 from rectified_flow.system.signals import interruptible
 
 METRICS = ("kernel", "copies")
 """The metrics beside the Fréchet distance that cost little."""
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
+AT_ONCE = 64
+"""Number of sources that are read at once."""
 
 
 class Evaluator:
@@ -67,6 +70,7 @@ class Evaluator:
             raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
+        self._sources: Tensor | None = None
         self.features: list[Features] = [load_features(feature_network, self.state.device), average_colours()]
 
     @property
@@ -163,9 +167,63 @@ class Evaluator:
         return [part.contiguous() for part in features.cpu().split(widths, dim=1)]
 
     def _conditions(self, flow: Flow) -> dict[str, Tensor]:
-        """Return conditions of the training data in a random order, so that any number of rows has their shares."""
-        if not flow.conditions:
+        """Return conditions and sources of the data in a random order, so that any number of rows has their shares."""
+        if not flow.conditions and not flow.takes_source:
             return {}
-        order = torch.randperm(len(self.dataset), generator=randomness.generator("cpu", self.seed, "labels"))
-        values = self.dataset.condition_values(order[: self.num_samples].tolist())
-        return {name: each for name, each in values.items() if name in flow.conditions}
+        if not flow.takes_source:
+            return self._values(flow, self.dataset, self._order(self.dataset))
+        data, rows, sources = self.translated(flow)
+        return self._values(flow, data, rows) | {SOURCE: sources}
+
+    def _order(self, data: ImageDataset | RenderedItems) -> list[int]:
+        """Return the numbers of some data in a random order, at most one for each sample."""
+        order = torch.randperm(len(data), generator=randomness.generator("cpu", self.seed, "labels"))
+        return order[: self.num_samples].tolist()
+
+    def _values(self, flow: Flow, data: ImageDataset | RenderedItems, rows: list[int]) -> dict[str, Tensor]:
+        values = data.condition_values(rows)
+        return {name: each for name, each in values.items() if name in flow.conditions and name != SOURCE}
+
+    def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], Tensor]:
+        """Return the data whose sources samples start from, the numbers of these data, and the sources ``[n, ...]``.
+
+        They are held-out data, if there are any, since training showed the results of the other sources.
+        """
+        data = self.dataset if self.held_out is None else self.held_out
+        rows = self._order(data)
+        if self._sources is None:
+            self._sources = sources_of(flow, data, rows, self.seed)
+        return data, rows, self._sources
+
+
+def sources_of(flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None) -> Tensor:
+    """Return the sources of some items, ``[n, ...]`` on the CPU, for ``flow.sample``.
+
+    Args:
+        flow: a flow from pictures to pictures.
+        data: a dataset whose items have sources, or that the flow degrades; pictures, or data of the flow's space.
+        numbers: the numbers of the items.
+        seed: seed of a degradation that is random.
+        draws: numbers of the random draws; by default the numbers of the items.
+    """
+    items, space, sources = Batches(getattr(data, "items", data)), flow.space, []
+    for first in range(0, len(numbers), AT_ONCE):
+        some = numbers[first : first + AT_ONCE]
+        batch = items.__getitems__(some)
+        is_stored = space.key in batch
+        given = batch[SOURCE if SOURCE in batch else space.key if is_stored else "images"].to(flow.device)
+        data_of = given if is_stored else space.from_pictures(given)
+        if SOURCE not in batch:
+            drawn = some if draws is None else draws[first : first + AT_ONCE]
+            with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
+                degraded = flow.source_of({}, space.encode(data_of))
+            data_of = data_of if degraded is None else degraded
+        sources.append(data_of.cpu())
+    return torch.cat(sources)
+
+
+def render_sources(flow: Flow, sources: Tensor) -> Tensor:
+    """Render sources as uint8 pictures ``[n, 3, h, w]`` on the CPU, with grey in place of unknown pixels."""
+    space = flow.space
+    parts = [space.encode(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
+    return torch.cat([space.render(space.decode(part)).cpu() for part in parts])

@@ -7,7 +7,7 @@ training loss falls further. :func:`judge` decides whether that has happened.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 from rectified_flow.system.signals import interruptible
 
+D = TypeVar("D", bound=StoreDataset)
 FEWEST = 8
 """Smallest number of held-out pictures: the mean loss of fewer is too noisy."""
 
@@ -79,6 +80,31 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
     return Split(training.tolist(), candidates[~near].tolist(), candidates[near].tolist())
 
 
+def split_sources(pictures: ImageDataset, share: float, seed: int) -> Split | None:
+    """Return the split of unpaired sources as by :func:`hold_out`; None for others, or if one side has too few."""
+    if not pictures.varies or not isinstance(pictures.source, ImageDataset):
+        return None
+    split = hold_out(pictures.source, share, seed)
+    return split if split.problem is None else None
+
+
+def divided(dataset: D, split: Split, sources: Split | None) -> tuple[D, D]:
+    """Return the training items and the held-out items of a dataset.
+
+    Args:
+        dataset: all items.
+        split: the items on either side.
+        sources: the split of unpaired sources, if there are any; paired sources follow their partners.
+    """
+    parts = []
+    for side in ("training", "held_out"):
+        part = dataset.subset(getattr(split, side))
+        if sources is not None and part.source is not None:
+            part = part.with_source(part.source.subset(getattr(sources, side)))
+        parts.append(part)
+    return parts[0], parts[1]
+
+
 TIMES = 8
 MOST_PICTURES = 256
 """Largest number of pictures of either kind: more make a measurement less noisy, and longer."""
@@ -108,8 +134,7 @@ class HeldOutPictures:
         self._sides = []
         for dataset in (held_out, training):
             chosen = permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures"))
-            rows = np.arange(dataset.info.length) if dataset.rows is None else dataset.rows
-            self._sides.append(dataset.subset(rows[chosen]))
+            self._sides.append(dataset.subset(chosen))
 
     @property
     def passes(self) -> int:
@@ -141,10 +166,13 @@ class HeldOutPictures:
         x_0 = flow.space.encode(data)
         with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
             noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
+            source = flow.source_of(batch, x_0)
         x_0, noise = x_0.repeat_interleave(TIMES, dim=0), noise.flatten(0, 1)
         t = ((torch.arange(TIMES, device=x_0.device) + 0.5) / TIMES).repeat(len(numbers))
         conditions = {name: batch[name].repeat_interleave(TIMES, dim=0) for name in flow.conditions if name in batch}
-        error = flow.velocity(torch.lerp(x_0, noise, expand(t, x_0)), t, **conditions) - (noise - x_0)
+        source = None if source is None else source.repeat_interleave(TIMES, dim=0)
+        start, conditions = flow.with_source(noise, source, conditions)
+        error = flow.velocity(torch.lerp(x_0, start, expand(t, x_0)), t, **conditions) - (start - x_0)
         return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)
 
     def measure(self, flow: Flow) -> dict[str, float]:

@@ -1,10 +1,11 @@
-"""The contract of a flow, and the draws that all flows share: data, conditions and noise."""
+"""The contract of a flow, and the draws that all flows share: data, sources, conditions and noise."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
@@ -12,7 +13,9 @@ from rectified_flow.condition import Kinds, Labels, Values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
+from rectified_flow.flows.solvers import Keep
 from rectified_flow.randomness import Samples, deterministic
+from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 
@@ -28,6 +31,9 @@ GPU_OPTIONS: dict[str, Any] = {
 }
 """The compiler's options on a GPU, where launches and bytes bound a step: ``benchmarks/launches.py`` counts both."""
 
+SOURCE = "source"
+"""The entry of a batch with the picture that a path starts from, and the name of the condition."""
+
 
 class Flow(nn.Module):
     """A module that holds a network; ``forward(**batch)`` is the loss, and ``sample`` generates data.
@@ -37,7 +43,12 @@ class Flow(nn.Module):
 
     A subclass draws a batch with :meth:`draw_batch`, its times with a time distribution, and returns ``self.loss(...)``
     of them: the objective, a function of every draw, which is what :meth:`compile` compiles. Entries of a batch that
-    are neither data, nor a condition that the network takes, nor ``noise`` are ignored.
+    are neither data, nor a condition that the network takes, nor ``noise`` or ``source`` are ignored.
+
+    A flow can also lead from pictures to pictures (Liu et al. 2022, arXiv:2209.03003, section 5.3). Each row then has a
+    *source*: the entry ``source`` of the batch, or the degraded data. Paths start from it with ``from_source``, and
+    take the place of the noise in the formulas above. Otherwise paths start from noise, and the source is the condition
+    ``source`` of the network (:class:`Picture <rectified_flow.condition.Picture>`).
 
     Args:
         network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
@@ -46,11 +57,14 @@ class Flow(nn.Module):
         space: map between stored data and ``x``; :class:`Pixels` if not given.
         condition_dropout: probability of training a row without its conditions (Ho & Salimans 2022, arXiv:2207.12598).
         coupling: pairing of data and noise: ``independent``, or ``ot`` or ``immiscible`` for nearby pairs, see
-            :mod:`rectified_flow.flows.couplings`.
+            :mod:`rectified_flow.flows.couplings`. With ``from_source``, sources take the place of the noise.
+        from_source: whether paths start from sources instead of noise.
+        source_noise: standard deviation of the noise that is added to sources at the start of paths.
+        degradation: what makes sources from the data; without it, they are the entry ``source`` of a batch.
 
     Raises:
         ValueError: if the network does not take data of the space's shape, or the conditions of the space, or
-            ``condition_dropout`` is no probability.
+            ``condition_dropout`` is no probability, or the coupling has no meaning with sources.
     """
 
     sample: Callable[..., Tensor]
@@ -71,6 +85,9 @@ class Flow(nn.Module):
         space: Space | None = None,
         condition_dropout: float = 0.0,
         coupling: Coupling = "independent",
+        from_source: bool = False,
+        source_noise: float = 0.0,
+        degradation: Degradation | None = None,
     ) -> None:
         super().__init__()
         if not 0 <= condition_dropout <= 1:
@@ -83,8 +100,18 @@ class Flow(nn.Module):
         missing = [name for name in self.space.conditions if name not in self.conditions]
         if missing:
             raise ValueError(f"the network does not take the {missing[0]}: give it the conditions of the space")
+        if from_source and (coupling == "immiscible" or (coupling == "ot" and degradation is not None)):
+            raise ValueError(f"the coupling {coupling} is for noise, and these paths start from sources")
+        if degradation is not None and self.space.shape is not None:
+            degradation.check_sides(*self.space.shape[-2:])
         self.condition_dropout = condition_dropout
         self.coupling = coupling
+        self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
+
+    @property
+    def takes_source(self) -> bool:
+        """Whether a batch needs a source for each row, and samples are made from one."""
+        return self.from_source or SOURCE in self.conditions
 
     @property
     def conditions(self) -> Kinds:
@@ -124,13 +151,56 @@ class Flow(nn.Module):
                 f"a batch has {', '.join(batch)}, but not {self.space.key}, which the flow is trained on: rename the "
                 "entry of the dataset's items"
             )
-        data, paired = batch[self.space.key], "noise" in batch
-        data, described = (data, {}) if paired else self.space.augment(data)
+        data, drawn = batch[self.space.key], "noise" in batch
+        data, described = (data, {}) if drawn else self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
-        conditions = {name: batch[name] for name in self.conditions if name in batch}
-        noise = batch["noise"].float() if paired else self._draw_noise(x_0, conditions, batch)
-        return x_0, noise, drop(self.conditions, conditions, self.condition_dropout) | described
+        conditions = self._conditions_of(batch)
+        if drawn:
+            start = batch["noise"].float()
+            conditions |= {SOURCE: batch[SOURCE].float()} if SOURCE in self.conditions else {}
+        else:
+            # With the same random draws, a source is cropped, mirrored and augmented like its target.
+            batch = batch | ({SOURCE: self.space.augment(batch[SOURCE])[0]} if SOURCE in batch else {})
+            source = self.source_of(batch, x_0)
+            start, conditions = self.with_source(self._draw_noise(x_0, conditions, batch), source, conditions)
+        return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
+
+    def source_of(self, batch: dict[str, Any], x_0: Tensor) -> Tensor | None:
+        """Return the encoded source ``[b, ...]`` of each row of a batch; None for a flow without sources.
+
+        Args:
+            batch: may have the sources as the entry ``source``, in the form in which the space stores data.
+            x_0: the encoded data ``[b, ...]``, which are degraded if the batch has no sources.
+
+        Raises:
+            UsageError: if there are no sources, and the flow has no degradation that makes them.
+        """
+        if not self.takes_source:
+            return None
+        if SOURCE in batch:
+            return self.space.encode(batch[SOURCE])
+        if self.degradation is None:
+            raise UsageError(f"the flow leads from pictures to pictures, and a batch has no {SOURCE}: add this entry")
+        return self.degradation(x_0)
+
+    def with_source(self, noise: Tensor, source: Tensor | None, conditions: Values) -> tuple[Tensor, Values]:
+        """Return the start of the paths ``[b, ...]`` and the conditions, one of which the source may be.
+
+        Args:
+            noise: standard normal ``[b, ...]``, which also replaces the unknown pixels of a source.
+            source: encoded sources ``[b, ...]``, or None.
+            conditions: the other conditions.
+        """
+        if source is None:
+            return noise, conditions
+        if not self.from_source:
+            return noise, conditions | {SOURCE: source}
+        return torch.where(source.isnan(), noise, source + self.source_noise * noise), conditions
+
+    def _conditions_of(self, batch: dict[str, Any]) -> Values:
+        """Return the conditions of a batch, without sources."""
+        return {name: batch[name] for name in self.conditions if name in batch and name != SOURCE}
 
     @property
     def pairs(self) -> bool:
@@ -138,15 +208,18 @@ class Flow(nn.Module):
         return self.coupling == "ot"
 
     def pair(self, **batch: Any) -> Tensor:
-        """Return the row of noise for each row of a global batch, int64 ``[b]``.
+        """Return the row of noise, or of the sources, for each row of a global batch, int64 ``[b]``.
 
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
         """
-        x_0 = self.space.encode(self.space.augment(batch[self.space.key])[0])
-        conditions = {name: batch[name] for name in self.conditions if name in batch}
-        noise = randomness.randn("noise", x_0.shape, x_0.device)
-        return optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))
+        if self.from_source:
+            # A pair is mirrored and augmented alike, which does not change its distance much.
+            x_0, starts = (self.space.encode(batch[name]) for name in (self.space.key, SOURCE))
+        else:
+            x_0 = self.space.encode(self.space.augment(batch[self.space.key])[0])
+            starts = randomness.randn("noise", x_0.shape, x_0.device)
+        return optimal_pairs(self.pairing_costs(x_0, starts, batch), _groups(self._conditions_of(batch)))
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
         """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
@@ -158,7 +231,7 @@ class Flow(nn.Module):
             return nearest_candidate(x_0, drawn)
         rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
-        if self.coupling == "ot" and rows is None:  # no pairs of the global batch: pair this batch
+        if self.coupling == "ot" and rows is None and not self.from_source:  # no global batch: pair this batch
             noise = noise[optimal_pairs(self.pairing_costs(x_0, noise, batch), _groups(conditions))]
         return noise
 
@@ -175,15 +248,19 @@ class Flow(nn.Module):
 
         Args:
             count: number of rows if no tensor is given.
-            conditions: values by name.
+            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them.
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
 
         Raises:
-            ValueError: if the network does not take a condition, or the flow has not seen a shape yet.
+            ValueError: if the network does not take a condition, there are no sources to start from, or the flow has
+                not seen a shape yet.
         """
-        unknown = [name for name in conditions if name not in self.conditions]
+        if self.from_source and SOURCE not in conditions:
+            raise UsageError("this flow starts from pictures: pass them as source")
+        given = {name: value for name, value in conditions.items() if name != SOURCE or not self.takes_source}
+        unknown = [name for name in given if name not in self.conditions]
         if unknown:
             raise ValueError(f"the network does not take {', '.join(unknown)}, only {list(self.conditions)}")
         device = self.device
@@ -195,13 +272,34 @@ class Flow(nn.Module):
                 )
             noise = randomness.randn("sample noise", (count, *self.space.shape), device)
         values = {
-            name: conditions[name].to(device) if name in conditions else kind.draw(name, count, device)
+            name: given[name].to(device) if name in given else kind.draw(name, count, device)
             for name, kind in self.conditions.items()
         }
-        x = noise.float().to(device)
+        source = self.space.encode(conditions[SOURCE].to(device)) if SOURCE in conditions else None
+        x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:
             x = torch.lerp(self.space.encode(start).to(device), x, noise_level)
         return x, values
+
+    def keeping(self, start: Tensor | None, mask: Tensor | None, x: Tensor) -> Keep | None:
+        """Return the function that keeps the part of ``start`` where ``mask`` is false; None without a mask.
+
+        Args:
+            start: data ``[b, ...]``, as the space stores them.
+            mask: bool ``[b, 1, h, w]``, true where data are generated.
+            x: the noise at time 1 ``[b, ...]``.
+
+        Raises:
+            ValueError: if there is a mask, but nothing to keep.
+        """
+        if mask is None:
+            return None
+        if start is None:
+            raise ValueError("a mask needs data to keep: pass start")
+        known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
+        if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
+            generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
+        return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
 
     @property
     def device(self) -> torch.device:
@@ -252,6 +350,7 @@ def sample_batches(
     batch_size: int = 64,
     conditions: Mapping[str, Tensor] | None = None,
     start: Tensor | None = None,
+    mask: Tensor | None = None,
     with_alpha: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -264,12 +363,16 @@ def sample_batches(
         batch_size: largest number of samples in a batch.
         conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
         start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
+        mask: sample ``i`` has row ``i % n`` of these masks ``[n, 1, h, w]``, see :meth:`Flow.keeping`.
         with_alpha: yield RGBA ``[b, 4, h, w]`` for pictures with transparency, instead of RGB over white.
         options: further arguments of ``flow.sample``.
     """
     space = getattr(flow, "space", None) or Pixels()
     to_picture = space.render_with_alpha if with_alpha else space.render
-    rows = {**(conditions or {}), **({} if start is None else {"start": start})}
+    rows = {
+        **(conditions or {}),
+        **{name: each for name, each in (("start", start), ("mask", mask)) if each is not None},
+    }
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
         given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}

@@ -80,6 +80,7 @@ class RectifiedFlow(Flow):
         guidance: Guidance = NO_GUIDANCE,
         start: Tensor | None = None,
         noise_level: float = 1.0,
+        mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
         decode: bool = True,
@@ -95,6 +96,8 @@ class RectifiedFlow(Flow):
             guidance: classifier-free guidance, which doubles the rows of a network call.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
+            mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``. The noise level
+                must be 1.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             decode: decode the samples; if False, return ``x``.
@@ -108,7 +111,8 @@ class RectifiedFlow(Flow):
         x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
         field = guided(self.exact_velocity, self.conditions, values, guidance)
         with self.evaluating():
-            x = integrate(field, x, times, solver, watch=watch, evaluate_at_data=self.prediction != "clean")
+            at_data, keep = self.prediction != "clean", self.keeping(start, mask, x)
+            x = integrate(field, x, times, solver, watch=watch, keep=keep, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 
     @torch.no_grad()

@@ -23,6 +23,8 @@ from rectified_flow.flows import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
+Keep = Callable[[Tensor, float], Tensor]
+"""A function that returns ``x`` at a time with the part that is not generated put back."""
 
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
 """Network calls in one interval; the adaptive solver has no fixed number."""
@@ -38,6 +40,7 @@ def integrate(
     solver: Solver = "midpoint",
     *,
     watch: Watch | None = None,
+    keep: Keep | None = None,
     evaluate_at_data: bool = True,
 ) -> Tensor:
     """Integrate ``velocity`` from ``x`` ``[b, ...]`` at ``times[0]`` to ``times[-1]``, with one step per interval.
@@ -52,25 +55,45 @@ def integrate(
             al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is Dormand-Prince 5(4) of torchdiffeq, which chooses its
             own steps for the batch as a whole; ``times`` only say where it is watched.
         watch: called with time and ``x`` at the start and after each interval.
+        keep: see :func:`take_steps`.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
             the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
+
+    Raises:
+        ValueError: if a part is to be kept by the adaptive solver.
     """
     if solver == "adaptive":
+        if keep is not None:
+            raise ValueError("the adaptive solver cannot keep a part of the data")
         return _adaptive(velocity, x, times, watch, evaluate_at_data)
     method = {"euler": _euler, "midpoint": _midpoint, "heun": _heun, "stochastic": _stochastic}[solver]
     if solver == "heun" and times[-1] == 0 and not evaluate_at_data:
         method = _heun_before_data
-    return take_steps(partial(method, velocity), x, times, watch)
+    return take_steps(partial(method, velocity), x, times, watch, keep)
 
 
 def take_steps(
-    step: Callable[[Tensor, float, float], Tensor], x: Tensor, times: list[float], watch: Watch | None = None
+    step: Callable[[Tensor, float, float], Tensor],
+    x: Tensor,
+    times: list[float],
+    watch: Watch | None = None,
+    keep: Keep | None = None,
 ) -> Tensor:
-    """Set ``x`` to ``step(x, t, t_next)`` in each interval of ``times``; see :func:`integrate` for ``watch``."""
+    """Set ``x`` to ``step(x, t, t_next)`` in each interval of ``times``.
+
+    Args:
+        step: a step of the solver.
+        x: initial value.
+        times: see :func:`integrate`.
+        watch: see :func:`integrate`.
+        keep: called with ``x`` and the time after each interval; ``x`` is set to its result. With the known part of the
+            data put back on its path, the rest is generated to match (Song et al. 2020, arXiv:2011.13456, section I.2).
+    """
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
         x = step(x, t, t_next)
+        x = x if keep is None else keep(x, t_next)
         if watch is not None:
             watch(t_next, x)
     return x

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import Kinds, Picture
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
@@ -40,7 +40,8 @@ class Unet(nn.Module):
         dim: channels at full resolution.
         dim_mults: channels of each level as multiples of ``dim``; each level halves the side of the one before.
         channels: channels of the images.
-        conditions: the conditions it takes, by name; their embeddings are added to that of the time.
+        conditions: the conditions it takes, by name; their embeddings are added to that of the time, and those of
+            pictures to the first layer.
         image_size: side in pixels of the images to come; it decides which levels get attention.
         attention_sides: sides in pixels of the levels with attention.
         attention_head_dim: channels of one attention head.
@@ -82,7 +83,8 @@ class Unet(nn.Module):
         for name, kind in self.conditions.items():
             if name in ("x", "t", "r") or hasattr(self, _embedding_name(name)):
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
-            self.add_module(_embedding_name(name), kind.embedding(condition_dim))
+            width = dim if isinstance(kind, Picture) else condition_dim
+            self.add_module(_embedding_name(name), kind.embedding(width))
 
         layers = count(1)
 
@@ -134,15 +136,19 @@ class Unet(nn.Module):
             ValueError: if the network does not take the shape of ``x``, or a condition.
         """
         self.check_shape(x.shape[1:])
-        embedding = self.time_embedding(t, t if r is None else r)
+        embedding, pictures = self.time_embedding(t, t if r is None else r), []
         for name, kind in self.conditions.items():
             values = conditions.pop(name) if name in conditions else kind.none(len(x), x.device)
-            embedding = embedding + getattr(self, _embedding_name(name))(values)
+            embedded = getattr(self, _embedding_name(name))(values)
+            if isinstance(kind, Picture):
+                pictures.append(embedded)
+            else:
+                embedding = embedding + embedded
         if conditions:
             raise ValueError(f"this Unet does not take {', '.join(conditions)}, only {list(self.conditions)}")
         condition = F.silu(embedding)
 
-        x = self.conv_in(x)
+        x = sum(pictures, self.conv_in(x))
         skips = [x]
         for block in self.down:
             x = self._evaluate(block, x, condition)

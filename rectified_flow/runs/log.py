@@ -177,9 +177,9 @@ class RunLog:
         with self.tolerant("bad steps"):
             self._bad_steps.add({"step": step, "images": images})
 
-    def samples(self, step: int, images: Tensor) -> None:
-        """Write uint8 images ``[n, 3, h, w]`` as one grid."""
-        grid = to_grid(images)
+    def samples(self, step: int, images: Tensor, columns: int | None = None) -> None:
+        """Write uint8 images ``[n, 3, h, w]`` as one grid, by default nearly a square."""
+        grid = to_grid(images, columns)
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)

@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from rectified_flow.data.store import LATENTS_FILE, row_size
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import precision_name
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import duration, lines, size_text
 from rectified_flow.training.optimizers import BuildOptimizer
 
@@ -128,18 +127,21 @@ def _training_step(flow: nn.Module, item: Item, count: int, autocast: Autocast) 
         yield step
 
 
-def blank_item(space: Space, points: int, device: torch.device, largest: int | None = None) -> Item:
+def blank_item(flow: Flow, points: int, device: torch.device, largest: int | None = None) -> Item:
     """Return a batch of one item of zeros.
 
     Args:
-        space: the space of the flow.
+        flow: the flow to train.
         points: number of points of the item's path; 0 if it has none.
         device: the device of the item.
         largest: upper bound of the item's sides; by default they are those of the space.
     """
+    space = flow.space
     channels, *sides = space.shape or (0,)
     zeros = torch.zeros(1, channels, *(min(side, largest or side) for side in sides), device=device)
     batch = {space.key: space.to_stored(zeros)}
+    if flow.takes_source:
+        batch[SOURCE] = zeros.half() if points else batch[space.key]
     if points:
         batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
     return batch

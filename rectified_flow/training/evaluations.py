@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.evaluator import Evaluator, render_sources, sources_of
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import BEST
 from rectified_flow.system.files import check_document
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
 
 MOST_AT_ONCE = 64
 """Samples that a process generates at once; fewer where it trains on fewer."""
+PAIRS = 4
+"""Pairs of a source and a sample in a row of a preview."""
 MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
 
 
 def sample_preview(trainer: "Trainer") -> None:
     """Generate samples of the averaged flow, and write them as a grid. Collective.
 
-    They are the samples that sample.py generates with the same seed, on any number of processes. There is no grid if
-    the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
+    They are the samples that sample.py generates with the same seed, on any number of processes. A flow from pictures
+    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. There
+    is no grid if the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
     """
     flow, config, accelerator = _averaged(trainer), trainer.config, trainer.accelerator
     if config.num_samples == 0 or not hasattr(flow, "sample"):
@@ -42,11 +45,21 @@ def sample_preview(trainer: "Trainer") -> None:
     how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
     how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
 
+    count, columns, sources = config.num_samples, None, None
+    if getattr(flow, "takes_source", False):
+        data = trainer.dataset if trainer.preview_data is None else trainer.preview_data
+        count, columns = min(count, len(data)), PAIRS * 2  # type: ignore[arg-type]
+        sources = sources_of(flow, data, range(count), config.seed)
+        how["conditions"] = {SOURCE: sources}
+
     def sample(numbers: list[int]) -> Tensor:
         return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
 
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
-        trainer.run.log.samples(trainer.state.step, map_over_ranks(accelerator, config.num_samples, sample))
+        images = map_over_ranks(accelerator, count, sample)
+        if sources is not None:
+            images = torch.stack((render_sources(flow, sources), images), dim=1).flatten(0, 1)
+        trainer.run.log.samples(trainer.state.step, images, columns)
 
 
 class EvaluationHook(Measurement):

@@ -1,4 +1,4 @@
-"""The loader of a rank's micro-batches, and the pairing of their rows with noise."""
+"""The loader of a rank's micro-batches, and the pairing of their rows with noise or with sources."""
 
 import pickle
 import re
@@ -17,7 +17,7 @@ from rectified_flow.condition import chosen
 from rectified_flow.data.stream import Batches, StreamSampler
 from rectified_flow.distributed.collectives import gather_rows
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
@@ -107,14 +107,17 @@ def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], o
     problem = None if space is None or space.key not in first else space.problem_with(first[space.key])
     if problem is not None:
         report(f"warning: {problem}")
-    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in first)
+    made = {SOURCE} if getattr(flow, "degradation", None) is not None else set()
+    missing = ", ".join(name for name in chosen(getattr(flow, "conditions", {})) if name not in {*first, *made})
     if missing:
         report(f"warning: the network takes {missing}, which the data do not have: it is trained without")
     return chain([first], batches)
 
 
 def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: int) -> Iterator[Batch]:
-    """Add ``noise_rows``, the noise that the flow chose for each row of the global batch. Collective.
+    """Add ``noise_rows``, the noise that the flow chose for each row of the global batch, or give it that row's source.
+
+    Collective.
 
     Args:
         batches: the rank's micro-batches.
@@ -128,5 +131,7 @@ def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: in
         with deterministic(BatchRows(stream.seed, step, batch.total, slice(None)), device):
             rows = broadcast(flow.pair(**everything))  # rounding may differ between ranks, and so may the pairs
         for index, micro_batch in enumerate(micro_batches):
-            yield micro_batch | {"noise_rows": rows[batch.rows(stream.rank, index)]}
+            mine = rows[batch.rows(stream.rank, index)]
+            sources = {SOURCE: everything[SOURCE][mine]} if flow.from_source else {}
+            yield micro_batch | {"noise_rows": mine} | sources
         step += 1

@@ -71,6 +71,8 @@ class Trainer:
             ``config`` if not given.
         callbacks: called at the events of the run.
         flags: all flags of the program that built these parts, for ``config.json`` and trackers.
+        preview_data: dataset whose sources the samples of a flow from pictures to pictures start from; the training
+            data if not given.
 
     Raises:
         UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than
@@ -87,7 +89,9 @@ class Trainer:
         lr_schedule: LrSchedule | None = None,
         callbacks: Sequence[Callback] = (),
         flags: Mapping[str, Any] | None = None,
+        preview_data: Dataset[Any] | None = None,
     ) -> None:
+        self.preview_data = preview_data
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
         self.accelerator = build_accelerator(config, flow)
         self.device = self.accelerator.device

@@ -14,7 +14,6 @@ from PIL import Image
 from rectified_flow.cli.train import build_heldout_hook, train_rectified_flow
 from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.heldout import Split
 from rectified_flow.flags import parse
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
@@ -118,14 +117,14 @@ def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, e
     """Yet, unless a flag asks for it, at 5% of the computations: 224 passes here, of 192 in a step of 64 images."""
     PartialState()
     config, dataset = parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path)
-    split = Split(training=list(range(32)), held_out=list(range(32, 46)), left_out=[])
-    assert build_heldout_hook(config.run, config.evaluation, dataset, split).every == every
+    training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
+    assert build_heldout_hook(config.run, config.evaluation, training, held_out).every == every
 
 
 def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
     PartialState()
     flags = "--train_num_steps 3000 --evaluate_every 1000 --holdout 0.3 --stop_when_memorising"
-    split = Split(training=list(range(32)), held_out=list(range(32, 46)), left_out=[])
-    config = parse(TrainRectifiedFlow, "", flags.split())
+    config, dataset = parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path)
+    training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
     with pytest.raises(UsageError, match="needs 4 measurements, but --evaluate_every 1000 makes 3 in 3000 steps"):
-        build_heldout_hook(config.run, config.evaluation, tiny_dataset(tmp_path), split)
+        build_heldout_hook(config.run, config.evaluation, training, held_out)

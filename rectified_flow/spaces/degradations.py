@@ -1,0 +1,175 @@
+"""Degradations: what is taken away from pictures, so that a flow learns to put it back.
+
+A degradation makes the source of a training pair from its target, so that super-resolution, colourising, deblurring,
+inpainting and drawings-to-pictures need no second set of pictures.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rectified_flow import randomness
+from rectified_flow.registry import register
+
+COLOURS = 3
+LUMINANCE = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in the brightness of a pixel (ITU-R BT.601)."""
+BOX_SIDES = (0.25, 0.6)
+"""Least and largest side of a box, as shares of the side of the picture."""
+STROKES, BRUSH_WIDTHS = 4, (0.06, 0.12)
+"""Number of straight strokes of a brush, and its least and largest half-width as shares of the side of the picture."""
+EDGE_GAIN = 1.5
+"""Brightness by which a line is darker than the background, for a gradient of 1 per pixel."""
+
+
+class Degradation(ABC):
+    """A map from pictures to what is left of them.
+
+    Register a subclass and keep its constructor's arguments as attributes, and ``--degrade`` and checkpoints can name
+    it. Random draws come from :mod:`rectified_flow.randomness`.
+    """
+
+    is_projection: ClassVar[bool] = False
+    """Whether a second application changes nothing. If so, pictures to start from are degraded, too."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """Degrade pictures ``[b, c, h, w]`` in [-1, 1]; the result has the same shape, and NaN where it is unknown."""
+
+    def check_sides(self, height: int, width: int) -> None:  # noqa: B027, as most take any
+        """Raise a ValueError if pictures of these sides cannot be degraded."""
+
+
+@register
+class Downsample(Degradation):
+    """Averages of blocks of pixels, for super-resolution.
+
+    Args:
+        factor: side of a block [px].
+    """
+
+    is_projection = True
+
+    def __init__(self, factor: int = 4) -> None:
+        if factor < 2:
+            raise ValueError(f"the factor is {factor}; it must be at least 2")
+        self.factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Replace each block of pixels by its average."""
+        return F.interpolate(F.avg_pool2d(x, self.factor), scale_factor=self.factor)
+
+    def check_sides(self, height: int, width: int) -> None:
+        """Raise a ValueError if the factor does not divide the sides."""
+        if height % self.factor or width % self.factor:
+            raise ValueError(f"the sides {width} and {height} are not divisible by {self.factor}")
+
+
+@register
+class Grey(Degradation):
+    """Brightness without colour, for colourising."""
+
+    is_projection = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Replace the three colours by the brightness."""
+        return torch.cat((_brightness(x).expand(-1, COLOURS, -1, -1), x[:, COLOURS:]), dim=1)
+
+
+@register
+class Blur(Degradation):
+    """A Gaussian blur, for deblurring.
+
+    Args:
+        sigma: standard deviation of the blur [px].
+    """
+
+    def __init__(self, sigma: float = 2.0) -> None:
+        if not 0 < sigma <= 64:
+            raise ValueError(f"the standard deviation is {sigma}; it must be above 0 and at most 64")
+        self.sigma = sigma
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Blur along the rows and then along the columns; the edges are repeated outwards."""
+        reach = max(1, round(3 * self.sigma))
+        places = torch.arange(-reach, reach + 1, device=x.device, dtype=x.dtype)
+        weights = (-0.5 * (places / self.sigma) ** 2).exp()
+        weights = (weights / weights.sum()).expand(x.shape[1], 1, 1, -1)
+        padded = F.pad(x, (reach, reach, reach, reach), mode="replicate")
+        across = F.conv2d(padded, weights, groups=x.shape[1])
+        return F.conv2d(across, weights.transpose(-1, -2), groups=x.shape[1])
+
+
+@register
+class Mask(Degradation):
+    """A hole at a random place, for inpainting; its pixels are unknown.
+
+    Args:
+        shape: ``box`` for a rectangle, ``brush`` for strokes.
+    """
+
+    def __init__(self, shape: Literal["box", "brush"] = "box") -> None:
+        if shape not in ("box", "brush"):
+            raise ValueError(f"the shape is {shape}; it must be box or brush")
+        self.shape = shape
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Set the pixels of a random hole in each row to NaN."""
+        hole = (_box if self.shape == "box" else _strokes)(x)
+        return x.masked_fill(hole[:, None], torch.nan)
+
+
+@register
+class Edges(Degradation):
+    """Dark lines on white where the brightness changes, for turning drawings into pictures."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Replace the colours by lines."""
+        sobel = torch.tensor([[1.0, 2.0, 1.0], [0.0, 0.0, 0.0], [-1.0, -2.0, -1.0]], device=x.device, dtype=x.dtype) / 8
+        kernels = torch.stack((sobel, sobel.T))[:, None]
+        slope = F.conv2d(F.pad(_brightness(x), (1, 1, 1, 1), mode="replicate"), kernels).norm(dim=1, keepdim=True)
+        lines = 1 - (2 * EDGE_GAIN * slope).clamp(max=2)
+        return torch.cat((lines.expand(-1, COLOURS, -1, -1), x[:, COLOURS:]), dim=1)
+
+
+def _brightness(x: Tensor) -> Tensor:
+    """Return the brightness ``[b, 1, h, w]`` of pictures ``[b, c, h, w]``, which may be grey."""
+    if x.shape[1] < COLOURS:
+        return x[:, :1]
+    weights = torch.tensor(LUMINANCE, device=x.device, dtype=x.dtype)
+    return torch.einsum("c, bchw -> bhw", weights, x[:, :COLOURS])[:, None]
+
+
+def _places(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the vertical ``[h, 1]`` and horizontal ``[w]`` places of pixels, as shares of the sides."""
+    height, width = x.shape[-2:]
+    rows = (torch.arange(height, device=x.device) + 0.5) / height
+    return rows[:, None], (torch.arange(width, device=x.device) + 0.5) / width
+
+
+def _box(x: Tensor) -> Tensor:
+    """Draw a box of a random size at a random place for each row, bool ``[b, h, w]``."""
+    low, high = BOX_SIDES
+    drawn = randomness.rand("degradation", (len(x), 4), x.device)[..., None, None].unbind(dim=1)
+    tall, wide = (low + (high - low) * each for each in drawn[:2])
+    top, left = drawn[2] * (1 - tall), drawn[3] * (1 - wide)
+    rows, columns = _places(x)
+    return (rows >= top) & (rows < top + tall) & (columns >= left) & (columns < left + wide)
+
+
+def _strokes(x: Tensor) -> Tensor:
+    """Draw connected straight strokes of a random width for each row, bool ``[b, h, w]``."""
+    corners = randomness.rand("degradation", (len(x), STROKES + 1, 2), x.device)
+    thin, thick = BRUSH_WIDTHS
+    width = thin + (thick - thin) * randomness.rand("degradation, width", (len(x), 1, 1), x.device)
+    pixels = torch.stack(torch.broadcast_tensors(*_places(x)), dim=-1)
+    hole = torch.zeros(len(x), *x.shape[-2:], dtype=torch.bool, device=x.device)
+    for stroke in range(STROKES):
+        begin, end = (corners[:, stroke + i, None, None] for i in (0, 1))
+        way = end - begin
+        along = ((pixels - begin) * way).sum(dim=-1) / way.square().sum(dim=-1).clamp(min=1e-6)
+        hole |= (pixels - begin - along.clamp(0, 1)[..., None] * way).norm(dim=-1) < width
+    return hole

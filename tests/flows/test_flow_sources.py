@@ -1,0 +1,193 @@
+"""Flows from pictures to pictures: a known map between Gaussians, starts and conditions, and coupled sources."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.condition import Picture, all_none, drop
+from rectified_flow.errors import UsageError
+from rectified_flow.flows.flow import SOURCE, sample_batches
+from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.spaces.degradations import Grey, Mask
+from rectified_flow.spaces.pixels import Pixels
+
+SHAPE = (3, 8, 8)
+
+
+def unet(**kinds: Any) -> Unet:
+    torch.manual_seed(0)
+    network = Unet(8, (1, 2), conditions=kinds, image_size=8, attention_sides=(4,), blocks_per_level=1)
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def images(count: int, seed: int) -> Tensor:
+    return torch.randint(256, (count, *SHAPE), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+class Linear(nn.Module):
+    """A velocity that is linear in ``x`` at each time, which is that of optimal transport between Gaussians."""
+
+    def __init__(self, a: Tensor, b: Tensor, root_a: Tensor, root_b: Tensor) -> None:
+        super().__init__()
+        self.a, self.b, self.root_a, self.root_b = a, b, root_a, root_b
+        self.gain = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        """Along the optimal paths, x_t = (1 - t) x_0 + t x_1 with x_1 = a + root_a / root_b (x_0 - b)."""
+        t = t[:, None, None, None]
+        z = (x - (1 - t) * self.b - t * self.a) / ((1 - t) * self.root_b + t * self.root_a)
+        return self.a - self.b + (self.root_a - self.root_b) * z + self.gain * x
+
+
+def gaussian_flow(coupling: Any = "independent") -> tuple[RectifiedFlow, Tensor, Tensor]:
+    """Return a flow from N(0.4, 0.1^2) to N(-0.3, 0.3^2), whose network is the optimal one; and 512 draws of both."""
+    generator = torch.Generator().manual_seed(1)
+    b, a = torch.full((1, 2, 2), -0.3), torch.full((1, 2, 2), 0.4)
+    root_b, root_a = torch.full((1, 2, 2), 0.3), torch.full((1, 2, 2), 0.1)
+    x_0, x_1 = (m + s * torch.randn(512, 1, 2, 2, generator=generator) for m, s in ((b, root_b), (a, root_a)))
+    network = Linear(a, b, root_a, root_b)
+    return RectifiedFlow(network, space=Pixels((1, 2, 2)), coupling=coupling, from_source=True), x_0, x_1
+
+
+def test_optimal_transport_between_gaussians_is_sampled_and_reversed() -> None:
+    flow, _, x_1 = gaussian_flow()
+    expected = -0.3 + 0.3 / 0.1 * (x_1 - 0.4)
+    made = flow.sample(source=x_1, steps=64, decode=False)
+    assert torch.allclose(made, expected, atol=1e-3)
+    assert torch.allclose(flow.encode(made, steps=64), x_1, atol=1e-3)
+
+
+def test_the_optimal_network_has_no_loss_on_optimal_pairs_alone() -> None:
+    """In one dimension optimal pairs are those of equal rank: the coupling finds nearly them, other pairs are worse."""
+    flow, x_0, x_1 = gaussian_flow()
+    pairs = -0.3 + 0.3 / 0.1 * (x_1 - 0.4)
+    perfect = flow(images=pairs, source=x_1).item()
+    independent = flow(images=x_0, source=x_1).item()
+    coupled, _, _ = gaussian_flow("ot")
+    rows = coupled.pair(images=x_0, source=x_1)
+    transported = coupled(images=x_0, source=x_1[rows], noise_rows=rows).item()
+    assert perfect < 1e-10
+    assert transported < 0.3 * independent
+
+
+def test_noise_is_added_to_starts_and_fills_unknown_pixels() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True, source_noise=0.25)
+    source = flow.space.encode(images(2, 1)).clone()
+    source[0, :, :4] = torch.nan
+    noise = torch.randn(2, *SHAPE)
+    start, conditions = flow.with_source(noise, source, {})
+    assert conditions == {}
+    assert torch.equal(start[0, :, :4], noise[0, :, :4])
+    assert torch.allclose(start[1], source[1] + 0.25 * noise[1])
+    with pytest.raises(UsageError, match="starts from pictures"):
+        flow.sample(2)
+
+
+def test_source_and_target_are_mirrored_and_augmented_alike() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE, horizontal_flip=True), from_source=True)
+    with deterministic(BatchRows(0, 3, 16, slice(None))):
+        x_0, start, _ = flow.draw_batch({"images": images(16, 1), "source": images(16, 1)})
+    assert torch.equal(x_0, start)
+    plain = flow.space.encode(images(16, 1))
+    mirrored = (x_0 != plain).flatten(1).any(dim=1)
+    assert 0 < mirrored.sum() < 16
+
+
+def test_the_network_sees_the_source_as_a_condition_and_it_is_dropped() -> None:
+    kind = Picture(SHAPE)
+    flow = RectifiedFlow(unet(source=kind), space=Pixels(SHAPE), condition_dropout=0.5, degradation=Grey())
+    with deterministic(BatchRows(0, 3, 32, slice(None))):
+        x_0, noise, conditions = flow.draw_batch({"images": images(32, 1)})
+    none = all_none(flow.conditions, conditions)
+    assert 5 < none.sum() < 27
+    assert torch.equal(conditions[SOURCE][~none], Grey()(x_0)[~none])
+    assert conditions[SOURCE][none].isnan().all()
+    assert abs(noise.mean().item()) < 0.05, "paths start from noise"
+    x, t = torch.randn(32, *SHAPE), torch.rand(32)
+    seen = flow.velocity(x, t, **conditions)
+    assert torch.allclose(seen[none], flow.velocity(x[none], t[none]), atol=1e-5)
+    assert not torch.allclose(seen[~none], flow.velocity(x[~none], t[~none]), atol=1e-2)
+
+
+def test_a_picture_with_a_hole_is_a_condition_yet() -> None:
+    kinds = {SOURCE: Picture(SHAPE)}
+    holes = torch.zeros(1, *SHAPE).masked_fill(torch.rand(SHAPE) < 0.5, torch.nan)
+    assert not all_none(kinds, {SOURCE: holes}).item()
+    assert all_none(kinds, {SOURCE: drop(kinds, {SOURCE: holes}, 1.0)[SOURCE]}).item()
+
+
+def test_a_fresh_source_changes_nothing_until_it_is_trained() -> None:
+    """So a run from the weights of another starts as good as it."""
+    network = Unet(8, (1, 2), conditions={SOURCE: Picture(SHAPE)}, image_size=8, attention_sides=(4,))
+    nn.init.normal_(network.conv_out.weight)
+    x, t = torch.randn(2, *SHAPE), torch.rand(2)
+    assert torch.equal(network(x, t, source=torch.randn(2, *SHAPE)), network(x, t))
+
+
+def test_a_mean_flow_learns_from_starts_and_conditions() -> None:
+    start = MeanFlow(unet(), space=Pixels(SHAPE), from_source=True)
+    condition = MeanFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask("box"))
+    for flow, batch in ((start, {"source": images(4, 2)}), (condition, {})):
+        loss = flow(images=images(4, 1), **batch)
+        loss.backward()
+        assert loss.isfinite()
+        assert all(p.grad is None or p.grad.isfinite().all() for p in flow.parameters())
+
+
+def test_a_map_from_paths_takes_the_source_of_each_path() -> None:
+    flow = DistilledFlow(unet(source=Picture(SHAPE)), space=Pixels(SHAPE))
+    path = torch.randn(4, 2, *SHAPE).half()
+    batch = {"images": images(4, 1), "path": path}
+    assert flow(**batch, source=torch.randn(4, *SHAPE).half()).isfinite()
+    with pytest.raises(KeyError):
+        flow(**batch)
+
+
+def test_a_sample_depends_on_its_own_source_alone() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True, source_noise=0.1)
+    sources: dict[str, Any] = {"conditions": {SOURCE: images(3, 4)}, "steps": 2}
+    alone = torch.cat([made for _, made in sample_batches(flow, range(5), batch_size=1, **sources)])
+    together = torch.cat([made for _, made in sample_batches(flow, range(5), batch_size=5, **sources)])
+    assert (alone.int() - together.int()).abs().max() <= 1
+    assert not torch.equal(alone[0], alone[3]), "of the same source with other noise"
+
+
+def test_a_part_is_kept_on_its_path_and_to_the_end() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE))
+    known, mask = images(2, 5), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
+    mask[:, :, :, 4:] = True
+    seen: list[tuple[float, Tensor]] = []
+    made = flow.sample(start=known, mask=mask, steps=4, noise=torch.randn(2, *SHAPE), watch=lambda t, x: seen.append((t, x)))
+    x_0, noise = flow.space.encode(known), seen[0][1]
+    for t, x in seen:
+        assert torch.allclose(x[..., :4], torch.lerp(x_0, noise, t)[..., :4], atol=1e-6)
+    assert torch.allclose(made[..., :4], known[..., :4] / 255, atol=1e-6)
+    assert not torch.allclose(made[..., 4:], known[..., 4:] / 255, atol=0.1)
+    with pytest.raises(ValueError, match="adaptive"):
+        flow.sample(start=known, mask=mask, solver="adaptive")
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"coupling": "immiscible"}, "immiscible is for noise"),
+        ({"coupling": "ot", "degradation": Grey()}, "ot is for noise"),
+    ],
+)
+def test_couplings_without_a_meaning_are_refused(settings: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True, **settings)
+
+
+def test_a_batch_without_sources_is_refused() -> None:
+    with pytest.raises(UsageError, match="a batch has no source"):
+        RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True)(images=images(2, 0))
