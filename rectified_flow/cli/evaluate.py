@@ -19,8 +19,8 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.translation import translation_scores
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
+from rectified_flow.evaluation.translation import translation_scores
 from rectified_flow.flags import checked, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names

@@ -12,7 +12,7 @@ from rectified_flow.evaluation.evaluator import Evaluator, render_sources
 from rectified_flow.flows.flow import Flow
 
 NEAREST, MOST_VARIANTS = 10, 4
-"""Number of nearest pictures among which the right one counts as found, and largest number of results to choose from."""
+"""Number of nearest pictures among which the right one counts as found, and largest number of results to choose of."""
 
 
 @torch.no_grad()

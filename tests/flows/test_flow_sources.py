@@ -166,8 +166,10 @@ def test_a_part_is_kept_on_its_path_and_to_the_end() -> None:
     known, mask = images(2, 5), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     mask[:, :, :, 4:] = True
     seen: list[tuple[float, Tensor]] = []
-    made = flow.sample(start=known, mask=mask, steps=4, noise=torch.randn(2, *SHAPE), watch=lambda t, x: seen.append((t, x)))
-    x_0, noise = flow.space.encode(known), seen[0][1]
+    noise = torch.randn(2, *SHAPE)
+    made = flow.sample(start=known, mask=mask, steps=4, noise=noise, watch=lambda t, x: seen.append((t, x)))
+    x_0 = flow.space.encode(known)
+    assert torch.equal(seen[0][1], noise)
     for t, x in seen:
         assert torch.allclose(x[..., :4], torch.lerp(x_0, noise, t)[..., :4], atol=1e-6)
     assert torch.allclose(made[..., :4], known[..., :4] / 255, atol=1e-6)

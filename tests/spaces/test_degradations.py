@@ -69,7 +69,9 @@ def test_a_hole_is_a_function_of_the_step_and_of_the_row(shape: str, pictures: T
     assert not torch.equal(holes[0], holes[1])
 
 
-@pytest.mark.parametrize("degradation", [Downsample(4), Grey(), Blur(), Mask(), Edges()], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(
+    "degradation", [Downsample(4), Grey(), Blur(), Mask(), Edges()], ids=lambda d: type(d).__name__
+)
 def test_a_projection_changes_nothing_the_second_time(degradation: Degradation, pictures: Tensor) -> None:
     once = degradation(pictures)
     assert once.shape == pictures.shape

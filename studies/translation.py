@@ -1,0 +1,161 @@
+"""How good are flows from pictures to pictures, as starts and as conditions, beside regression and copying?
+
+The data are a folder with two folders of pictures in which the same name is the same thing: ``google`` and ``fluent``
+of emoji, or the two that --data names after colons, ``FOLDER:FROM:TO``. A degradation starts from pictures of the
+second folder. A tenth of the names is held out, and judged. The budget is a number of images, and all cases have the
+settings of ``chosen`` in studies/short_runs.py. Each source has four results.
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.utils import save_image
+
+from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet, register
+from rectified_flow.condition import Picture
+from rectified_flow.evaluation.evaluator import render_sources
+from rectified_flow.evaluation.translation import translation_scores
+from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
+from rectified_flow.flows.times import LogitNormal
+from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Mask
+from studies.harness import Case, Figures, Flags, Row, Study, run
+from studies.short_runs import AVERAGED, BATCH_SIZE, CHOSEN
+from studies.training import FEATURES, grouped, load_trained, open_pictures, train_flow
+
+HELD_OUT = 10
+"""One of this many names is held out."""
+VARIANTS, SHOWN = 4, 8
+"""Results for each source, and number of sources in the picture beside a run."""
+
+
+@register
+class Regression(Flow):
+    """Regression of the target from the source by its mean squared error, with the network of a flow."""
+
+    def forward(self, **batch: Any) -> Tensor:
+        """Return the loss; the network gets the source as ``x`` at time 1."""
+        x_0, start, _ = self.draw_batch(batch)
+        return self.loss(x_0, start)
+
+    def loss(self, x_0: Tensor, start: Tensor) -> Tensor:
+        """Return the mean squared error of the prediction."""
+        return (self._predict(start) - x_0).square().mean()
+
+    def _predict(self, start: Tensor) -> Tensor:
+        predicted: Tensor = self.network(start, torch.ones(len(start), device=start.device)).float()
+        return start - predicted
+
+    @torch.no_grad()
+    def sample(self, count: int = 1, *, steps: int = 1, source: Tensor, **_: Any) -> Tensor:
+        """Return predictions."""
+        start, _values = self.draw_start(count, {SOURCE: source})
+        with self.evaluating():
+            return self.space.decode(self._predict(start))
+
+
+def open_sides(row: Row, *, paired: bool, degraded: bool) -> tuple[ImageDataset, ImageDataset]:
+    """Return the training pictures with their sources, and the held-out pictures with the sources of their names."""
+    folder, *names = row.data.split(":")
+    begin, end = names or ("google", "fluent")
+    target = open_pictures(f"{folder}/{end}", row.image_size)
+    held_out = np.arange(len(target)) % HELD_OUT == 0
+    seen, unseen = np.flatnonzero(~held_out), np.flatnonzero(held_out)
+    if degraded:
+        return target.subset(seen), target.subset(unseen)
+    source = open_pictures(f"{folder}/{begin}", row.image_size)
+    known = target.with_source(source, range(len(source)))
+    training = known.subset(seen) if paired else target.subset(seen).with_source(source.subset(seen))
+    return training, known.subset(unseen)
+
+
+def train(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings: dict[str, Any]) -> None:
+    """Train a case."""
+    parts = grouped(settings)
+    degraded = parts["flow"].get("degradation") is not None
+    training, _ = open_sides(row, paired=paired, degraded=degraded)
+    shape = (3, row.image_size, row.image_size)
+    unet = Unet(
+        **{
+            "dim_mults": (1, 2, 3) if row.image_size <= 32 else (1, 1, 2, 3),
+            "image_size": row.image_size,
+            "attention_sides": (8,),
+            "blocks_per_level": 1,
+            "conditions": {SOURCE: Picture(shape)} if as_condition else {},
+            **parts["network"],
+        }
+    )
+    own: dict[str, Any] = {"time_distribution": LogitNormal(stratified=True)} if kind is RectifiedFlow else {}
+    own |= {"condition_dropout": 0.1} if as_condition else {"from_source": True}
+    flow = kind(unet, space=Pixels(shape, horizontal_flip=True), **own, **parts["flow"])
+    batch = parts["run"].get("batch_size", BATCH_SIZE)
+    parts["run"]["ema_decay"] = 1 - 1 / (AVERAGED * row.budget / batch)
+    train_flow(row, flow, training, images=int(row.budget), **parts["run"])
+
+
+def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settings: dict[str, Any]) -> Figures:
+    """Measure the results of held-out sources, and write a sheet of sources, results and targets."""
+    del as_condition
+    degraded = "flow_degradation" in settings
+    training, held_out = open_sides(row, paired=paired, degraded=degraded)
+    flow = load_trained(row)
+    how: dict[str, Any] = {"num_samples": VARIANTS * len(held_out), "seed": row.seed, "held_out": held_out}
+    evaluator, figures = Evaluator(training, FEATURES, metrics=("kernel",), **how), {}
+    for steps in (1,) if kind is Regression else (1, 8):
+        euler: dict[str, Any] = {"solver": "euler"} if steps == 1 and kind is not Regression else {}
+        generated = evaluator.generate(flow, steps=steps, **euler)
+        numbers = evaluator.compute(generated) | translation_scores(evaluator, flow, generated)
+        short = {name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()}
+        figures["1 call" if steps == 1 else "16 calls"] = short
+        data, rows, sources = evaluator.translated(flow)
+        conditions = {SOURCE: sources[:SHOWN]}
+        [(_, made)] = sample_batches(flow, range(2 * SHOWN), conditions=conditions, seed=row.seed, steps=steps, **euler)
+        cells = (render_sources(flow, sources[:SHOWN]), *made.cpu().split(SHOWN), data.read_pictures(rows[:SHOWN]))
+        sheet = torch.stack(cells, dim=1).flatten(0, 1) / 255
+        save_image(sheet, row.folder / f"{steps} steps.png", nrow=2 * len(cells), pad_value=1)
+    return figures
+
+
+def case(
+    about: str, *, paired: bool = True, kind: type[Flow] = RectifiedFlow, as_condition: bool = False, **settings: Any
+) -> Case:
+    """Return a case of settings, see :func:`studies.training.grouped`."""
+    every: dict[str, Any] = {"paired": paired, "kind": kind, "as_condition": as_condition}
+    every["settings"] = {**CHOSEN, **settings}
+    return Case(about, partial(train, **every), partial(measure, **every))
+
+
+def degraded(name: str, degradation: Degradation) -> dict[str, Case]:
+    """Return the cases of a degradation: as a condition, as a start, and by regression."""
+    how: dict[str, Any] = {"flow_degradation": degradation}
+    return {
+        f"{name}, condition": case("the lowest distance to the training pictures", as_condition=True, **how),
+        f"{name}, start": case("a higher distance, as the start leaves less open", flow_source_noise=0.1, **how),
+        f"{name}, regression": case("the lowest distance to the partner, but blurred", kind=Regression, **how),
+    }
+
+
+STUDY = Study(
+    __doc__ or "",
+    {
+        "paired, start": case("a lower distance than regression", flow_source_noise=0.1),
+        "paired, start without noise": case("a higher distance than with noise", flow_source_noise=0.0),
+        "paired, condition": case("similar to start; more varied", as_condition=True),
+        "paired, regression": case("the lowest distance to the partner, but blurred", kind=Regression),
+        "unpaired": case("half of the distance of copies; keeps some structure", paired=False, flow_source_noise=0.1),
+        "unpaired, ot": case(
+            "keeps more structure", paired=False, flow_source_noise=0.1, flow_coupling="ot", batch_size=32
+        ),
+        **degraded("grey", Grey()),
+        **degraded("downsample", Downsample(4)),
+        **degraded("mask", Mask("box")),
+    },
+    Flags(data=("emoji-pairs",), budget=(16_000,), num_samples=560, figures=("frechet_distance", "partner_distance")),
+    unit="images",
+)
+
+if __name__ == "__main__":
+    sys.exit(run("studies.translation"))
