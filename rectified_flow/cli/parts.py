@@ -132,6 +132,16 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
 
 
+def check_source(dataset_path: Path | None, source_path: Path | None) -> None:
+    """Raise a UsageError if the pictures to start from are no folder, or are the pictures to generate."""
+    if source_path is None:
+        return
+    if not source_path.is_dir():
+        raise UsageError(f"--source_path {source_path} is not a folder")
+    if dataset_path is not None and source_path.resolve() == dataset_path.resolve():
+        raise UsageError(f"--source_path {source_path} is --dataset_path, too: pass the folder to start from")
+
+
 def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
     """Return the pictures with those of ``--source_path`` as their sources, if the flag is given.
 
@@ -145,7 +155,10 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
     """
     if flags.source_path is None:
         return pictures
-    source = open_pictures(replace(data, dataset_path=flags.source_path))
+    try:
+        source = open_pictures(replace(data, dataset_path=flags.source_path))
+    except UsageError as error:
+        raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
         return pictures.with_source(source)
     folders = (data.dataset_path or data.dataset, pictures), (flags.source_path, source)

@@ -107,6 +107,7 @@ def _train(config: TrainConfig) -> bool:
     state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
+    parts.check_source(config.data.dataset_path, config.source.source_path)
     parts.choose_network(config.network)  # raises an error for an unknown name
     parts.choose_flow(config)
     items, source = parts.open_registered(config.data)

@@ -397,16 +397,6 @@ class RectifiedFlowProgramConfig(TrainProgramConfig):
     """Then distil the run to a one-step generator in OUTPUT_DIR/one-step; each gets half of the budget."""
 
 
-def check_source(dataset_path: Path | None, source_path: Path | None) -> None:
-    """Raise a UsageError if the pictures to start from are no folder, or are the pictures to generate."""
-    if source_path is None:
-        return
-    if not source_path.is_dir():
-        raise UsageError(f"--source_path {source_path} is not a folder")
-    if dataset_path is not None and realpath(dataset_path) == realpath(source_path):
-        raise UsageError(f"--source_path {source_path} is --dataset_path, too: pass the folder to start from")
-
-
 def check_folders(run: TrainingConfig, data: Path | None, cache_dir: Path | None, flag: str = "dataset_path") -> None:
     """Raise a UsageError if a run would write into the folder ``data`` of its training data, which ``flag`` names."""
     if data is None:
@@ -445,12 +435,10 @@ class TrainConfig:
         degrades = {"degrade": source.degrade is not None}
         if self.data.autoencoder is not None:
             refuse(degrades, "excludes --autoencoder: latents cannot be degraded; leave one out")
-        if self.flow.coupling != "independent" and source.is_given and source.as_start:
-            others = {"paired": source.paired, **degrades, "coupling immiscible": self.flow.coupling == "immiscible"}
-            refuse(
-                others, "excludes --coupling: sources are paired with pictures already, or the coupling is for noise"
-            )
-        check_source(self.data.dataset_path, source.source_path)
+        if source.is_given and self.flow.coupling != "independent":
+            pairs = self.flow.coupling == "ot" and source.as_start and source.source_path and not source.paired
+            alone = f"{self.flow.coupling} has no effect, as it pairs noise, or unpaired starts by ot: leave it out"
+            refuse({"coupling": not pairs}, alone)
         for flag, folder in {"dataset_path": self.data.dataset_path, "source_path": source.source_path}.items():
             check_folders(self.run, folder, self.data.cache_dir, flag)
         if self.data.dataset_path is None:  # else the recipe may hold some out

@@ -38,6 +38,7 @@ ROWS = {
     "own_optimizer": ("optimizer", f"{SMALL} --optimizer sign_descent --optimizer_options momentum=0.8"),
     "own_times": ("time distribution", f"{SMALL} --time_distribution PowerOfUniform --time_options power=2"),
     "own_metric": ("metric", SMALL),
+    "own_degradation": ("degradation", f"{SMALL} --degrade Posterised:3"),
 }
 """The part that each guest replaces, and the flags that choose it."""
 METRICS = {"own_metric": "frechet mean_gap"}
@@ -115,7 +116,8 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
     assert pictures[0].ndim == 3
     assert len({picture.tobytes() for picture in pictures}) == 3
     grid = Image.open(folder / "straight/samples/step_00000008.png")
-    assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
+    if guest != "own_degradation":  # whose preview shows the sources, too
+        assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 
 def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) -> None:
@@ -149,13 +151,15 @@ def test_the_table_of_the_documentation_has_these_rows() -> None:
 def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     Image.new("RGB", (8, 8)).save(tmp_path / "start.png")
-    flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path / "out"), "--num_samples", "2"]
-    flags += ["--import", f"tests.extension.{guest}"]
-    for more, refused in (
-        (["--path", "strip"], guest == "own_flow"),
-        (["--from_images", str(tmp_path / "start.png")], guest in ("own_flow", "own_space")),
+    flags = ["--checkpoint", str(folder / "straight"), "--num_samples", "2", "--import", f"tests.extension.{guest}"]
+    for number, (more, refused) in enumerate(
+        (
+            (["--path", "strip"], guest == "own_flow"),
+            (["--from_images", str(tmp_path / "start.png")], guest in ("own_flow", "own_space")),
+        )
     ):
-        [(code, errors)] = run_on_ranks(1, program, "sample.py", [*flags, *more])
+        there = ["--output_dir", str(tmp_path / f"out-{number}")]
+        [(code, errors)] = run_on_ranks(1, program, "sample.py", [*flags, *there, *more])
         assert code == (2 if refused else 0), errors
         assert "Traceback" not in errors
 

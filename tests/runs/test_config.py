@@ -20,7 +20,7 @@ optimizer optimizer_options learning_rate lr_warmup_steps lr_decay adam_betas we
 mixed_precision use_ema ema_decay power_ema seed init_from gradient_checkpointing compile output_dir checkpoint_dir
 resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout
 budget extend dry_run look evaluate_every evaluation_samples feature_network stop_when_memorising config import
-interrupted_exit_code
+interrupted_exit_code source_path paired skip_unpaired degrade source_as source_noise
 """
 RECTIFIED = (
     SHARED
@@ -36,6 +36,7 @@ GROUPS = [
     "network options",
     "flow options",
     "teacher options",
+    "source options",
     "run options",
     "evaluation options",
     "program options",
