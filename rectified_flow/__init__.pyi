@@ -1,6 +1,7 @@
 """The public names of the package and their modules; ``__init__.py`` reads this list, and type checkers do."""
 
 from rectified_flow.condition import Labels as Labels
+from rectified_flow.condition import Picture as Picture
 from rectified_flow.condition import Vector as Vector
 from rectified_flow.data.build import open_dataset as open_dataset
 from rectified_flow.data.latents import LatentDataset as LatentDataset
@@ -24,6 +25,7 @@ from rectified_flow.runs.config import TrainingConfig as TrainingConfig
 from rectified_flow.spaces.autoencoders import Autoencoder as Autoencoder
 from rectified_flow.spaces.autoencoders import Haar as Haar
 from rectified_flow.spaces.autoencoders import PretrainedAutoencoder as PretrainedAutoencoder
+from rectified_flow.spaces.degradations import Degradation as Degradation
 from rectified_flow.spaces.latents import Latents as Latents
 from rectified_flow.spaces.pixels import Pixels as Pixels
 from rectified_flow.spaces.space import Space as Space

@@ -191,7 +191,13 @@ def drop(kinds: Kinds, values: Values, probability: float) -> Values:
 def none_of(kinds: Kinds, values: Values) -> Values:
     """Replace the values of each condition by "none", except for :class:`AugmentationLabels`, which stay."""
     kept = kinds.keys() - chosen(kinds).keys()
-    return {name: each if name in kept else kinds[name].none(len(each), each.device) for name, each in values.items()}
+
+    def none(name: str, each: Tensor) -> Tensor:
+        if isinstance(kinds[name], Picture):  # of any size
+            return torch.full_like(each, torch.nan)
+        return each if name in kept else kinds[name].none(len(each), each.device)
+
+    return {name: none(name, each) for name, each in values.items()}
 
 
 def all_none(kinds: Kinds, values: Values) -> Tensor:

@@ -31,7 +31,7 @@ TASK = "unconditional-image-generation"
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
 """Flags for places on this machine, which the card's command leaves out."""
-NAMES_OR_PATHS = {"autoencoder", "dataset", "dataset_path", "init_from", "reflow_from", "teacher"}
+NAMES_OR_PATHS = {"autoencoder", "dataset", "dataset_path", "init_from", "reflow_from", "source_path", "teacher"}
 """Flags whose path on this machine need not be public; its last part names the data or the run."""
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""

@@ -21,7 +21,7 @@ from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
 from rectified_flow.evaluation.translation import translation_scores
-from rectified_flow.flags import checked, plain, replaced
+from rectified_flow.flags import checked, plain, refuse, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
@@ -161,7 +161,9 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
     if not (flags.get("dataset_path") or measure.dataset_path) and flags.get("dataset") in names("dataset"):
         data = replaced(DataConfig(), checked(DataConfig, flags, path) | moved)
         items, source = open_registered(data)
-        return open_pictures(data, source) if items is None else RenderedItems(items, flow.space, data.dataset)
+        if items is not None:
+            return RenderedItems(items, flow.space, data.dataset)
+        return _with_source(open_pictures(data, source), data, measure, trained)
     arguments = data_arguments(trained.config, path)
     if arguments is None:
         shape = flow.space.picture_shape
@@ -171,12 +173,20 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
         ratio = f"{width}:{height}"
         arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
     pictures = open_dataset(**arguments | moved)
-    if not flow.takes_source or flow.degradation is not None:
+    data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
+    return _with_source(pictures, data, measure, trained)
+
+
+def _with_source(pictures: ImageDataset, data: DataConfig, measure: MeasureConfig, trained: Trained) -> ImageDataset:
+    """Return the pictures with the sources of the run, if it has a folder of them."""
+    flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
+    known = checked(SourceConfig, {"source_path": None} | flags, path)
+    if known["source_path"] is None:
+        refuse({"source_path": measure.source_path}, f"has no effect: {trained.source} has no folder to start from")
         return pictures
     folder = {"source_path": measure.source_path} if measure.source_path else {}
-    sources = replaced(SourceConfig(), checked(SourceConfig, flags, path) | folder)
-    data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
-    return add_source(pictures, data, sources)
+    seed = checked(TrainConfig, {"seed": 0} | flags, path)["seed"]
+    return add_source(pictures, data, replaced(SourceConfig(), known | folder), seed)
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, SourceConf
 from rectified_flow.condition import Kinds, Picture, chosen
 from rectified_flow.data.build import ImageSource, open_dataset
 from rectified_flow.data.huggingface import find_dataset_file
-from rectified_flow.data.image_folder import find_images
+from rectified_flow.data.image_folder import find_files, is_image
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
@@ -132,23 +132,39 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     return open_dataset(**{name: getattr(config, name) for name in DATA_FLAGS}, source=source)
 
 
-def check_source(dataset_path: Path | None, source_path: Path | None) -> None:
-    """Raise a UsageError if the pictures to start from are no folder, or are the pictures to generate."""
-    if source_path is None:
+def check_source(data: DataConfig, flags: SourceConfig) -> None:
+    """Check the flags of the sources before any picture is decoded.
+
+    Raises:
+        UsageError: if the pictures to start from are no folder, or are among those to generate, or if the pictures
+            cannot be degraded.
+    """
+    if flags.degrade is not None and data.space is None:
+        _, height, width = data.framing.shape
+        try:
+            if (degradation := choose_degradation(flags.degrade)) is not None:
+                degradation.check_sides(height, width)
+        except ValueError as error:
+            raise UsageError(f"--degrade {flags.degrade} does not suit --image_size: {error}") from error
+    if flags.source_path is None:
         return
-    if not source_path.is_dir():
-        raise UsageError(f"--source_path {source_path} is not a folder")
-    if dataset_path is not None and source_path.resolve() == dataset_path.resolve():
-        raise UsageError(f"--source_path {source_path} is --dataset_path, too: pass the folder to start from")
+    if not flags.source_path.is_dir():
+        raise UsageError(f"--source_path {flags.source_path} is not a folder")
+    if data.dataset_path is not None and flags.source_path.resolve().is_relative_to(data.dataset_path.resolve()):
+        raise UsageError(
+            f"--source_path {flags.source_path} lies in --dataset_path {data.dataset_path}, whose pictures are "
+            "generated: pass two folders side by side"
+        )
 
 
-def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
+def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig, seed: int = 0) -> ImageDataset:
     """Return the pictures with those of ``--source_path`` as their sources, if the flag is given.
 
     Args:
         pictures: the pictures to generate.
         data: the flags of these pictures, by which the sources are read, too.
         flags: the flags of the sources.
+        seed: seed of the pairs, without ``--paired``.
 
     Raises:
         UsageError: if the sources cannot be read, or with ``--paired`` if pictures have no partner.
@@ -160,7 +176,7 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
     except UsageError as error:
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
-        return pictures.with_source(source)
+        return pictures.with_source(source, seed=seed)
     folders = (data.dataset_path or data.dataset, pictures), (flags.source_path, source)
     mine, theirs = (names_of(folder, dataset) for folder, dataset in folders)
     partners = [theirs.get(name, -1) for name in mine]
@@ -186,16 +202,19 @@ def names_of(folder: str | Path, pictures: ImageDataset) -> dict[str, int]:
     """
     if not isinstance(folder, Path) or find_dataset_file(folder) is not None:
         raise UsageError(f"--paired pairs files of two folders by name, and {folder} is a dataset: export its pictures")
-    broken, rows = tuple(pictures.info.skipped), dict[str, int]()
-    for file in find_images(folder):
-        name = file.relative_to(folder)
-        if any(each.endswith(f"/{printable(name)}") for each in broken):
+    folder, broken, rows = folder.resolve(), {*pictures.info.skipped}, dict[str, int]()
+    for file in find_files(folder, lambda _unreadable: None):
+        name = str(file.relative_to(folder).with_suffix(""))
+        if not is_image(file) or printable(file) in broken:
             continue
-        if str(name.with_suffix("")) in rows:
+        if name in rows:
             raise UsageError(
-                f"--paired needs different names, and {file} differs from another file in its suffix alone"
+                f"--paired needs different names, and another file differs from {file} by its suffix alone"
             )
-        rows[str(name.with_suffix(""))] = len(rows)
+        rows[name] = len(rows)
+    if len(rows) != len(pictures):
+        found = f"{folder} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
+        raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
     return rows
 
 

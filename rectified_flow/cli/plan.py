@@ -423,7 +423,8 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, length))
     texts: dict[str, str] = {}
     if taught is not None:
-        size = taught.count * sum(row_size(name, shape) for name, shape in files_of(taught, space).items())
+        files = files_of(taught, space, with_sources=flow.takes_source and not flow.from_source)
+        size = taught.count * sum(row_size(name, shape) for name, shape in files.items())
         calls = f"{taught.count * calls_for(taught):,} calls of the teacher's network"
         texts[taught.rows] = (
             f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls}: "

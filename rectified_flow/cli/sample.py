@@ -3,7 +3,7 @@
 import difflib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,8 @@ class Wanted:
     Args:
         names: names of their files; the pictures of ``--from_images`` take turns.
         options: arguments of :func:`sample_batches`.
-        shown: pictures uint8 ``[n, 3, h, w]`` to show before the results in the grid; None for a grid of samples alone.
+        shown: the first pictures uint8 ``[n, 3, h, w]`` to show before their results in the grid; None for a grid of
+            samples alone.
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
         reverse: whether the flow is integrated from data to its start.
     """
@@ -137,7 +138,7 @@ def _write_samples(
         texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
-    grid = write_picture(folder / "grid.png", _grid_of(files, wanted.shown))
+    grid = write_picture(folder / "grid.png", _grid_of(files, wanted.shown, flags.variants))
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
@@ -162,23 +163,24 @@ def _reversed(
     flow: Flow, numbers: Sequence[int], *, seed: int, batch_size: int, conditions: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield numbers and pictures of the starts that lead to the given data; see :func:`sample_batches`."""
-    data = conditions[SOURCE]
+    data, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
-        x = flow.encode(data[[number % len(data) for number in some]], **options)  # type: ignore[operator]
+        given = {name: values[[number % len(values) for number in some]] for name, values in others.items()}
+        x = flow.encode(data[[number % len(data) for number in some]], **given, **options)  # type: ignore[operator]
         yield some, flow.space.render_with_alpha(flow.space.decode(x))
 
 
-def _grid_of(files: Sequence[Path], shown: Tensor | None) -> Any:
+def _grid_of(files: Sequence[Path], shown: Tensor | None, variants: int) -> Any:
     """Return a grid of results, or of the pictures that they were made from, each before its results."""
-    count = len(files) if shown is None else len(shown)
-    across = 1 if shown is None else 1 + len(files) // count
+    count = len(files) // variants
+    across = 1 if shown is None else 1 + variants
     rows = range(min(count, max(1, GRID_PICTURES // across)))
     # Other processes wrote most of the samples, so the grid reads them back.
     cells: list[Tensor] = []
     for row in rows:
         cells += [] if shown is None else [shown[row]]
-        cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row :: max(count, 1)]]
+        cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row::count]]
     pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
     return to_grid(torch.stack(cells), None if shown is None else across * pairs)
 
@@ -196,16 +198,18 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
     options = options | {"steps": flags.steps or flow.default_steps}
     if flags.classes is not None:
         options["conditions"] = {"labels": torch.tensor(_find_classes(flags.classes, flow.class_names, source))}
-    if flags.path != "none" and "watch" not in accepted:
-        raise UsageError(f"--path has no effect: a {type(flow).__name__} has no path; leave it out")
+    if flags.path != "none" and ("watch" not in accepted or flags.reverse):
+        kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
+        raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
     if flags.from_images is None:
         if flow.from_source:
             raise UsageError(f"{source} leads from pictures to pictures: pass some with --from_images")
         return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
     space, degradation = flow.space, flow.degradation
-    if "start" not in accepted or space.picture_shape is None:
+    needed = "mask" if flags.mask is not None else "start"
+    if (needed not in accepted and not flow.takes_source) or space.picture_shape is None:
         raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
-    _check_translation(flags, trained)
+    _check_translation(flags, trained, options)
     translates = flow.takes_source or flags.mask is not None
     files = _find_pictures(flags.from_images)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
     images, mask = _load_images(files, space.picture_shape), _load_mask(flags, files, space.picture_shape)
@@ -214,23 +218,23 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         options |= {"start": data.cpu(), "noise_level": flags.noise_level or NOISE_LEVEL}
         return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
     names, kept = _names_of(flags.from_images, files, flags.variants), None if mask is None else (images, mask)
-    shown = space.render(space.decode(space.encode(data)))
+    shown = space.render(space.decode(space.encode(data[:GRID_PICTURES])))
     if mask is not None:
         shown = shown.masked_fill(mask.to(shown.device), GREY)
     if not flow.takes_source:
         return Wanted(names, options | {"start": data.cpu(), "mask": mask}, shown.cpu(), kept)
-    if degradation is not None and (flags.degrade or degradation.is_projection):
+    if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
         with deterministic(Samples(flags.seed, range(len(data))), flow.device):
             data = degradation(space.encode(data))
     elif mask is not None:
         data = space.encode(data).masked_fill(mask.to(data.device), torch.nan)
     if not flags.reverse:
-        shown = render_sources(flow, data)
+        shown = render_sources(flow, data[:GRID_PICTURES])
     options["conditions"] = options.get("conditions", {}) | {SOURCE: data.cpu()}
     return Wanted(names, options, shown.cpu(), kept, flags.reverse)
 
 
-def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
+def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping[str, Any]) -> None:
     """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
     flow, source = trained.flow, trained.source
     refuse({"degrade": flags.degrade and flow.degradation is None}, f"has no effect: {source} has no degradation")
@@ -240,6 +244,12 @@ def _check_translation(flags: PicturesConfig, trained: Trained) -> None:
     alone = not flow.takes_source and flags.mask is None
     refuse({"variants": alone and flags.variants > 1}, f"has no effect: {source} generates --num_samples of pictures")
     way_back = flow.from_source and hasattr(flow, "encode")
+    if flags.reverse:
+        refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")
+        refuse({"solver": options.get("solver") == "stochastic"}, "stochastic has no way back: pass another solver")
+    if flags.mask is not None:
+        refuse({"solver": options.get("solver") == "adaptive"}, "adaptive excludes --mask: pass another solver")
+        refuse({"degrade": flags.degrade}, "excludes --mask, which is the hole: leave one out")
     why = "a map of one call has no way back" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
     refuse({"reverse": flags.reverse and not way_back}, f"is impossible: {why}")
 
@@ -282,7 +292,9 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
         texts["classes"] = ", ".join(flow.class_names[label] for label in labels[:6]) + ", ..." * (len(labels) > 6)
     if wanted.shown is not None:
         each = f", {flags.variants} results for each" * (flags.variants > 1)
-        texts["from"] = f"{len(wanted.shown)} of {flags.from_images}{each}" + ", in reverse" * wanted.reverse
+        texts["from"] = (
+            f"{len(wanted.names) // flags.variants} of {flags.from_images}{each}" + ", in reverse" * wanted.reverse
+        )
     elif "start" in options:
         texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
     return lines(texts)

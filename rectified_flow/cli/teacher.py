@@ -18,7 +18,8 @@ from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, Sto
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.evaluation.evaluator import sources_of
+from rectified_flow.evaluation.evaluator import conditions_of
+from rectified_flow.evaluation.heldout import divided, hold_out, split_sources
 from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
@@ -75,7 +76,8 @@ def with_teacher_flags(config: Config) -> Config:
             raise UsageError(
                 f"--teacher {source} predicts the {flags['prediction']}: pass one that predicts the velocity"
             )
-        if not flags["use_cfg"]:
+        seen = flags["source_as"] == "condition" or (flags["degrade"] is not None and flags["source_as"] is None)
+        if not flags["use_cfg"] and not seen:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs labels: {source} is a run without --use_cfg")
     own = vars(config.data) | vars(config.source)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
@@ -138,7 +140,12 @@ class Recipe:
 
 
 def open_drawn(
-    taught: TeacherData, pictures: ImageDataset, run: TrainingConfig, flags: Mapping[str, Any]
+    taught: TeacherData,
+    pictures: ImageDataset,
+    run: TrainingConfig,
+    flags: Mapping[str, Any],
+    *,
+    with_sources: bool = False,
 ) -> tuple[StoreDataset, Space]:
     """Return the data of a teacher and its space; all processes generate the data first if they are missing.
 
@@ -147,6 +154,7 @@ def open_drawn(
         pictures: the teacher's training pictures, whose labels the data get.
         run: the flags of the run.
         flags: the flags of :func:`inherited_flags`.
+        with_sources: keep the source of each row, which the network takes as a condition.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
@@ -164,7 +172,6 @@ def open_drawn(
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
     )
-    with_sources = flags["source_as"] == "condition" or (flags["degrade"] is not None and flags["source_as"] is None)
     recipe = Recipe(
         source=str(taught.source),
         pairs=taught.count,
@@ -234,10 +241,12 @@ class _Generator:
         self.labels: Tensor | None = None
         check_classes(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
+        if self.teacher.takes_source:
+            self.pictures = _seen_by(Path(recipe.source), pictures)
         source = randomness.generator("cpu", recipe.seed, "labels of pairs")
-        self.pictures_of = torch.randint(len(pictures), (writer.length,), generator=source)
+        self.pictures_of = torch.randint(len(self.pictures), (writer.length,), generator=source)
         if "labels" in self.teacher.conditions:
-            self.labels = pictures.condition_values(self.pictures_of.tolist())["labels"]
+            self.labels = self.pictures.condition_values(self.pictures_of.tolist())["labels"]
 
     def rows(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
@@ -249,7 +258,7 @@ class _Generator:
             given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
             if self.teacher.takes_source:
                 some = self.pictures_of[list(numbers)].tolist()
-                given[SOURCE] = sources_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
+                given |= conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
@@ -272,6 +281,16 @@ class _Generator:
             labels, names = self.labels.numpy(), self.pictures.class_names
         source, side = f"{self.writer.kind} of {self.recipe.source}", self.pictures.info.image_size
         self.writer.complete(labels, source=source, image_size=side, class_names=names)
+
+
+def _seen_by(teacher: Path, pictures: ImageDataset) -> ImageDataset:
+    """Return the pictures that a teacher was trained on, without those that it held out. Collective."""
+    flags = {"holdout": 0.0, "seed": 0} | flags_of_checkpoint(teacher)
+    known = checked(TrainConfig, flags, teacher)
+    split = hold_out(pictures, known["holdout"], known["seed"]) if known["holdout"] else None
+    if split is None or split.problem is not None:
+        return pictures
+    return divided(pictures, split, split_sources(pictures, known["holdout"], known["seed"]))[0]
 
 
 def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any]]:

@@ -107,7 +107,7 @@ def _train(config: TrainConfig) -> bool:
     state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    parts.check_source(config.data.dataset_path, config.source.source_path)
+    parts.check_source(config.data, config.source)
     parts.choose_network(config.network)  # raises an error for an unknown name
     parts.choose_flow(config)
     items, source = parts.open_registered(config.data)
@@ -126,7 +126,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     data, evaluation = config.data, config.evaluation
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
     given |= {name: getattr(config.program, name) for name in ("one_step", "budget", "extend", "look")}
-    given |= {"stop_when_memorising": evaluation.stop_when_memorising}
+    given |= {"stop_when_memorising": evaluation.stop_when_memorising, "source_path": config.source.source_path}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = parts.build_flow(config, getattr(items, "conditions", {}), parts.build_space(data, items))
@@ -143,13 +143,14 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
 
 def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = parts.add_source(parts.open_pictures(config.data, source), config.data, config.source)
+    pictures = parts.add_source(parts.open_pictures(config.data, source), config.data, config.source, config.run.seed)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
     chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
-        pictures = parts.add_source(parts.open_pictures(chosen.data, source), chosen.data, chosen.source)
+        pictures = parts.open_pictures(chosen.data, source)
+        pictures = parts.add_source(pictures, chosen.data, chosen.source, chosen.run.seed)
     return chosen, pictures
 
 
@@ -206,7 +207,11 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
     """
     autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
     if config.teacher_data is not None:
-        dataset, space = open_drawn(config.teacher_data, pictures, config.run, inherited_flags(config))
+        with_sources = config.source.is_given and not config.source.as_start
+        drawn = open_drawn(
+            config.teacher_data, pictures, config.run, inherited_flags(config), with_sources=with_sources
+        )
+        dataset, space = drawn
         if autoencoder is not None and isinstance(space, Latents):
             if space.autoencoder.fingerprint != autoencoder.fingerprint:
                 raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")
@@ -216,14 +221,11 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
     if autoencoder is None:
         return pictures
     mirrored = config.data.horizontal_flip
-    latents = encode_pictures(pictures.with_source(None), autoencoder, state, mirrored=mirrored)
-    flow.space = latents.space(autoencoder)
+    latents = encode_pictures(ImageDataset(pictures.path, pictures.arguments), autoencoder, state, mirrored=mirrored)
+    flow.space, source = latents.space(autoencoder), None
     if isinstance(pictures.source, ImageDataset):
-        partners = pictures.partners
-        if partners is not None and pictures.rows is not None:
-            partners = partners[pictures.rows]
-        return latents.with_source(encode_pictures(pictures.source, autoencoder, state, mirrored=mirrored), partners)
-    return latents
+        source = encode_pictures(pictures.source, autoencoder, state, mirrored=mirrored)
+    return latents.like(pictures, source)
 
 
 def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:

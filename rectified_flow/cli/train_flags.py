@@ -515,7 +515,8 @@ class TrainMeanFlow(TrainConfig):
             needy = {"method": flow.method in ("distill", "reflow")}
             refuse(needy, f"{flow.method} needs --teacher: pass the run of a rectified flow")
             guided = {"guidance_scale": flow.guidance_scale != 1, "guidance_mixing": flow.guidance_mixing > 0}
-            refuse({} if self.network.use_cfg else guided, "needs labels: pass --use_cfg")
+            conditional = self.network.use_cfg or (self.source.is_given and not self.source.as_start)
+            refuse({} if conditional else guided, "needs labels: pass --use_cfg")
             return
         of_pictures = {"method": flow.method == "mean_flow"}
         refuse(of_pictures, "mean_flow learns from pictures: pass --init_from instead of --teacher")

@@ -34,7 +34,7 @@ from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
-READ = ("info", "entries", "labels")
+READ = ("info", "entries", "stored_labels")
 """Attributes of a dataset that are not pickled: each process reads them from the store."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
@@ -116,6 +116,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         source: pictures that items lead from, read as the entry ``source``; None without them.
         partners: the item of ``source`` for each row of this store, int64 ``[n]``. None if none belong together: items
             then have another source in each epoch, and each source is read once before any is read again.
+        seed: seed of the sources of unpaired items, which is no part of the fingerprint.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
@@ -124,25 +125,31 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.source: StoreDataset | None = None
         self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self.seed = 0
 
     @property
     def varies(self) -> bool:
         """Whether an item has another source in each epoch."""
         return self.source is not None and self.partners is None
 
-    def with_source(
-        self, source: "StoreDataset | None", partners: Sequence[int] | np.ndarray[Any, Any] | None = None
-    ) -> Self:
-        """Return the same items with other sources, or without; see the attributes.
+    def with_source(self, source: "StoreDataset", partners: Sequence[int] | None = None, *, seed: int = 0) -> Self:
+        """Return the same items with sources.
 
         Args:
-            source: rows of the same kind, or None.
+            source: rows of the same kind.
             partners: the item of ``source`` for each row of the store; None if none belong together.
+            seed: seed of the sources of unpaired items.
         """
         joined = copy(self)
-        joined.source = source
+        joined.source, joined.seed = source, seed
         joined.partners = None if partners is None else np.asarray(partners, dtype=np.int64)
         return joined
+
+    def like(self, other: "StoreDataset", source: "StoreDataset | None") -> Self:
+        """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
+        part = copy(self)
+        part.rows, part.partners, part.seed, part.source = other.rows, other.partners, other.seed, source
+        return part
 
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
         """Return some items as a dataset of the same kind."""
@@ -165,8 +172,13 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
                 maps[file.stem] = np.memmap(file, dtype_of(name), "r", shape=(self.info.length, *shape))
         return maps
 
-    @cached_property
+    @property
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The labels of the items ``[n]``, -1 without labels."""
+        return self.stored_labels if self.rows is None else self.stored_labels[self.rows]
+
+    @cached_property
+    def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """All labels of the store, a read-only memory map ``[n]``."""
         with reading(self.path / LABELS_FILE):
             return np.load(self.path / LABELS_FILE, mmap_mode="r")
@@ -204,18 +216,22 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the items of ``indices`` with a leading batch dimension, in one read."""
-        return {**self.read_entries(indices), **self.condition_values(indices)}
+        return {**self.read_entries(indices), **self.condition_values(indices), **self._read_sources(indices)}
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return the conditions of the items of ``indices`` by name, and their sources."""
-        values = {"labels": torch.from_numpy(self.labels[self._rows_of(indices)])} if self.class_names else {}
-        if self.source is not None:
-            if self.partners is None:
-                chosen = image_indices(indices, len(self.source), mix("sources")).tolist()
-            else:
-                chosen = self.partners[self._rows_of(indices)].tolist()
-            [values["source"]] = self.source.read_entries(chosen).values()
-        return values
+        """Return the conditions of the items of ``indices`` by name."""
+        return {"labels": torch.from_numpy(self.stored_labels[self._rows_of(indices)])} if self.class_names else {}
+
+    def _read_sources(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """Return the sources of the items of ``indices``, if they have any."""
+        if self.source is None:
+            return {}
+        if self.partners is None:
+            chosen = image_indices(indices, len(self.source), mix(self.seed, "sources")).tolist()
+        else:
+            chosen = self.partners[self._rows_of(indices)].tolist()
+        [sources] = self.source.read_entries(chosen).values()
+        return {"source": sources}
 
     def read_entries(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the store's entries of the items of ``indices``, with a leading batch dimension, in one read."""
@@ -251,7 +267,7 @@ class ImageDataset(StoreDataset):
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
-        images, framing = self.read_batch(indices)["images"], self.info.framing
+        images, framing = self.read_entries(indices)["images"], self.info.framing
         if framing is None or framing.stored_shape == (RGB, framing.height, framing.width):
             return images
         space = Pixels(framing.shape)

@@ -70,7 +70,7 @@ class Evaluator:
             raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
         self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
-        self._sources: Tensor | None = None
+        self._translated: dict[str, Tensor] = {}
         self.features: list[Features] = [load_features(feature_network, self.state.device), average_colours()]
 
     @property
@@ -170,34 +170,32 @@ class Evaluator:
         """Return conditions and sources of the data in a random order, so that any number of rows has their shares."""
         if not flow.conditions and not flow.takes_source:
             return {}
-        if not flow.takes_source:
-            return self._values(flow, self.dataset, self._order(self.dataset))
-        data, rows, sources = self.translated(flow)
-        return self._values(flow, data, rows) | {SOURCE: sources}
+        if flow.takes_source:
+            return self.translated(flow)[2]
+        values = self.dataset.condition_values(self._order(self.dataset))
+        return {name: each for name, each in values.items() if name in flow.conditions}
 
     def _order(self, data: ImageDataset | RenderedItems) -> list[int]:
         """Return the numbers of some data in a random order, at most one for each sample."""
         order = torch.randperm(len(data), generator=randomness.generator("cpu", self.seed, "labels"))
         return order[: self.num_samples].tolist()
 
-    def _values(self, flow: Flow, data: ImageDataset | RenderedItems, rows: list[int]) -> dict[str, Tensor]:
-        values = data.condition_values(rows)
-        return {name: each for name, each in values.items() if name in flow.conditions and name != SOURCE}
-
-    def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], Tensor]:
-        """Return the data whose sources samples start from, the numbers of these data, and the sources ``[n, ...]``.
+    def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], dict[str, Tensor]]:
+        """Return the data whose sources samples start from, the numbers of these data, and their conditions.
 
         They are held-out data, if there are any, since training showed the results of the other sources.
         """
         data = self.dataset if self.held_out is None else self.held_out
         rows = self._order(data)
-        if self._sources is None:
-            self._sources = sources_of(flow, data, rows, self.seed)
-        return data, rows, self._sources
+        if not self._translated:
+            self._translated = conditions_of(flow, data, rows, self.seed)
+        return data, rows, self._translated
 
 
-def sources_of(flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None) -> Tensor:
-    """Return the sources of some items, ``[n, ...]`` on the CPU, for ``flow.sample``.
+def conditions_of(
+    flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None
+) -> dict[str, Tensor]:
+    """Return the sources and the other conditions of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``.
 
     Args:
         flow: a flow from pictures to pictures.
@@ -206,20 +204,22 @@ def sources_of(flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: 
         seed: seed of a degradation that is random.
         draws: numbers of the random draws; by default the numbers of the items.
     """
-    items, space, sources = Batches(getattr(data, "items", data)), flow.space, []
+    items, space = Batches(data.items if isinstance(data, RenderedItems) else data), flow.space
+    parts: list[dict[str, Tensor]] = []
     for first in range(0, len(numbers), AT_ONCE):
         some = numbers[first : first + AT_ONCE]
         batch = items.__getitems__(some)
         is_stored = space.key in batch
         given = batch[SOURCE if SOURCE in batch else space.key if is_stored else "images"].to(flow.device)
-        data_of = given if is_stored else space.from_pictures(given)
+        stored = given if is_stored else space.from_pictures(given)
+        source: Tensor | None = stored
         if SOURCE not in batch:
             drawn = some if draws is None else draws[first : first + AT_ONCE]
             with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
-                degraded = flow.source_of({}, space.encode(data_of))
-            data_of = data_of if degraded is None else degraded
-        sources.append(data_of.cpu())
-    return torch.cat(sources)
+                source = flow.source_of({}, space.encode(stored))
+        others = {name: batch[name] for name in flow.conditions if name in batch}
+        parts.append(others | ({} if source is None else {SOURCE: source.cpu()}))
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def render_sources(flow: Flow, sources: Tensor) -> Tensor:

@@ -85,7 +85,10 @@ def split_sources(pictures: ImageDataset, share: float, seed: int) -> Split | No
     if not pictures.varies or not isinstance(pictures.source, ImageDataset):
         return None
     split = hold_out(pictures.source, share, seed)
-    return split if split.problem is None else None
+    if split.problem is not None:
+        PartialState().print(f"note: sources are not held out, as that leaves {split.problem}")
+        return None
+    return split
 
 
 def divided(dataset: D, split: Split, sources: Split | None) -> tuple[D, D]:
@@ -100,7 +103,7 @@ def divided(dataset: D, split: Split, sources: Split | None) -> tuple[D, D]:
     for side in ("training", "held_out"):
         part = dataset.subset(getattr(split, side))
         if sources is not None and part.source is not None:
-            part = part.with_source(part.source.subset(getattr(sources, side)))
+            part = part.with_source(part.source.subset(getattr(sources, side)), seed=part.seed)
         parts.append(part)
     return parts[0], parts[1]
 
@@ -162,8 +165,10 @@ class HeldOutPictures:
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         items = [self._sides[number // self.count][number % self.count] for number in numbers]
         batch = {name: torch.stack([item[name] for item in items]).to(flow.device) for name in items[0]}
-        data = batch[flow.space.key] if flow.space.key in batch else flow.space.from_pictures(batch["images"])
-        x_0 = flow.space.encode(data)
+        if flow.space.key not in batch:  # pictures, for a flow on latents
+            named = {"images": flow.space.key, "source": "source"}
+            batch |= {now: flow.space.from_pictures(batch[name]) for name, now in named.items() if name in batch}
+        x_0 = flow.space.encode(batch[flow.space.key])
         with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
             noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
             source = flow.source_of(batch, x_0)

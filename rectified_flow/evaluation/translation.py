@@ -4,12 +4,15 @@ A distance to the training pictures does not tell whether a result belongs to it
 are compared with them. Without, the score tells how much of the structure of the source is kept.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
-from rectified_flow.evaluation.distances import FIELDS, frechet_distance
+from rectified_flow.evaluation.distances import FIELDS, frechet_distance, kernel_distance
 from rectified_flow.evaluation.evaluator import Evaluator, render_sources
-from rectified_flow.flows.flow import Flow
+from rectified_flow.evaluation.features import in_batches
+from rectified_flow.flows.flow import SOURCE, Flow
 
 NEAREST, MOST_VARIANTS = 10, 4
 """Number of nearest pictures among which the right one counts as found, and largest number of results to choose of."""
@@ -25,36 +28,54 @@ def translation_scores(evaluator: Evaluator, flow: Flow, generated: Tensor) -> d
         generated: the result of ``evaluator.generate``, ``[n, d]``.
 
     Returns:
-        ``copy_DISTANCE``: the Fréchet distance of the sources. With known partners, ``partner_distance``: the mean
-        squared distance to the partner in the features of the evaluator; ``best_of_K_partner_distance``: that of the
-        nearest of K results for each source, if there are as many; ``partner_found``: the share of results whose
-        partner is among the 10 nearest of all partners. Without, ``structure_found``: the share of results whose source
-        is among the 10 nearest of all sources, by :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a
-        name: the score of the source itself, and of the training picture that is nearest to the source.
+        ``copy_DISTANCE``: the Fréchet distance and the kernel distance of the sources. With known partners,
+        ``partner_distance``: the mean squared distance to the partner in the features of the evaluator;
+        ``best_of_K_partner_distance``: that of the nearest of K results for each source, if there are as many;
+        ``partner_found``: the share of results whose partner is among the 10 nearest of all partners. Without,
+        ``structure_found``: the share of results whose source is among the 10 nearest of all sources, by
+        :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a name: the score of the source itself, and of
+        the training picture that is nearest to the source.
     """
-    data, rows, sources = evaluator.translated(flow)
-    features, real = evaluator.features[0], evaluator.real.features[0]
-    shown = render_sources(flow, sources)
-    copies, width = features.of(shown), real.shape[1]
-    results = generated[:, :width].cpu()
+    data, rows, conditions = evaluator.translated(flow)
+    real = evaluator.real.features[0]
+    results = generated[:, : real.shape[1]].cpu()
     count = min(len(rows), len(results))
-    copies, shown = copies[:count], shown[:count]
-    scores = {f"copy_{evaluator.headline}": frechet_distance(real, copies)}
+
+    def copied(numbers: Sequence[int]) -> Tensor:
+        return render_sources(flow, conditions[SOURCE][list(numbers)])
+
+    copies = features_of(evaluator, 0, count, copied)
+    names = evaluator.headline, evaluator.features[0].kernel_name
+    distances = frechet_distance(real, copies), kernel_distance(real, copies, evaluator.seed)[0]
+    scores = {f"copy_{name}": distance for name, distance in zip(names, distances, strict=True)}
     neighbours = torch.cdist(copies, real).argmin(dim=1)
     if getattr(data, "varies", False):
-        colours = evaluator.features[-1].of(shown)
-        own = {"": generated[:count, width:].cpu(), "neighbour_": evaluator.real.features[-1][neighbours]}
-        wanted = structure_of(colours)
+        wanted = structure_of(features_of(evaluator, -1, count, copied))
+        own = {"": generated[:count, real.shape[1] :].cpu(), "neighbour_": evaluator.real.features[-1][neighbours]}
         return scores | {f"{name}structure_found": found(structure_of(each), wanted) for name, each in own.items()}
-    partners = features.of(data.read_pictures(rows[:count]))
+    partners = features_of(evaluator, 0, count, lambda numbers: data.read_pictures([rows[i] for i in numbers]))
     for name, each in {"": results[:count], "copy_": copies, "neighbour_": real[neighbours]}.items():
         scores[f"{name}partner_distance"] = (each - partners).square().sum(dim=1).mean().item()
         scores[f"{name}partner_found"] = found(each, partners)
     variants = min(len(results) // count, MOST_VARIANTS)
     if variants > 1:
-        distances = (results[: variants * count].unflatten(0, (variants, count)) - partners).square().sum(dim=2)
-        scores[f"best_of_{variants}_partner_distance"] = distances.amin(dim=0).mean().item()
+        squares = (results[: variants * count].unflatten(0, (variants, count)) - partners).square().sum(dim=2)
+        scores[f"best_of_{variants}_partner_distance"] = squares.amin(dim=0).mean().item()
     return scores
+
+
+def features_of(evaluator: Evaluator, network: int, count: int, read: Callable[[Sequence[int]], Tensor]) -> Tensor:
+    """Return the features ``[count, d]`` of pictures by a network of the evaluator, on the CPU.
+
+    Args:
+        evaluator: the evaluator.
+        network: number of the network.
+        count: number of pictures.
+        read: returns the pictures of some numbers, uint8 ``[n, 3, h, w]``.
+    """
+    features, device = evaluator.features[network], evaluator.state.device
+    batches = in_batches(range(count), evaluator.batch_size, f"features by {features.name}")
+    return torch.cat([features.of(read(some).to(device)) for some in batches])
 
 
 def structure_of(colours: Tensor) -> Tensor:

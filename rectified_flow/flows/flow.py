@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Labels, Values, drop
+from rectified_flow.condition import Kinds, Labels, Picture, Values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
@@ -100,18 +100,23 @@ class Flow(nn.Module):
         missing = [name for name in self.space.conditions if name not in self.conditions]
         if missing:
             raise ValueError(f"the network does not take the {missing[0]}: give it the conditions of the space")
-        if from_source and (coupling == "immiscible" or (coupling == "ot" and degradation is not None)):
-            raise ValueError(f"the coupling {coupling} is for noise, and these paths start from sources")
         if degradation is not None and self.space.shape is not None:
             degradation.check_sides(*self.space.shape[-2:])
         self.condition_dropout = condition_dropout
         self.coupling = coupling
         self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
+        # With a coupling, noise would depend on the source, which sampling cannot repeat.
+        if (
+            self.takes_source
+            and coupling != "independent"
+            and not (from_source and coupling == "ot" and not degradation)
+        ):
+            raise ValueError(f"the coupling {coupling} is for noise, or by ot for starts from other pictures")
 
     @property
     def takes_source(self) -> bool:
         """Whether a batch needs a source for each row, and samples are made from one."""
-        return self.from_source or SOURCE in self.conditions
+        return self.from_source or isinstance(self.conditions.get(SOURCE), Picture)
 
     @property
     def conditions(self) -> Kinds:
@@ -152,16 +157,19 @@ class Flow(nn.Module):
                 "entry of the dataset's items"
             )
         data, drawn = batch[self.space.key], "noise" in batch
+        if self.takes_source and SOURCE in batch and not drawn:
+            # With the same random draws, a source is cropped, mirrored and augmented like its target.
+            with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
+                batch = batch | {SOURCE: self.space.augment(batch[SOURCE])[0]}
         data, described = (data, {}) if drawn else self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = self._conditions_of(batch)
         if drawn:
             start = batch["noise"].float()
-            conditions |= {SOURCE: batch[SOURCE].float()} if SOURCE in self.conditions else {}
+            if not self.from_source:
+                _, conditions = self.with_source(start, self.source_of(batch, x_0), conditions)
         else:
-            # With the same random draws, a source is cropped, mirrored and augmented like its target.
-            batch = batch | ({SOURCE: self.space.augment(batch[SOURCE])[0]} if SOURCE in batch else {})
             source = self.source_of(batch, x_0)
             start, conditions = self.with_source(self._draw_noise(x_0, conditions, batch), source, conditions)
         return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
@@ -182,7 +190,8 @@ class Flow(nn.Module):
             return self.space.encode(batch[SOURCE])
         if self.degradation is None:
             raise UsageError(f"the flow leads from pictures to pictures, and a batch has no {SOURCE}: add this entry")
-        return self.degradation(x_0)
+        with torch.autocast(x_0.device.type, enabled=False):
+            return self.degradation(x_0)
 
     def with_source(self, noise: Tensor, source: Tensor | None, conditions: Values) -> tuple[Tensor, Values]:
         """Return the start of the paths ``[b, ...]`` and the conditions, one of which the source may be.
@@ -200,7 +209,10 @@ class Flow(nn.Module):
 
     def _conditions_of(self, batch: dict[str, Any]) -> Values:
         """Return the conditions of a batch, without sources."""
-        return {name: batch[name] for name in self.conditions if name in batch and name != SOURCE}
+        return {name: batch[name] for name in self.conditions if name in batch and not self._is_source(name)}
+
+    def _is_source(self, name: str) -> bool:
+        return name == SOURCE and self.takes_source
 
     @property
     def pairs(self) -> bool:
@@ -259,7 +271,7 @@ class Flow(nn.Module):
         """
         if self.from_source and SOURCE not in conditions:
             raise UsageError("this flow starts from pictures: pass them as source")
-        given = {name: value for name, value in conditions.items() if name != SOURCE or not self.takes_source}
+        given = {name: value for name, value in conditions.items() if not self._is_source(name)}
         unknown = [name for name in given if name not in self.conditions]
         if unknown:
             raise ValueError(f"the network does not take {', '.join(unknown)}, only {list(self.conditions)}")
@@ -275,7 +287,8 @@ class Flow(nn.Module):
             name: given[name].to(device) if name in given else kind.draw(name, count, device)
             for name, kind in self.conditions.items()
         }
-        source = self.space.encode(conditions[SOURCE].to(device)) if SOURCE in conditions else None
+        sources = [self.space.encode(conditions[name].to(device)) for name in conditions if self._is_source(name)]
+        source = next(iter(sources), None)
         x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:
             x = torch.lerp(self.space.encode(start).to(device), x, noise_level)

@@ -126,7 +126,7 @@ class RectifiedFlow(Flow):
         guidance: Guidance = NO_GUIDANCE,
         **conditions: Tensor,
     ) -> Tensor:
-        """Integrate data to the noise ``[b, ...]`` from which ``sample`` with the same settings returns to them.
+        """Integrate data to the noise or source ``[b, ...]`` from which ``sample`` with the same settings returns.
 
         Args:
             data: ``[b, ...]``, as the space stores them.
@@ -142,7 +142,10 @@ class RectifiedFlow(Flow):
         if solver == "stochastic":
             raise ValueError("the stochastic solver has no way back to the noise")
         x = self.space.encode(data).to(self.device)
-        values = {name: value.to(x.device) for name, value in conditions.items()}
+        values = {
+            name: self.space.encode(value.to(x.device)) if self._is_source(name) else value.to(x.device)
+            for name, value in conditions.items()
+        }
         field = guided(self.velocity, self.conditions, values, guidance)
         with self.evaluating():
             return integrate(field, x, time_grid(steps, grid)[::-1], solver)

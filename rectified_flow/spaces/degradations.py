@@ -76,7 +76,7 @@ class Grey(Degradation):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Replace the three colours by the brightness."""
-        return torch.cat((_brightness(x).expand(-1, COLOURS, -1, -1), x[:, COLOURS:]), dim=1)
+        return _with_colours(_brightness(x), x)
 
 
 @register
@@ -132,7 +132,7 @@ class Edges(Degradation):
         kernels = torch.stack((sobel, sobel.T))[:, None]
         slope = F.conv2d(F.pad(_brightness(x), (1, 1, 1, 1), mode="replicate"), kernels).norm(dim=1, keepdim=True)
         lines = 1 - (2 * EDGE_GAIN * slope).clamp(max=2)
-        return torch.cat((lines.expand(-1, COLOURS, -1, -1), x[:, COLOURS:]), dim=1)
+        return _with_colours(lines, x)
 
 
 def _brightness(x: Tensor) -> Tensor:
@@ -141,6 +141,11 @@ def _brightness(x: Tensor) -> Tensor:
         return x[:, :1]
     weights = torch.tensor(LUMINANCE, device=x.device, dtype=x.dtype)
     return torch.einsum("c, bchw -> bhw", weights, x[:, :COLOURS])[:, None]
+
+
+def _with_colours(grey: Tensor, x: Tensor) -> Tensor:
+    """Return grey pictures ``[b, 1, h, w]`` with the channels and the transparency of ``x``."""
+    return torch.cat((grey.expand(-1, min(COLOURS, x.shape[1]), -1, -1), x[:, COLOURS:]), dim=1)
 
 
 def _places(x: Tensor) -> tuple[Tensor, Tensor]:

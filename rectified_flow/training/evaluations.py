@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator, render_sources, sources_of
+from rectified_flow.evaluation.evaluator import Evaluator, conditions_of, render_sources
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.runs import checkpoint
@@ -45,20 +45,19 @@ def sample_preview(trainer: "Trainer") -> None:
     how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
     how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
 
-    count, columns, sources = config.num_samples, None, None
+    count, columns, conditions = config.num_samples, None, dict[str, Tensor]()
     if getattr(flow, "takes_source", False):
         data = trainer.dataset if trainer.preview_data is None else trainer.preview_data
         count, columns = min(count, len(data)), PAIRS * 2  # type: ignore[arg-type]
-        sources = sources_of(flow, data, range(count), config.seed)
-        how["conditions"] = {SOURCE: sources}
+        conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
 
     def sample(numbers: list[int]) -> Tensor:
         return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
 
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
         images = map_over_ranks(accelerator, count, sample)
-        if sources is not None:
-            images = torch.stack((render_sources(flow, sources), images), dim=1).flatten(0, 1)
+        if conditions:
+            images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
         trainer.run.log.samples(trainer.state.step, images, columns)
 
 

@@ -232,6 +232,8 @@ def test_pictures_without_a_partner_are_named_and_left_out(folders: Path, tmp_pa
     for name in ("03.png", "05.png"):
         (tmp_path / "from" / name).unlink()
     (tmp_path / "from/07.png").write_bytes(b"broken")
+    (tmp_path / "from/more").mkdir()
+    (tmp_path / "from/more/08.png").write_bytes(b"broken")
     draw(99).save(tmp_path / "from/extra.png")
     data = DataConfig(dataset_path=folders / "to", image_size=SIDE, skip_broken_images=True)
     flags = SourceConfig(source_path=tmp_path / "from", paired=True, skip_unpaired=True)
@@ -259,7 +261,7 @@ def test_other_sources_are_another_run(runs: tuple[str, Path], folders: Path, tm
     ("flags", "expected"),
     [
         ("--source_path {0}/nowhere", "--source_path {0}/nowhere is not a folder"),
-        ("--source_path {0}/to", "--source_path {0}/to is --dataset_path, too"),
+        ("--source_path {0}/to", "--source_path {0}/to lies in --dataset_path {0}/to"),
         ("--source_path {0}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {0}/from --output_dir {0}/from/run", "lies inside --source_path"),
         ("--source_path {0}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),
@@ -270,7 +272,7 @@ def test_other_sources_are_another_run(runs: tuple[str, Path], folders: Path, tm
         ("--source_path {0}/from --coupling immiscible", "--coupling immiscible has no effect"),
         ("--source_path {0}/from --source_as condition --coupling ot", "--coupling ot has no effect"),
         ("--degrade sepia", "--degrade sepia is not registered: choose Blur or"),
-        ("--degrade downsample:3", "8 and 8 are not divisible by 3"),
+        ("--degrade downsample:3", "--degrade downsample:3 does not suit --image_size: the sides 8 and 8"),
         ("--degrade grey --autoencoder haar", "--degrade excludes --autoencoder"),
     ],
 )
@@ -286,6 +288,8 @@ def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: P
         ("", "leads from pictures to pictures: pass some with --from_images"),
         ("--from_images {0}/from --noise_level 0.5", "--noise_level has no effect"),
         ("--from_images {0}/from --degrade", "--degrade has no effect"),
+        ("--from_images {0}/from --reverse --solver stochastic", "--solver stochastic has no way back"),
+        ("--from_images {0}/from --reverse --path strip", "--path has no effect"),
         ("--from_images {0}/from --output_dir {0}/from", "has the pictures of --from_images"),
         ("--variants 2", "--variants has no effect without --from_images"),
         ("--from_images {0}/nowhere", "neither a picture nor a folder of pictures"),

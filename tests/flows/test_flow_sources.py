@@ -102,6 +102,14 @@ def test_source_and_target_are_mirrored_and_augmented_alike() -> None:
     assert 0 < mirrored.sum() < 16
 
 
+def test_source_and_target_are_mirrored_alike_without_a_step() -> None:
+    flow = RectifiedFlow(unet(), space=Pixels(SHAPE, horizontal_flip=True), from_source=True)
+    x_0, start, _ = flow.draw_batch({"images": images(16, 1), "source": images(16, 1)})
+    assert torch.equal(x_0, start)
+    again, _, _ = flow.draw_batch({"images": images(16, 1), "source": images(16, 1)})
+    assert not torch.equal(x_0, again), "each batch has draws of its own"
+
+
 def test_the_network_sees_the_source_as_a_condition_and_it_is_dropped() -> None:
     kind = Picture(SHAPE)
     flow = RectifiedFlow(unet(source=kind), space=Pixels(SHAPE), condition_dropout=0.5, degradation=Grey())
@@ -148,7 +156,7 @@ def test_a_map_from_paths_takes_the_source_of_each_path() -> None:
     path = torch.randn(4, 2, *SHAPE).half()
     batch = {"images": images(4, 1), "path": path}
     assert flow(**batch, source=torch.randn(4, *SHAPE).half()).isfinite()
-    with pytest.raises(KeyError):
+    with pytest.raises(UsageError, match="a batch has no source"):
         flow(**batch)
 
 
@@ -182,12 +190,13 @@ def test_a_part_is_kept_on_its_path_and_to_the_end() -> None:
     ("settings", "expected"),
     [
         ({"coupling": "immiscible"}, "immiscible is for noise"),
+        ({"coupling": "ot", "from_source": False, "network": unet(source=Picture(SHAPE))}, "ot is for noise"),
         ({"coupling": "ot", "degradation": Grey()}, "ot is for noise"),
     ],
 )
 def test_couplings_without_a_meaning_are_refused(settings: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
-        RectifiedFlow(unet(), space=Pixels(SHAPE), from_source=True, **settings)
+        RectifiedFlow(**{"network": unet(), "space": Pixels(SHAPE), "from_source": True, **settings})
 
 
 def test_a_batch_without_sources_is_refused() -> None:
