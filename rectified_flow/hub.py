@@ -27,7 +27,8 @@ from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
-TASK = "unconditional-image-generation"
+TASKS = {False: "unconditional-image-generation", True: "image-to-image"}
+"""Task of a model on the hub, by whether it leads from pictures to pictures."""
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
 """Flags for places on this machine, which the card's command leaves out."""
@@ -124,12 +125,13 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
     """
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
-        ModelCardData(library_name=LIBRARY, pipeline_tag=TASK, **(metadata or {})),
+        ModelCardData(library_name=LIBRARY, pipeline_tag=TASKS[flow.takes_source], **(metadata or {})),
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
         noun=flow.space.noun,
         shape=["b", *(flow.space.shape or ())],
+        sources=flow.takes_source,
         classes=getattr(flow.conditions.get("labels"), "num_classes", None),
         parameters=f"{sum(p.numel() for p in flow.network.parameters()) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
@@ -159,7 +161,7 @@ def card_of_run(
     ]
     measured = [
         EvalResult(
-            task_type=TASK,
+            task_type=TASKS[trained.flow.takes_source],
             dataset_type=hub_dataset or "imagefolder",
             dataset_name=dataset or "unknown",
             dataset_split=result.get("split"),

@@ -89,6 +89,18 @@ def test_a_card_of_weights_alone_says_nothing_of_a_run(tmp_path: Path) -> None:
     assert "## Training" not in written.text
 
 
+def test_a_card_of_a_flow_from_pictures_samples_from_them(tmp_path: Path) -> None:
+    flow = FLOWS["rectified"]()
+    flow.from_source = True
+    written = card(write(flow, tmp_path))
+    assert written.data.to_dict()["pipeline_tag"] == "image-to-image"
+    assert "flow.sample(source=pictures)" in written.text
+    flags = {"source_path": "/home/me/sketches", "paired": True}
+    text = str(card(run_of(tmp_path, {"dataset": "", "dataset_path": "/home/me/photos"}, flags)))
+    assert "--source_path sketches --paired" in text
+    assert "/home/me" not in text
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
