@@ -39,8 +39,6 @@ from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import printable
 
 CONDITION_DROPOUT = 0.1
-START_NOISE = 0.1
-"""Standard deviation of the noise that is added to sources where paths start from them."""
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 DATA_FLAGS = (
@@ -290,8 +288,7 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
         module.gradient_checkpointing = given.gradient_checkpointing
     arguments: dict[str, Any] = {}
     if source.is_given:
-        noise = START_NOISE if source.source_noise is None else source.source_noise
-        arguments = {"from_source": source.as_start, "source_noise": noise if source.as_start else 0.0}
+        arguments = {"from_source": source.as_start, "source_noise": source.source_noise}
         arguments["degradation"] = choose_degradation(source.degrade)
         takes = arguments.keys() <= parameters_of(flow.target).keys()
         refuse(

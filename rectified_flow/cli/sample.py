@@ -243,6 +243,9 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
     refuse({"mask": flags.mask if not paints else None}, f"has no effect: {source} translates whole pictures")
     alone = not flow.takes_source and flags.mask is None
     refuse({"variants": alone and flags.variants > 1}, f"has no effect: {source} generates --num_samples of pictures")
+    single = flow.from_source and flow.source_noise == 0 and not isinstance(flow.degradation, Mask)
+    why = f"has no effect: a source has one result with {source}, which was trained without --source_noise"
+    refuse({"variants": single and flags.variants > 1}, why)
     way_back = flow.from_source and hasattr(flow, "encode")
     if flags.reverse:
         refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")

@@ -112,8 +112,9 @@ class SourceConfig(Flags):
     """Start from degraded training pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or registered."""
     source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
     """Use the source as the start of the path instead of noise, or as a condition of the network beside the noise."""
-    source_noise: Annotated[NonNegative | None, default_is("0.1 for a start")] = None
-    """Standard deviation of the noise that is added to sources as the start; pixels range from -1 to 1."""
+    source_noise: NonNegative = 0.0
+    """Standard deviation of noise that is added to sources as the start, for several results of each; pixels are in
+    [-1, 1]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,7 +123,7 @@ class SourceConfig(Flags):
         if not self.paired:
             refuse({"skip_unpaired": self.skip_unpaired}, "has no effect without --paired: leave it out")
         if not self.is_given:
-            unused = {"source_as": self.source_as, "source_noise": self.source_noise is not None}
+            unused = {"source_as": self.source_as, "source_noise": self.source_noise}
             refuse(unused, "has no effect without --source_path or --degrade: pass one of them")
         refuse(
             {"source_path": self.source_path is not None and self.degrade is not None},
