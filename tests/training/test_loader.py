@@ -55,6 +55,9 @@ class Failing(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
         raise NotImplementedError
 
+    def __len__(self) -> int:
+        return 46
+
     def read_batch(self, indices: list[int]) -> dict[str, torch.Tensor]:
         return {"images": self.failure() if 7 in indices else torch.zeros(len(indices), 3)}
 
