@@ -92,13 +92,14 @@ const isMask = () => model.source?.degradation?.kind === "Mask";
 const isRandom = () => !model.source || model.source.as === "condition" || model.source.noise > 0 || isMask();
 
 /** Whether the visitor has to do something before there is anything to draw. */
-const isWaiting = () => model.source && (!comparison.picture || (isMask() && !comparison.unknown));
+const isWaiting = () => Boolean(model.source) && (!comparison.picture || (isMask() && !comparison.unknown));
 
 /** Show what there is a use for: before and after a picture is given, and after it is painted over. */
 function arrange(reveal = false) {
   const { picture, unknown, canPaint } = comparison;
   const calling = Boolean(model.source && !picture);
   document.body.classList.toggle("calling", calling);
+  document.body.classList.toggle("waiting", isWaiting());
   document.body.classList.toggle("comparing", Boolean(picture));
   at("call").hidden = !calling;
   at("controls").hidden = calling;
@@ -107,7 +108,6 @@ function arrange(reveal = false) {
   for (const name of ["views", "forget"]) at(name).hidden = !picture;
   for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
   at("brush-row").hidden = !picture || !canPaint;
-  at("given-hint").textContent = canPaint ? "Paint over the part to generate" : "Given";
   at("clear").disabled = !unknown;
   const count = model.kind === "map" && isRandom() ? GRID : 1;
   const kind = count === 1 ? "single" : picture ? "variants" : "grid";
@@ -169,8 +169,7 @@ function draw(reveal = false) {
   const waiting = isWaiting();
   if (waiting) {
     latest = newest;
-    at("progress").value = 0;
-    say(comparison.picture ? "Paint over the part of the picture that is to be generated." : "The model is ready.");
+    say("The model is ready.");
   }
   worker.postMessage({
     id: newest,
@@ -268,7 +267,7 @@ at("clear").onclick = clear;
 at("brush").oninput = () => { at("brush-value").textContent = at("brush").value; };
 for (const id of ["file", "camera"]) {
   at(id).onchange = () => {
-    if (at(id).files.length) take(at(id).files[0]);
+    if (model && at(id).files.length) take(at(id).files[0]);
     at(id).value = ""; // so that the same file can be chosen again
   };
 }

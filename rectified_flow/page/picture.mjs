@@ -79,8 +79,9 @@ export class Comparison {
   }
 
   #slide() {
-    at("compare").classList.toggle("pending", this.#pending);
-    at("compare").style.setProperty("--split", `${this.#pending ? 100 : at("split").value}%`);
+    const share = this.#pending ? 100 : Number(at("split").value);
+    at("compare").style.setProperty("--split", `${share}%`);
+    at("compare").classList.toggle("whole", share % 100 === 0);
   }
 
   /** Drag in a frame: paint, or slide the line where the given picture beside it can be painted. */

@@ -1,4 +1,4 @@
-"""An exported page with the visitor's picture: the result is that of sample.py, and what is not painted over is kept."""
+"""An exported page with the visitor's picture: results are those of sample.py, and what is not painted over stays."""
 
 import subprocess
 import sys
@@ -166,7 +166,7 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         wait_for("the page", page.locator("#call").is_visible)
         shown.drop(tmp_path / "exported/given.png")
         wait_for("the brush", page.locator("#brush").is_visible)
-        assert shown.text("status") == "Paint over the part of the picture that is to be generated."
+        assert shown.text("status") == "The model is ready."
         assert page.evaluate("document.body.dataset.drawn") == ""
         page.set_viewport_size({"width": 1200, "height": 900})
         paint(shown, "#given")
@@ -180,7 +180,7 @@ def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: An
         assert page.get_attribute("#pictures button:nth-child(3)", "aria-pressed") == "true"
         assert page.evaluate(UNNAMED) == []
         page.click("#clear")
-        wait_for("the hint", lambda: shown.text("status").startswith("Paint over"))
+        wait_for("a new start", lambda: shown.text("status") == "The model is ready.")
         assert np.array_equal(before(shown), given(tmp_path))
 
 
