@@ -82,6 +82,12 @@ def open_page(page: Any, address: str, arguments: argparse.Namespace) -> None:
     wait(page)
 
 
+def set_seed(page: Any, seed: int) -> None:
+    """Set the seed, which is hidden if it changes nothing."""
+    script = "seed => { const each = document.getElementById('seed'); each.value = seed; each.oninput(); }"
+    page.evaluate(script, str(seed))
+
+
 def measure(browser: Any, address: str, arguments: argparse.Namespace) -> None:
     """Print the time from the address to the first picture, and the median rate over other seeds."""
     page = browser.new_page()
@@ -90,7 +96,7 @@ def measure(browser: Any, address: str, arguments: argparse.Namespace) -> None:
     first = time.monotonic() - began
     seconds = []
     for seed in range(1, DRAWINGS + 1):
-        page.fill("#seed", str(seed))
+        set_seed(page, seed)
         seconds.append(wait(page))
     count, steps = page.locator("#pictures canvas").count(), page.input_value("#steps")
     drawing = statistics.median(seconds)
@@ -105,7 +111,7 @@ def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> Non
     viewport = {"width": arguments.width, "height": 800}
     page = browser.new_page(viewport=viewport, color_scheme=arguments.scheme, device_scale_factor=arguments.scale)
     open_page(page, address, arguments)
-    page.fill("#seed", str(arguments.seed))
+    set_seed(page, arguments.seed)
     wait(page)
     page.evaluate("document.activeElement.blur()")
     write_output(arguments.screenshot, page.screenshot(full_page=True))

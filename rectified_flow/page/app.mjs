@@ -56,7 +56,7 @@ function begin(description) {
   model = description;
   shape = model.inputs.x.shape.slice(1);
   const map = model.kind === "map";
-  const side = `${shape[2]} × ${shape[1]} pixels`;
+  const side = `${shape[2]}\u00a0×\u00a0${shape[1]} pixels`;
   const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
   const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
   const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
@@ -127,7 +127,10 @@ function variant(i) {
   button.type = "button";
   button.ariaLabel = `Compare result ${i}`;
   button.append(canvas(`Result ${i}`));
-  button.onclick = () => { choose(i); comparison.showResult(shown, i); };
+  button.onclick = () => {
+    choose(i);
+    if (document.body.dataset.drawn) comparison.showResult(shown, i);
+  };
   return button;
 }
 
