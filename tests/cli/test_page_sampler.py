@@ -74,8 +74,8 @@ def run(body: str, **given: Any) -> Any:
 
 def flow_of(kind: type[Flow], source: str | None, degradation: Degradation | None = None) -> Flow:
     network = Linear(source=Picture(SHAPE)) if source == "condition" else Linear()
-    start = {"from_source": True, "source_noise": 0.25} if source == "start" else {}
-    return kind(network, space=Pixels(SHAPE), degradation=degradation, **start)  # type: ignore[arg-type]
+    start: dict[str, Any] = {"from_source": True, "source_noise": 0.25} if source == "start" else {}
+    return kind(network, space=Pixels(SHAPE), degradation=degradation, **start)
 
 
 @pytest.mark.parametrize("painted", [False, True])
@@ -83,7 +83,7 @@ def flow_of(kind: type[Flow], source: str | None, degradation: Degradation | Non
 @pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
 def test_a_picture_becomes_what_it_becomes_in_python(kind: type[Flow], source: str | None, painted: bool) -> None:
     flow = flow_of(kind, source, Mask() if source else None)
-    model: dict[str, Any] = describe(NetworkCall(flow), "page")  # type: ignore[arg-type]
+    model: dict[str, Any] = describe(NetworkCall(flow), "page")
     images = torch.randint(256, (1, *SHAPE), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
@@ -118,7 +118,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(kind: type[Flow], source: s
 @pytest.mark.parametrize("degradation", [Downsample(2), Downsample(4), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(degradation: Degradation | None) -> None:
     """Only by projections: a mask is painted by the visitor."""
-    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)), "page")  # type: ignore[arg-type]
+    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)), "page")
     x = torch.rand(1, *SHAPE) * 2 - 1
     body = "const { model, x } = JSON.parse(GIVEN); return [...sampler.degraded(model, Float32Array.from(x))];"
     found = torch.tensor(run(body, model=model, x=x.flatten().tolist())).reshape(x.shape)

@@ -24,10 +24,11 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
 from tests.cli.test_export import ROOT, small
-from tests.cli.test_page import Quiet, Shown, looking_at
+from tests.cli.test_page import HAS_CARD, Quiet, Shown, browser_with_card, looking_at
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS, write
 
+__all__ = ["browser_with_card"]
 pytestmark = pytest.mark.page
 SHAPE = (3, 8, 8)
 BEFORE = """() => {
@@ -194,6 +195,22 @@ def test_a_condition_is_guided_by(tmp_path: Path, browser: Any) -> None:
         assert np.abs(shown.picture() - sampled()[0]).max() <= 2
         shown.set("guidance", 2.5)
         assert np.abs(shown.picture() - sampled("--guidance_scale", "2.5")[0]).max() <= 2
+
+
+def test_webgpu_takes_a_source_that_is_partly_unknown(tmp_path: Path, browser_with_card: Any) -> None:
+    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask())
+    with exported(flow, tmp_path, browser_with_card) as (shown, sampled):
+        page = shown.page
+        if not page.evaluate(HAS_CARD):
+            pytest.skip("this chromium has no WebGPU adapter, not even of software")
+        page.goto(shown.address + "?backend=webgpu")
+        wait_for("the page", page.locator("#call").is_visible)
+        shown.drop(tmp_path / "exported/given.png")
+        wait_for("the brush", page.locator("#brush").is_visible)
+        paint(shown, "#compare")
+        assert page.evaluate("document.body.dataset.backend") == "webgpu"
+        painted_mask(shown, tmp_path)
+        assert np.abs(shown.picture() - sampled("--mask", str(tmp_path / "mask.png"))[0]).max() <= 2
 
 
 @pytest.mark.parametrize("kind", FLOWS)
