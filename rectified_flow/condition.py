@@ -123,7 +123,8 @@ class AugmentationLabels(Condition):
 class Picture(Condition):
     """Pictures of the shape of ``x``, float32 ``[b, c, h, w]``; unknown pixels are NaN, and all are in "none".
 
-    A :class:`Unet <rectified_flow.networks.unet.Unet>` adds the embedding ``[b, dim, h, w]`` to its first layer.
+    A :class:`Unet <rectified_flow.networks.unet.Unet>` adds the embedding ``[b, dim, h, w]`` to its first layer. The
+    embedding also takes pictures with the map of their unknown pixels, see :func:`with_map`.
 
     Args:
         shape: ``(c, h, w)``.
@@ -153,8 +154,17 @@ class _PictureEmbedding(nn.Module):
         nn.init.zeros_(self.conv.bias)  # type: ignore[arg-type]
 
     def forward(self, values: Tensor) -> Tensor:
-        unknown = values.isnan()
-        return self.conv(torch.cat((values.masked_fill(unknown, 0), unknown.any(dim=1, keepdim=True)), dim=1))
+        """Embed pictures ``[b, c, h, w]`` with NaN, or ``[b, c + 1, h, w]`` of :func:`with_map`."""
+        return self.conv(values if values.shape[1] == self.conv.in_channels else with_map(values))
+
+
+def with_map(values: Tensor) -> Tensor:
+    """Return pictures ``[b, c + 1, h, w]`` without NaN: unknown pixels are 0, and 1 in the last channel, their map.
+
+    Exported programs take pictures in this form, as graphics cards do not handle NaN reliably.
+    """
+    unknown = values.isnan()
+    return torch.cat((values.masked_fill(unknown, 0), unknown.any(dim=1, keepdim=True)), dim=1)
 
 
 class _VectorEmbedding(nn.Module):

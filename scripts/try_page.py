@@ -25,6 +25,8 @@ from rectified_flow.system.outputs import claim, write_output
 PATIENCE = 300.0
 """Time limit of one generation [s]."""
 DRAWINGS = 10
+STROKE = ((0.35, 0.3), (0.6, 0.45), (0.45, 0.6))
+"""Corners of the stroke of ``--paint``, as shares of the sides of the picture."""
 SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 
 
@@ -58,16 +60,43 @@ def wait(page: Any) -> float:
     return float(page.evaluate("document.body.dataset.seconds"))
 
 
-def measure(browser: Any, address: str) -> None:
+def open_page(page: Any, address: str, arguments: argparse.Namespace) -> None:
+    """Open the page, give it the picture of ``--picture`` and paint over a part of it, and wait for the result."""
+    page.goto(address)
+    if arguments.picture is None:
+        wait(page)
+        return
+    while page.inner_text("#about").startswith("Loading"):
+        page.wait_for_timeout(5)
+    page.set_input_files("#file", arguments.picture)
+    if arguments.paint:
+        frame = page.locator("#given .frame, #compare .frame").filter(visible=True).first
+        frame.scroll_into_view_if_needed()
+        box = frame.bounding_box()
+        for number, (across, down) in enumerate(STROKE):
+            page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"], steps=4)
+            if number == 0:
+                page.mouse.down()
+        page.evaluate("document.body.dataset.drawn = ''")
+        page.mouse.up()
+    wait(page)
+
+
+def set_seed(page: Any, seed: int) -> None:
+    """Set the seed, which is hidden if it changes nothing."""
+    script = "seed => { const each = document.getElementById('seed'); each.value = seed; each.oninput(); }"
+    page.evaluate(script, str(seed))
+
+
+def measure(browser: Any, address: str, arguments: argparse.Namespace) -> None:
     """Print the time from the address to the first picture, and the median rate over other seeds."""
     page = browser.new_page()
     began = time.monotonic()
-    page.goto(address)
-    wait(page)
+    open_page(page, address, arguments)
     first = time.monotonic() - began
     seconds = []
     for seed in range(1, DRAWINGS + 1):
-        page.fill("#seed", str(seed))
+        set_seed(page, seed)
         seconds.append(wait(page))
     count, steps = page.locator("#pictures canvas").count(), page.input_value("#steps")
     drawing = statistics.median(seconds)
@@ -81,9 +110,8 @@ def photograph(browser: Any, address: str, arguments: argparse.Namespace) -> Non
     """Write a screenshot of the whole page."""
     viewport = {"width": arguments.width, "height": 800}
     page = browser.new_page(viewport=viewport, color_scheme=arguments.scheme, device_scale_factor=arguments.scale)
-    page.goto(address)
-    wait(page)
-    page.fill("#seed", str(arguments.seed))
+    open_page(page, address, arguments)
+    set_seed(page, arguments.seed)
     wait(page)
     page.evaluate("document.activeElement.blur()")
     write_output(arguments.screenshot, page.screenshot(full_page=True))
@@ -97,6 +125,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=("wasm", "webgpu"), help="draw with this one; the page chooses without it")
     parser.add_argument("--software_card", action="store_true", help="give Chromium a graphics card made of software")
     parser.add_argument("--screenshot", type=Path, help="file for a screenshot, PNG")
+    parser.add_argument("--picture", type=Path, help="picture to give to the page, which a model of pictures needs")
+    parser.add_argument("--paint", action="store_true", help="paint over a part of --picture")
     parser.add_argument("--width", type=int, default=1000, help="of the screenshot, 390 for a phone's")
     parser.add_argument("--scheme", choices=("light", "dark"), default="light", help="colours of the screenshot")
     parser.add_argument("--scale", type=float, default=1, help="pixels of the screenshot for a pixel of the page")
@@ -111,7 +141,7 @@ def main() -> None:
     with serving(arguments.folder) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=flags)
         query = f"?backend={arguments.backend}" if arguments.backend else ""
-        measure(browser, address + query)
+        measure(browser, address + query, arguments)
         if arguments.screenshot is not None:
             photograph(browser, address + query, arguments)
         browser.close()

@@ -15,14 +15,16 @@ from torch.export import Dim
 from torch.nn.utils import parametrize
 
 from rectified_flow.cli.run_flags import ExportConfig
-from rectified_flow.condition import Labels, chosen
+from rectified_flow.condition import Labels, Picture, chosen
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import read_trained, solver_name
+from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run
+from rectified_flow.spaces.degradations import Downsample, Grey
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -33,13 +35,14 @@ class NetworkCall(nn.Module):
     """The velocity of a :class:`RectifiedFlow`, or the average velocity of a :class:`FlowMap`, with averaged weights.
 
     The prediction of the network is converted to the velocity. Augmentation labels (:class:`AugmentationLabels
-    <rectified_flow.condition.AugmentationLabels>`) are no inputs: they have the constant values of sampling.
+    <rectified_flow.condition.AugmentationLabels>`) are no inputs: they have the constant values of sampling. A source
+    that is a condition is two inputs, its known pixels and the map of the unknown ones.
 
     Args:
         flow: a flow of pixels whose shape is known.
 
     Raises:
-        UsageError: if the flow is of another kind, of other data, or takes conditions other than labels.
+        UsageError: if the flow is of another kind, of other data, or takes conditions other than labels and a source.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -49,12 +52,17 @@ class NetworkCall(nn.Module):
             raise UsageError(f"--checkpoint has a {kind}: only a rectified flow or a flow map can be exported")
         if not isinstance(space, Pixels) or space.shape is None:
             raise UsageError(f"--checkpoint has a flow of {type(space).__name__.lower()}: only pixels can be exported")
-        if any(name != "labels" or not isinstance(each, Labels) for name, each in conditions.items()):
-            raise UsageError(f"--checkpoint has a network with {', '.join(conditions)}: only labels can be exported")
+        if any(not isinstance(each, INPUT_KINDS.get(name, ())) for name, each in conditions.items()):
+            raise UsageError(
+                f"--checkpoint has a network with {', '.join(conditions)}: only labels and a source can be exported"
+            )
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
         self.is_map, self.shape, self.in_half = isinstance(flow, FlowMap), space.shape, False
         self.labels = conditions.get("labels")
-        self.constants = {name: each for name, each in flow.conditions.items() if name != "labels"}
+        self.takes_source = SOURCE in conditions and not flow.from_source
+        """Whether the source is an input; a path that starts from it has it in ``x``."""
+        inputs = {"labels", SOURCE} if self.takes_source else {"labels"}
+        self.constants = {name: each for name, each in flow.conditions.items() if name not in inputs}
 
     def keep_in_half(self) -> None:
         """Store matrices and convolutions in float16. Vectors stay in float32, and so does the computation."""
@@ -70,7 +78,8 @@ class NetworkCall(nn.Module):
         """Return random inputs by name for ``count`` rows.
 
         They are ``x`` float32 ``[b, c, h, w]``, ``t`` float32 ``[b]``, for a map the earlier time ``r`` float32
-        ``[b]``, and, if the network takes them, ``labels`` int64 ``[b]``.
+        ``[b]``, and, if the network takes them, ``labels`` int64 ``[b]``, the pixels of a ``source`` float32
+        ``[b, c, h, w]``, 0 where they are unknown, and ``unknown`` float32 ``[b, 1, h, w]``, 1 where they are unknown.
         """
         generator = torch.Generator().manual_seed(count)
         inputs = {"x": torch.randn(count, *self.shape, generator=generator)}
@@ -79,14 +88,28 @@ class NetworkCall(nn.Module):
             inputs["r"] = inputs["t"] * torch.rand(count, generator=generator)
         if isinstance(self.labels, Labels):
             inputs["labels"] = torch.randint(self.labels.num_classes + 1, (count,), generator=generator)
+        if self.takes_source:
+            unknown = (torch.rand(count, 1, *self.shape[1:], generator=generator) < 0.5).float()
+            pixels = 2 * torch.rand(count, *self.shape, generator=generator) - 1
+            inputs |= {SOURCE: pixels * (1 - unknown), "unknown": unknown}
         return inputs
 
-    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        t: Tensor,
+        r: Tensor | None = None,
+        labels: Tensor | None = None,
+        source: Tensor | None = None,
+        unknown: Tensor | None = None,
+    ) -> Tensor:
         """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
         # len(x) would fix the batch size in a program of torch.export
         values = {name: kind.none(x.shape[0], x.device) for name, kind in self.constants.items()}
         if labels is not None:
             values["labels"] = labels
+        if source is not None and unknown is not None:
+            values[SOURCE] = torch.cat((source, unknown), dim=1)  # see rectified_flow.condition.with_map
         if isinstance(self.flow, FlowMap):
             return self.flow.average_velocity(x, t, t if r is None else r, **values)
         return self.flow.exact_velocity(x, t, **values)
@@ -104,6 +127,10 @@ Program = Callable[[dict[str, Tensor]], Tensor]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
 PAGE_FILES = Path(__file__).resolve().parent.parent / "page"
 CHECKED_BATCHES = (1, 3)
+ON_PAGE = (Downsample, Grey)
+"""Projections that the page applies to a picture."""
+INPUT_KINDS: dict[str, type] = {"labels": Labels, SOURCE: Picture}
+"""Names and kinds of the conditions that are inputs of a program."""
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """Greatest difference of program and flow, relative to the greatest number that the flow returns."""
 
@@ -121,6 +148,10 @@ def export(config: ExportConfig) -> None:
     channels = call.shape[0]
     if flags.format == "page" and channels not in (1, RGB):
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
+    degradation = trained.flow.degradation
+    if flags.format == "page" and degradation and degradation.is_projection and not isinstance(degradation, ON_PAGE):
+        kind = type(degradation).__name__
+        raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     page = [each.name for each in PAGE_FILES.iterdir()] if flags.format == "page" else []
     ours = is_run(folder if flags.output_dir else trained.run_folder)
@@ -179,6 +210,13 @@ def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
         "velocity_at_data": getattr(flow, "prediction", None) != "clean",
+        "source": {
+            "as": "start" if flow.from_source else "condition",
+            "noise": flow.source_noise,
+            "degradation": None if flow.degradation is None else describe_part(flow.degradation),
+        }
+        if flow.takes_source
+        else None,
     }
 
 

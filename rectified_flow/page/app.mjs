@@ -1,10 +1,19 @@
 // The page: controls make a job, the worker draws it, and its pictures are shown as they come.
 
-import { fromPixels, pixels } from "./sampler.mjs";
+import { Comparison, paint, readPicture } from "./picture.mjs";
+import { degraded, fromPixels, isGuidable } from "./sampler.mjs";
 
 const GRID = 16;
 const STOPS = 9;
 const MOST_STEPS = { map: 8, rectified: 32 };
+const TASKS = {
+  Downsample: ["Details for small pictures", "It is reduced to blocks of pixels, and the model fills in the details."],
+  Grey: ["Colours for grey pictures", "It is made grey, and the model colours it."],
+  Blur: ["Sharp pictures from blurred ones", "The model sharpens a blurred picture."],
+  Mask: ["Paint over a picture", "Then paint over a part of it, and the model generates this part."],
+  Edges: ["Pictures from drawings", "The model makes a picture of a drawing with dark lines on white."],
+};
+const OTHER_TASK = ["Pictures from pictures", "The model translates it."];
 const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
@@ -13,7 +22,8 @@ let model = null;
 let shape = null; // [channels, height, width]
 let newest = 0;
 let latest = 0; // the job whose pictures are shown
-let start = null; // a picture in [-1, 1], or null
+let comparison = null; // has the visitor's picture, if there is one
+let chosen = 0; // the result that is compared with the picture
 const held = { a: null, b: null };
 let shown = null; // the last finished x
 let revealing = false; // whether the big pictures are painted on their way, too: of sliders only the ends are
@@ -46,22 +56,87 @@ function begin(description) {
   model = description;
   shape = model.inputs.x.shape.slice(1);
   const map = model.kind === "map";
-  const side = `${shape[2]} × ${shape[1]} pixels`;
+  const side = `${shape[2]}\u00a0×\u00a0${shape[1]} pixels`;
   const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
-  const way = `${map ? "flow map" : "rectified flow"}, from noise to picture in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
+  const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
+  const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
   at("about").textContent = `A ${way}: ${side}${classes}.`;
   at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
   at("class-row").hidden = !model.classes.length;
-  at("guidance-row").hidden = map || !model.classes.length;
-  at("walk-row").hidden = !map;
+  at("guidance-row").hidden = map || !isGuidable(model);
+  for (const name of ["seed-row", "seeds"]) at(name).hidden = !isRandom() && !model.classes.length;
+  at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
-  at("pictures").className = map ? "grid" : "";
-  at("pictures").replaceChildren(...Array.from({ length: map ? GRID : 1 }, (_, i) => canvas(`Picture ${i}`)));
   at("strip").replaceChildren(...Array.from({ length: STOPS }, () => canvas("On the way")));
-  for (const each of document.querySelectorAll("form canvas")) fit(each);
-  draw(true);
+  for (const each of document.querySelectorAll("form canvas, .frame canvas")) fit(each);
+  for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;
+  if (model.source) beginWithSource();
+  comparison = new Comparison(shape, !model.source || isMask(), arrange);
+  arrange(true);
+}
+
+function beginWithSource() {
+  const [title, hint] = TASKS[model.source.degradation?.kind] ?? OTHER_TASK;
+  document.title = at("title").textContent = title;
+  at("call-hint").textContent = hint;
+  at("way-title").textContent = model.source.as === "start" ? "The way from the picture" : "The way from noise";
+  at("drop-title").textContent = "Your picture";
+  at("controls").prepend(at("drop"));
+}
+
+const isMask = () => model.source?.degradation?.kind === "Mask";
+
+/** Whether results differ between seeds. */
+const isRandom = () => !model.source || model.source.as === "condition" || model.source.noise > 0 || isMask();
+
+/** Whether the visitor has to do something before there is anything to draw. */
+const isWaiting = () => Boolean(model.source) && (!comparison.picture || (isMask() && !comparison.unknown));
+
+/** Show what there is a use for: before and after a picture is given, and after it is painted over. */
+function arrange(reveal = false) {
+  const { picture, unknown, canPaint } = comparison;
+  const calling = Boolean(model.source && !picture);
+  document.body.classList.toggle("calling", calling);
+  document.body.classList.toggle("waiting", isWaiting());
+  document.body.classList.toggle("comparing", Boolean(picture));
+  at("call").hidden = !calling;
+  at("controls").hidden = calling;
+  at(calling ? "call-choice" : "drop-choice").replaceChildren(at("choice"));
+  at("choose").textContent = picture ? "Another picture" : calling ? "Choose a picture" : "Choose or drop a picture";
+  for (const name of ["views", "forget"]) at(name).hidden = !picture;
+  for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
+  at("brush-row").hidden = !picture || !canPaint;
+  at("clear").disabled = !unknown;
+  const count = model.kind === "map" && isRandom() ? GRID : 1;
+  const kind = count === 1 ? "single" : picture ? "variants" : "grid";
+  at("pictures").hidden = calling || Boolean(picture && count === 1);
+  if (at("pictures").className !== kind) {
+    at("pictures").className = kind;
+    const make = kind === "variants" ? variant : (i) => canvas(`Picture ${i}`);
+    at("pictures").replaceChildren(...Array.from({ length: count }, (_, i) => make(i)));
+    choose(0);
+  }
+  draw(reveal);
+}
+
+/** A button that compares result `i` with the picture. */
+function variant(i) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.ariaLabel = `Compare result ${i}`;
+  button.append(canvas(`Result ${i}`));
+  button.onclick = () => {
+    choose(i);
+    if (document.body.dataset.drawn) comparison.showResult(shown, i);
+  };
+  return button;
+}
+
+function choose(i) {
+  chosen = i;
+  at("pictures").querySelectorAll("button").forEach((button, other) => { button.ariaPressed = other === i; });
 }
 
 function canvas(label) {
@@ -77,10 +152,6 @@ function fit(element) {
   return element;
 }
 
-function paint(element, x, row) {
-  element.getContext("2d").putImageData(new ImageData(pixels(x, row, shape), shape[2], shape[1]), 0, 0);
-}
-
 const seed = () => Math.min(LARGEST_SEED, Math.max(0, Math.floor(Number(at("seed").value) || 0)));
 
 /** The seeds between which the noise lies, and where. */
@@ -93,31 +164,39 @@ function place() {
 
 function draw(reveal = false) {
   revealing = reveal;
-  for (const name of ["steps", "guidance", "level"]) at(`${name}-value`).textContent = at(name).value;
+  for (const name of ["steps", "guidance", "level", "brush"]) at(`${name}-value`).textContent = at(name).value;
   at("walk-value").textContent = (seed() + Number(at("walk").value)).toFixed(2);
   if (!model) return;
   document.body.dataset.drawn = "";
-  const map = model.kind === "map";
   newest += 1;
+  const waiting = isWaiting();
+  if (waiting) {
+    latest = newest;
+    say("The model is ready.");
+  }
   worker.postMessage({
     id: newest,
-    numbers: Array.from({ length: map ? GRID : 1 }, (_, i) => i),
+    numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),
     ...place(),
     label: at("class").value === "" ? null : Number(at("class").value),
     steps: Number(at("steps").value),
-    guidance: map ? 1 : Number(at("guidance").value),
-    start,
+    guidance: model.kind === "map" ? 1 : Number(at("guidance").value),
+    picture: comparison.picture,
+    unknown: comparison.unknown,
     level: Number(at("level").value),
   });
 }
 
 function show({ id, interval, steps, x, milliseconds }) {
   const finished = interval === steps;
-  const pictures = [...at("pictures").children];
-  if (finished || revealing) pictures.forEach((element, row) => paint(element, x, row));
+  const pictures = at("pictures").querySelectorAll("canvas");
+  if (finished || revealing) {
+    pictures.forEach((element, row) => paint(element, x, row, shape));
+    if (comparison.picture) comparison.showResult(x, chosen);
+  }
   if (interval || revealing) at("progress").value = interval / steps;
   [...at("strip").children].forEach((element, stop) => {
-    if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0);
+    if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0, shape);
   });
   const count = pictures.length > 1 ? `${pictures.length} pictures` : "Drawn";
   if (!finished && interval) say(`Step ${interval} of ${steps}`);
@@ -151,41 +230,32 @@ function hold(name) {
   if (!shown) return;
   const { from, to, mix } = place();
   held[name] = mix > 0.5 ? to : from;
-  paint(at(`hold-${name}`).querySelector("canvas"), shown, 0);
+  paint(at(`hold-${name}`).querySelector("canvas"), shown, chosen, shape);
   at(`hold-${name}`).querySelector("span").textContent = `${name.toUpperCase()}: ${held[name]}`;
   at("mix").disabled = held.a === null || held.b === null;
 }
 
-async function startFrom(file) {
+async function take(file) {
+  let picture;
   try {
-    const picture = await createImageBitmap(file);
-    const side = Math.min(picture.width / shape[2], picture.height / shape[1]);
-    const [width, height] = [side * shape[2], side * shape[1]];
-    const surface = new OffscreenCanvas(shape[2], shape[1]).getContext("2d");
-    surface.imageSmoothingQuality = "high";
-    surface.fillStyle = "white"; // behind what is transparent, as in sample.py
-    surface.fillRect(0, 0, shape[2], shape[1]);
-    const [left, top] = [(picture.width - width) / 2, (picture.height - height) / 2];
-    surface.drawImage(picture, left, top, width, height, 0, 0, shape[2], shape[1]);
-    const given = surface.getImageData(0, 0, shape[2], shape[1]);
-    at("given").getContext("2d").putImageData(given, 0, 0);
-    start = fromPixels(given.data, shape[0]);
+    picture = fromPixels(await readPicture(file, shape), shape[0]);
   } catch {
     return fail(`${file.name} is not a picture that this browser can read. Choose a PNG, JPEG or WebP file.`);
   }
-  showStart();
+  give(degraded(model, picture));
 }
 
-function forget() {
-  start = null;
-  at("file").value = "";
-  showStart();
+function give(picture) {
+  comparison.give(picture);
+  arrange(true);
 }
 
-function showStart() {
-  for (const name of ["given", "level-row", "forget"]) at(name).hidden = !start;
-  draw();
+function clear() {
+  comparison.clear();
+  arrange();
 }
+
+const forget = () => give(null);
 
 at("controls").onsubmit = (event) => event.preventDefault();
 for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = () => draw();
@@ -196,7 +266,14 @@ at("new").onclick = renew;
 at("hold-a").onclick = () => hold("a");
 at("hold-b").onclick = () => hold("b");
 at("forget").onclick = forget;
-at("file").onchange = () => at("file").files.length && startFrom(at("file").files[0]);
+at("clear").onclick = clear;
+at("brush").oninput = () => { at("brush-value").textContent = at("brush").value; };
+for (const id of ["file", "camera"]) {
+  at(id).onchange = () => {
+    if (model && at(id).files.length) take(at(id).files[0]);
+    at(id).value = ""; // so that the same file can be chosen again
+  };
+}
 
 const KEYS = {
   n: renew,
@@ -220,6 +297,10 @@ addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dropping");
   if (!model) return;
-  if (event.dataTransfer.files.length) startFrom(event.dataTransfer.files[0]);
+  if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
   else fail("What was dropped is not a file. Choose a PNG, JPEG or WebP file.");
+});
+
+addEventListener("paste", (event) => {
+  if (model && event.clipboardData.files.length) take(event.clipboardData.files[0]);
 });

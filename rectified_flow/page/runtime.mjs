@@ -6,7 +6,7 @@ const RUNTIMES = {
 };
 
 /**
- * A function of {x, t, r, labels}, of which t and r are single times, that evaluates the network.
+ * A function of {x, t, r, labels, source, unknown}, of which t and r are single times, that evaluates the network.
  *
  * `wanted` is "webgpu", "wasm" or null. Where WebGPU fails, at the start or later, WASM takes its place. `tell(backend, reason)`
  * is called with what draws from now on, and why it is not WebGPU.
@@ -64,7 +64,7 @@ async function load(backend, model, program) {
   return { backend, call: (inputs) => evaluate(ort, session, model, inputs) };
 }
 
-async function evaluate(ort, session, model, { x, t, r, labels }) {
+async function evaluate(ort, session, model, { x, t, r, labels, ...pictures }) {
   const shape = model.inputs.x.shape.slice(1);
   const rows = x.length / shape.reduce((a, b) => a * b);
   const given = { x: new ort.Tensor("float32", x, [rows, ...shape]) };
@@ -72,6 +72,9 @@ async function evaluate(ort, session, model, { x, t, r, labels }) {
     if (name in model.inputs) given[name] = new ort.Tensor("float32", new Float32Array(rows).fill(time), [rows]);
   }
   if ("labels" in model.inputs) given.labels = new ort.Tensor("int64", BigInt64Array.from(labels, BigInt), [rows]);
+  for (const [name, values] of Object.entries(pictures)) {
+    given[name] = new ort.Tensor("float32", values, [rows, ...model.inputs[name].shape.slice(1)]);
+  }
   const outputs = await session.run(given);
   return outputs[session.outputNames[0]].data;
 }

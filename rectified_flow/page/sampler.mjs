@@ -2,46 +2,87 @@
 
 import { sampleLabel, sampleNoise, slerp } from "./noise.mjs";
 
+const [RED, GREEN, BLUE] = [0.299, 0.587, 0.114]; // weights in the brightness of a pixel (ITU-R BT.601)
+
 /** `steps + 1` times from `start` down to 0. */
 export const timeGrid = (steps, start = 1) => Array.from({ length: steps + 1 }, (_, i) => start * (1 - i / steps));
 
 /**
- * Where the sampling of a job starts: noise of each number, and its label.
+ * Where the sampling of a job starts, and the conditions of the network: {x, noise, conditions}.
  *
- * A job is {numbers, from, to, mix, label, steps, guidance, start, level}: the noise lies at `mix` of the way from that
- * of the seed `from` to that of `to`. A label of null is drawn as sample.py draws it. `start`, if not null, is a picture in
- * [-1, 1], taken to the noise level `level` first.
+ * A job is {numbers, from, to, mix, label, steps, guidance, picture, level, unknown}: the noise lies at `mix` of the way from
+ * that of the seed `from` to that of `to`. A label of null is drawn as sample.py draws it. `picture` is null, or values in
+ * [-1, 1]: the source of a model that has sources; other models start from it, with noise up to `level`. `unknown` is null, or
+ * has a 1 for each pixel that is to be generated, and a 0 for each that is kept; the level is then 1.
  */
 export function begin(model, job) {
   const size = model.inputs.x.shape.slice(1).reduce((a, b) => a * b);
-  const x = new Float32Array(job.numbers.length * size);
+  const rows = job.numbers.length;
+  const noise = new Float32Array(rows * size);
   job.numbers.forEach((number, row) => {
-    const noise = job.mix === 0 || job.from === job.to
+    const one = job.mix === 0 || job.from === job.to
       ? sampleNoise(job.from, number, size)
       : slerp(sampleNoise(job.from, number, size), sampleNoise(job.to, number, size), job.mix);
-    const { start, level } = job;
-    x.set(start ? noise.map((value, i) => start[i] + level * (value - start[i])) : noise, row * size);
+    noise.set(one, row * size);
   });
+  const conditions = {};
   const classes = model.classes.length;
-  const labels = classes
-    ? job.numbers.map((number) => job.label ?? sampleLabel(job.mix > 0.5 ? job.to : job.from, number, classes))
-    : null;
-  return { x, labels };
+  if (classes) {
+    const drawn = (number) => sampleLabel(job.mix > 0.5 ? job.to : job.from, number, classes);
+    conditions.labels = job.numbers.map((number) => job.label ?? drawn(number));
+  }
+  if (model.source?.as === "condition") Object.assign(conditions, sourceInputs(model, job, rows));
+  return { x: noise.map(startOf(model, job, size)), noise, conditions };
+}
+
+/** The source of each row: its pixels, 0 where they are unknown, and the map of the unknown ones. Without one, all are. */
+function sourceInputs(model, { picture, unknown }, rows) {
+  const [channels, height, width] = model.inputs.x.shape.slice(1);
+  const [size, area] = [channels * height * width, height * width];
+  const isUnknown = (i) => (picture ? unknown?.[i % area] ?? 0 : 1);
+  return {
+    source: new Float32Array(rows * size).map((_, i) => (isUnknown(i) ? 0 : picture[i % size])),
+    unknown: new Float32Array(rows * area).map((_, i) => isUnknown(i)),
+  };
+}
+
+/** The function from (noise, place) to the value that sampling starts from, as Flow.draw_start has it. */
+function startOf(model, { picture, level, unknown }, size) {
+  if (!picture || model.source?.as === "condition") return (value) => value;
+  if (!model.source) return unknown ? (value) => value : (value, i) => picture[i % size] + level * (value - picture[i % size]);
+  const { noise } = model.source;
+  return (value, i) => (unknown?.[i % unknown.length] ? value : picture[i % size] + noise * value);
+}
+
+/**
+ * The function that puts the known pixels back into `x` at time `t`, with the noise of the start.
+ *
+ * Without a source they are put on their path after each interval, as Flow.keeping does. A model with a source has seen them,
+ * and gets them back at the end, as in sample.py.
+ */
+export function keeping(model, { picture, unknown }, noise) {
+  if (!picture || !unknown) return (x) => x;
+  const [size, area] = [picture.length, unknown.length];
+  return (x, t) => model.source && t > 0
+    ? x
+    : x.map((value, i) => (unknown[i % area] ? value : picture[i % size] + t * (noise[i] - picture[i % size])));
 }
 
 /**
  * Sample, calling `watch(interval, x)` at the start and after each interval, until it returns false.
  *
- * `call(inputs)` evaluates the network: {x, t, r, labels}, of which t and r are single times.
+ * `call(inputs)` evaluates the network: {x, t, r, labels, source, unknown}, of which t and r are single times.
  */
 export async function sample(model, job, call, watch) {
-  let { x, labels } = begin(model, job);
-  const times = timeGrid(job.steps, job.start ? job.level : 1);
+  let { x, noise, conditions } = begin(model, job);
+  const varied = job.picture && !job.unknown && !model.source;
+  const times = timeGrid(job.steps, varied ? job.level : 1);
   const step = model.kind === "map" ? mapStep : midpointStep;
   const field = model.kind === "map" ? call : guided(model, job, call);
+  const keep = keeping(model, job, noise);
   if ((await watch(0, x)) === false) return null;
   for (let i = 0; i < job.steps; i++) {
-    x = await step(field, x, times[i], times[i + 1], labels);
+    x = keep(await step(field, x, times[i], times[i + 1], conditions), times[i + 1]);
     if ((await watch(i + 1, x)) === false) return null;
   }
   return x;
@@ -49,28 +90,76 @@ export async function sample(model, job, call, watch) {
 
 const added = (x, factor, v) => x.map((value, i) => value + factor * v[i]);
 
-async function mapStep(call, x, t, r, labels) {
-  return added(x, r - t, await call({ x, t, r, labels }));
+async function mapStep(call, x, t, r, conditions) {
+  return added(x, r - t, await call({ x, t, r, ...conditions }));
 }
 
-async function midpointStep(field, x, t, next, labels) {
+async function midpointStep(field, x, t, next, conditions) {
   const dt = next - t;
-  const middle = added(x, dt / 2, await field({ x, t, labels }));
-  return added(x, dt, await field({ x: middle, t: t + dt / 2, labels }));
+  const middle = added(x, dt / 2, await field({ x, t, ...conditions }));
+  return added(x, dt, await field({ x: middle, t: t + dt / 2, ...conditions }));
 }
 
 /** The velocity under classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598), in one call on twice the rows. */
 function guided(model, job, call) {
-  if (job.guidance === 1 || !model.classes.length) return call;
-  return async ({ x, t, labels }) => {
-    const both = new Float32Array(2 * x.length);
-    both.set(x);
-    both.set(x, x.length);
-    const none = labels.map(() => model.no_label);
-    const v = await call({ x: both, t, labels: [...labels, ...none] });
+  if (job.guidance === 1 || !isGuidable(model)) return call;
+  return async ({ x, t, labels, source, unknown }) => {
+    const both = { x: joined(x, x), t };
+    if (labels) both.labels = [...labels, ...labels.map(() => model.no_label)];
+    if (source) {
+      both.source = joined(source, new Float32Array(source.length));
+      both.unknown = joined(unknown, new Float32Array(unknown.length).fill(1));
+    }
+    const v = await call(both);
     const unconditional = v.subarray(x.length);
     return x.map((_, i) => unconditional[i] + job.guidance * (v[i] - unconditional[i]));
   };
+}
+
+/** Whether the network has a condition that guidance can use. */
+export const isGuidable = (model) => model.classes.length > 0 || model.source?.as === "condition";
+
+function joined(a, b) {
+  const both = new Float32Array(a.length + b.length);
+  both.set(a);
+  both.set(b, a.length);
+  return both;
+}
+
+/** A picture in [-1, 1] as the source of a model: degraded where a second degradation changes nothing. */
+export function degraded(model, x) {
+  const { kind, factor } = model.source?.degradation ?? {};
+  const [channels, height, width] = model.inputs.x.shape.slice(1);
+  if (kind === "Downsample") return blockMeans(x, factor, [channels, height, width]);
+  if (kind !== "Grey" || channels < 3) return x;
+  const area = height * width;
+  return x.map((_, i) => RED * x[i % area] + GREEN * x[area + (i % area)] + BLUE * x[2 * area + (i % area)]);
+}
+
+function blockMeans(x, factor, [channels, height, width]) {
+  const means = new Float32Array(x.length);
+  for (let row = 0; row < channels * height; row += factor) {
+    for (let column = 0; column < width; column += factor) {
+      const block = [];
+      for (let i = 0; i < factor * factor; i++) block.push((row + Math.floor(i / factor)) * width + column + (i % factor));
+      const mean = block.reduce((sum, place) => sum + x[place], 0) / block.length;
+      for (const place of block) means[place] = mean;
+    }
+  }
+  return means;
+}
+
+/** Set the pixels of `unknown` within `radius` of the way from one point to another, [x, y] in pixels, to 1. */
+export function stroke(unknown, [width, height], from, to, radius) {
+  const way = [to[0] - from[0], to[1] - from[1]];
+  const square = way[0] ** 2 + way[1] ** 2;
+  for (let y = 0; y < height; y++) {
+    for (let x = 0; x < width; x++) {
+      const point = [x + 0.5 - from[0], y + 0.5 - from[1]]; // of the middle of a pixel
+      const along = square ? Math.min(1, Math.max(0, (point[0] * way[0] + point[1] * way[1]) / square)) : 0;
+      if (Math.hypot(point[0] - along * way[0], point[1] - along * way[1]) <= radius) unknown[y * width + x] = 1;
+    }
+  }
 }
 
 /** Pixels RGBA of row `row` of `x`, [c, h, w] in [-1, 1]; a single channel is grey. */
@@ -84,13 +173,13 @@ export function pixels(x, row, [channels, height, width]) {
   return rgba;
 }
 
-/** Pixels RGBA as `start` of a job. */
+/** Pixels RGBA as `picture` of a job. */
 export function fromPixels(rgba, channels) {
   const area = rgba.length / 4;
   const x = new Float32Array(channels * area);
   for (let i = 0; i < area; i++) {
     const rgb = rgba.subarray(4 * i, 4 * i + 3);
-    if (channels === 1) x[i] = (0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2]) / 127.5 - 1;
+    if (channels === 1) x[i] = (RED * rgb[0] + GREEN * rgb[1] + BLUE * rgb[2]) / 127.5 - 1;
     else for (let channel = 0; channel < 3; channel++) x[channel * area + i] = rgb[channel] / 127.5 - 1;
   }
   return x;

@@ -45,7 +45,7 @@ onmessage = ({ data: job }) => {
 
 async function draw(job) {
   const { model, call } = await ready;
-  if (job.id !== newest) return;
+  if (job.id !== newest || !job.numbers.length) return; // a job of no pictures only ends the one before
   const began = performance.now();
   await sample(model, job, call, async (interval, x) => {
     postMessage({ id: job.id, interval, steps: job.steps, x, milliseconds: performance.now() - began });

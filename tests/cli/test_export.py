@@ -6,6 +6,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,17 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
 from rectified_flow.cli.run_flags import ExportConfig
-from rectified_flow.condition import AugmentationLabels, Labels, Vector
+from rectified_flow.condition import AugmentationLabels, Labels, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
+from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoders import Haar
+from rectified_flow.spaces.degradations import Degradation, Downsample, Mask
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
@@ -78,7 +82,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     }
     assert (said["kind"], said["classes"], said["no_label"]) == ("rectified", ["cat", "dog"], 2)
     assert (said["steps"], said["solver"], said["velocity_at_data"]) == (16, "midpoint", False)
-    assert (said["channels"], said["range"], said["output"]) == (3, [-1, 1], "velocity")
+    assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
     assert "difference  at most" in capsys.readouterr().out
 
 
@@ -116,6 +120,64 @@ def test_a_noise_prediction_that_is_told_of_augmentation_as_a_torch_program(tmp_
     assert (call(x=x, t=t) - expected).abs().max() <= (2e-2 if half else 1e-5) * expected.abs().max()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["onnx", "torch"])
+def test_a_source_as_a_condition_beside_labels(tmp_path: Path, form: str) -> None:
+    """It has two inputs, and no NaN; one row is half known, one is whole, and one has no source."""
+    network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
+    flow = RectifiedFlow(network, space=Pixels((3, 8, 8)), degradation=Mask("brush"))
+    call, said = written(flow, tmp_path, "--format", form)
+    assert said["inputs"] == {
+        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
+        "t": {"type": "float32", "shape": ["b"]},
+        "labels": {"type": "int64", "shape": ["b"]},
+        "source": {"type": "float32", "shape": ["b", 3, 8, 8]},
+        "unknown": {"type": "float32", "shape": ["b", 1, 8, 8]},
+    }
+    degradation = {"kind": "Mask", "shape": "brush"}
+    assert said["source"] == {"as": "condition", "noise": 0.0, "degradation": degradation}
+    x, t, labels = torch.randn(3, 3, 8, 8), torch.rand(3), torch.tensor([0, 2, 1])
+    source = torch.rand(3, 3, 8, 8) * 2 - 1
+    source[0, :, :4], source[2] = torch.nan, torch.nan
+    expected = flow.eval().exact_velocity(x, t, labels=labels, source=source)
+    pixels, unknown = with_map(source).split((3, 1), dim=1)
+    found = call(x=x, t=t, labels=labels, source=pixels, unknown=unknown)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (found - call(x=x, t=t, labels=labels, source=-pixels, unknown=unknown)).abs().max() > 1e-3, "it matters"
+
+
+@torch.no_grad()
+def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
+    flow = MeanFlow(small(labels=Labels(2)), space=Pixels((3, 8, 8)), **settings)
+    call, said = written(flow, tmp_path)
+    assert list(said["inputs"]) == ["x", "t", "r", "labels"]  # type: ignore[call-overload]
+    assert said["source"] == {"as": "start", "noise": 0.25, "degradation": {"kind": "Downsample", "factor": 2}}
+    source, noise, labels = torch.rand(4, 3, 8, 8) * 2 - 1, torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
+    source[0, :, 2:5] = torch.nan
+    x, _ = flow.draw_start(4, {"source": source, "labels": labels}, noise=noise)
+    found = flow.space.decode(x - call(x=x, t=torch.ones(4), r=torch.zeros(4), labels=labels))
+    expected = flow.sample(source=source, labels=labels, noise=noise, steps=1)
+    assert (found - expected).abs().max() <= 1e-5
+
+
+@register
+class Mirrored(Degradation):
+    """A projection that the page does not know."""
+
+    is_projection = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return (x + x.flip(-1)) / 2
+
+
+def test_a_page_that_cannot_apply_a_projection_is_refused(tmp_path: Path) -> None:
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8)), from_source=True, degradation=Mirrored()), tmp_path)
+    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
+    with pytest.raises(UsageError, match="--format page cannot apply Mirrored to the visitor's picture: pass --format"):
+        export(parse(ExportConfig, "Export."))
+
+
 @pytest.mark.parametrize("returned", [1.0, float("nan")])
 def test_a_program_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
@@ -146,7 +208,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
     latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
     with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels can be exported"):
         NetworkCall(latents)
-    with pytest.raises(UsageError, match="--checkpoint has a network with caption: only labels can be exported"):
+    with pytest.raises(UsageError, match="has a network with caption: only labels and a source can be exported"):
         NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
     NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
 

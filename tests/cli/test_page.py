@@ -250,7 +250,7 @@ def test_a_dropped_picture_is_varied_and_another_file_is_refused(
     start = torch.from_numpy(given).permute(2, 0, 1)[None]
     assert np.abs(shown.picture() - drawn(flow, 0, start=start, noise_level=0.3)[0]).max() <= 2
     shown.page.keyboard.press("Escape")
-    shown.wait("document.getElementById('given').hidden")
+    shown.wait("document.getElementById('views').hidden")
     assert np.array_equal(shown.picture(), noise)
 
 

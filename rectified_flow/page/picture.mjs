@@ -1,0 +1,126 @@
+// The visitor's picture: read from a file, painted over, and compared with what becomes of it.
+
+import { pixels, stroke } from "./sampler.mjs";
+
+const TINT = [226, 54, 112]; // of the pixels that are painted over
+const TINT_SHARE = 0.7;
+const at = (id) => document.getElementById(id);
+
+/** The pixels RGBA of a file, resized and cropped to `shape`. */
+export async function readPicture(file, [, height, width]) {
+  const picture = await createImageBitmap(file);
+  const side = Math.min(picture.width / width, picture.height / height);
+  const [wide, high] = [side * width, side * height];
+  const surface = new OffscreenCanvas(width, height).getContext("2d");
+  surface.imageSmoothingQuality = "high";
+  surface.fillStyle = "white"; // behind what is transparent, as in sample.py
+  surface.fillRect(0, 0, width, height);
+  const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
+  surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
+  return surface.getImageData(0, 0, width, height).data;
+}
+
+export function paint(element, x, row, shape) {
+  paintPixels(element, pixels(x, row, shape), shape);
+}
+
+function paintPixels(element, rgba, [, height, width]) {
+  element.getContext("2d").putImageData(new ImageData(rgba, width, height), 0, 0);
+}
+
+/** The given picture, and the same picture with a result over it from a line that the visitor slides. */
+export class Comparison {
+  #shape;
+  #pending = true; // whether there is no result yet
+  #last = null; // where the brush was, in pixels
+
+  /** `changed()` is called after a stroke of the brush, where `canPaint` allows it. */
+  constructor(shape, canPaint, changed) {
+    this.#shape = shape;
+    this.canPaint = canPaint;
+    this.changed = changed;
+    this.picture = null; // values in [-1, 1]
+    this.unknown = null; // a 1 for each pixel that is painted over
+    document.body.classList.toggle("paints", canPaint);
+    at("split").value = canPaint ? 0 : 50;
+    at("split").oninput = () => this.#slide();
+    for (const name of ["given", "compare"]) this.#listen(at(name).querySelector(".frame"));
+  }
+
+  /** Take a picture, or null for none. */
+  give(picture) {
+    this.picture = picture;
+    this.clear();
+  }
+
+  clear() {
+    this.unknown = null;
+    this.#show();
+  }
+
+  /** Show a result: row `row` of `x`. */
+  showResult(x, row) {
+    paint(at("after"), x, row, this.#shape);
+    this.#pending = false;
+    this.#slide();
+  }
+
+  #show() {
+    this.#pending = true;
+    this.#slide();
+    if (!this.picture) return;
+    const rgba = pixels(this.picture, 0, this.#shape);
+    this.unknown?.forEach((painted, i) => {
+      for (let channel = 0; painted && channel < 3; channel++) {
+        rgba[4 * i + channel] += TINT_SHARE * (TINT[channel] - rgba[4 * i + channel]);
+      }
+    });
+    for (const name of ["before", "under"]) paintPixels(at(name), rgba, this.#shape);
+  }
+
+  #slide() {
+    const share = this.#pending ? 100 : Number(at("split").value);
+    at("compare").style.setProperty("--split", `${share}%`);
+    at("compare").classList.toggle("whole", share % 100 === 0);
+  }
+
+  /** Drag in a frame: paint, or slide the line where the given picture beside it can be painted. */
+  #listen(frame) {
+    const beside = () => at("given").offsetParent !== null;
+    const slides = () => frame.parentElement === at("compare") && (!this.canPaint || beside());
+    const move = (event) => {
+      if (slides()) {
+        at("split").value = 100 * this.#place(event, frame)[0];
+        this.#slide();
+      } else if (this.canPaint) this.#paintTo(this.#place(event, frame));
+    };
+    frame.onpointerdown = (event) => {
+      if (event.button) return;
+      event.preventDefault();
+      frame.setPointerCapture(event.pointerId);
+      frame.onpointermove = move;
+      move(event);
+    };
+    frame.onpointerup = frame.onpointercancel = () => {
+      frame.onpointermove = null;
+      if (this.#last) this.changed();
+      this.#last = null;
+    };
+  }
+
+  /** The place of a pointer, as shares of the sides of a frame. */
+  #place(event, frame) {
+    const { left, top, width, height } = frame.getBoundingClientRect();
+    return [(event.clientX - left) / width, (event.clientY - top) / height];
+  }
+
+  #paintTo([across, down]) {
+    const [, height, width] = this.#shape;
+    const point = [across * width, down * height];
+    const radius = Math.max(0.71, (Number(at("brush").value) / 200) * Math.min(width, height)); // a pixel at least
+    this.unknown ??= new Uint8Array(width * height);
+    stroke(this.unknown, [width, height], this.#last ?? point, point, radius);
+    this.#last = point;
+    this.#show();
+  }
+}

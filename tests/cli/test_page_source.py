@@ -1,0 +1,235 @@
+"""An exported page with the visitor's picture: results are those of sample.py, and what is not painted over stays."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.export import export
+from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.condition import Labels, Picture
+from rectified_flow.flags import parse
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.spaces.degradations import Downsample, Mask
+from rectified_flow.spaces.pixels import Pixels
+from tests.cli.test_export import ROOT, small
+from tests.cli.test_page import HAS_CARD, Quiet, Shown, browser_with_card, looking_at
+from tests.patience import PATIENCE, wait_for
+from tests.test_load import FLOWS, write
+
+__all__ = ["browser_with_card"]
+pytestmark = pytest.mark.page
+SHAPE = (3, 8, 8)
+BEFORE = """() => {
+  const canvas = document.getElementById("before");
+  return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+}"""
+PASTE = """async (name) => {
+  const data = new DataTransfer();
+  data.items.add(new File([await (await fetch(name)).blob()], name, { type: "image/png" }));
+  dispatchEvent(new ClipboardEvent("paste", { clipboardData: data }));
+}"""
+UNNAMED = """() => [...document.querySelectorAll("input, select, button")]
+  .filter((each) => each.checkVisibility() && !each.ariaLabel && !each.labels?.[0]?.innerText && !each.innerText)
+  .map((each) => each.id)"""
+"""Controls on the page that have no name."""
+
+
+@contextmanager
+def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[tuple[Shown, Callable[..., np.ndarray]]]:
+    """The page of a flow, which is not waited for, and a function that returns what sample.py makes of given.png."""
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
+    Image.fromarray(given).save(folder / "exported/given.png")
+
+    def sampled(*flags: str) -> np.ndarray:
+        command = [sys.executable, "sample.py", "--checkpoint", str(folder), "--output_dir", str(folder / "made")]
+        command += ["--from_images", str(folder / "exported/given.png"), *flags]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        assert done.returncode == 0, done.stderr
+        variants = sorted((folder / "made").glob("given-*.png"), key=lambda file: int(file.stem.split("-")[1]))
+        files = variants or [folder / "made/given.png"]
+        return np.stack([np.array(Image.open(file)).astype(int) for file in files])
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
+            shown.page.goto(shown.address)
+            yield shown, sampled
+        server.shutdown()
+
+
+def given(folder: Path) -> np.ndarray:
+    return np.array(Image.open(folder / "exported/given.png")).astype(int)
+
+
+def before(shown: Shown) -> np.ndarray:
+    """The picture on the left, with what is painted over it."""
+    return np.array(shown.page.evaluate(BEFORE)).reshape(8, 8, 4)[..., :3]
+
+
+def paint(shown: Shown, frame: str) -> None:
+    """Paint from the middle to the right with the mouse, and wait for the pictures."""
+    shown.page.locator(f"{frame} .frame").scroll_into_view_if_needed()
+    box = shown.page.locator(f"{frame} .frame").bounding_box()
+    shown.page.evaluate("document.body.dataset.drawn = ''")
+    shown.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.4 * box["height"])
+    shown.page.mouse.down()
+    shown.page.mouse.move(box["x"] + 0.8 * box["width"], box["y"] + 0.4 * box["height"], steps=3)
+    shown.page.mouse.up()
+    shown.wait()
+
+
+def painted_mask(shown: Shown, folder: Path) -> np.ndarray:
+    """What is painted over, which is also written to mask.png."""
+    mask = (before(shown) != given(folder)).any(axis=2)
+    assert 4 < mask.sum() < 40
+    assert mask[3, 5]
+    Image.fromarray(np.where(mask, 255, 0).astype(np.uint8)).save(folder / "mask.png")
+    return mask
+
+
+def test_a_picture_is_degraded_and_translated(tmp_path: Path, browser: Any) -> None:
+    """It is dropped, pasted or chosen; the page asks for it before anything else."""
+    settings: dict[str, Any] = {"from_source": True, "source_noise": 0.25, "degradation": Downsample(2)}
+    flow = RectifiedFlow(small(), space=Pixels(SHAPE), **settings)
+    with exported(flow, tmp_path, browser) as (shown, sampled):
+        page, file = shown.page, tmp_path / "exported/given.png"
+        wait_for("the page", page.locator("#call").is_visible)
+        assert page.locator("#controls").is_hidden()
+        assert (page.title(), page.inner_text("#call h2")) == ("Details for small pictures", "Drop a picture here")
+        assert page.evaluate(UNNAMED) == []
+        shown.drop(file)
+        shown.wait()
+        assert page.locator("#call").is_hidden()
+        assert page.evaluate(UNNAMED) == []
+        first = shown.picture()
+        assert np.abs(first - sampled()[0]).max() <= 2
+        shrunk = given(tmp_path).reshape(4, 2, 4, 2, 3).mean(axis=(1, 3)).repeat(2, axis=0).repeat(2, axis=1)
+        assert np.abs(before(shown) - shrunk).max() <= 1
+        assert page.locator("#level").is_hidden()
+        assert page.locator("#brush").is_hidden(), "only a part of a picture is painted over"
+        shown.set("seed", 3)
+        assert np.abs(shown.picture() - sampled("--seed", "3")[0]).max() <= 2
+        page.keyboard.press("Escape")
+        wait_for("the first view", page.locator("#call").is_visible)
+        page.evaluate(PASTE, "given.png")
+        shown.wait("document.getElementById('call').hidden")
+        shown.set("seed", 0)
+        assert np.array_equal(shown.picture(), first)
+
+
+def test_before_and_after_by_keyboard_and_side_by_side(tmp_path: Path, browser: Any) -> None:
+    """Without noise there is one result, and no seed."""
+    flow = MeanFlow(small(), space=Pixels(SHAPE), from_source=True)
+    with exported(flow, tmp_path, browser) as (shown, sampled):
+        page = shown.page
+        wait_for("the page", page.locator("#call").is_visible)
+        page.set_input_files("#file", tmp_path / "exported/given.png")
+        shown.wait()
+        assert np.abs(shown.picture() - sampled()[0]).max() <= 2
+        assert page.locator("#pictures canvas").count() == 1
+        assert page.locator("#seed").is_hidden()
+        assert np.array_equal(before(shown), given(tmp_path))
+        assert page.locator("#given").is_hidden(), "no room on a phone"
+        line = "getComputedStyle(document.getElementById('after')).clipPath"
+        assert page.evaluate(line) == "inset(0px 0px 0px 50%)"
+        page.focus("#split")
+        page.keyboard.press("ArrowRight")
+        assert page.evaluate(line) == "inset(0px 0px 0px 51%)"
+        page.set_viewport_size({"width": 1200, "height": 900})
+        left, right = (page.locator(f"{name} .frame").bounding_box() for name in ("#given", "#compare"))
+        assert left["y"] == right["y"]
+        assert left["x"] + left["width"] < right["x"]
+        page.mouse.click(right["x"] + 0.25 * right["width"], right["y"] + 20)
+        assert page.input_value("#split") == "25"
+
+
+def test_a_part_is_painted_over_and_the_rest_is_kept(tmp_path: Path, browser: Any) -> None:
+    """The source is a condition beside the classes, and a map draws sixteen results at once."""
+    network = small(labels=Labels(2, ("cat", "dog")), source=Picture(SHAPE))
+    flow = MeanFlow(network, space=Pixels(SHAPE), degradation=Mask())
+    with exported(flow, tmp_path, browser) as (shown, sampled):
+        page = shown.page
+        wait_for("the page", page.locator("#call").is_visible)
+        shown.drop(tmp_path / "exported/given.png")
+        wait_for("the brush", page.locator("#brush").is_visible)
+        assert shown.text("status") == "The model is ready."
+        assert page.evaluate("document.body.dataset.drawn") == ""
+        page.set_viewport_size({"width": 1200, "height": 900})
+        paint(shown, "#given")
+        page.set_viewport_size({"width": 390, "height": 844})
+        mask = painted_mask(shown, tmp_path)
+        made = sampled("--mask", str(tmp_path / "mask.png"), "--variants", "16")
+        for number, expected in enumerate(made):
+            assert np.abs(shown.picture(number) - expected).max() <= 2
+            assert np.array_equal(shown.picture(number)[~mask], given(tmp_path)[~mask]), "to the bit"
+        page.click("#pictures button:nth-child(3)")
+        assert page.get_attribute("#pictures button:nth-child(3)", "aria-pressed") == "true"
+        assert page.evaluate(UNNAMED) == []
+        page.click("#clear")
+        wait_for("a new start", lambda: shown.text("status") == "The model is ready.")
+        assert np.array_equal(before(shown), given(tmp_path))
+
+
+def test_a_condition_is_guided_by(tmp_path: Path, browser: Any) -> None:
+    """Without a source, as guidance needs it, all pixels are unknown."""
+    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE))
+    with exported(flow, tmp_path, browser) as (shown, sampled):
+        wait_for("the page", shown.page.locator("#call").is_visible)
+        shown.drop(tmp_path / "exported/given.png")
+        shown.wait()
+        assert np.abs(shown.picture() - sampled()[0]).max() <= 2
+        shown.set("guidance", 2.5)
+        assert np.abs(shown.picture() - sampled("--guidance_scale", "2.5")[0]).max() <= 2
+
+
+def test_webgpu_takes_a_source_that_is_partly_unknown(tmp_path: Path, browser_with_card: Any) -> None:
+    flow = RectifiedFlow(small(source=Picture(SHAPE)), space=Pixels(SHAPE), degradation=Mask())
+    with exported(flow, tmp_path, browser_with_card) as (shown, sampled):
+        page = shown.page
+        if not page.evaluate(HAS_CARD):
+            pytest.skip("this chromium has no WebGPU adapter, not even of software")
+        page.goto(shown.address + "?backend=webgpu")
+        wait_for("the page", page.locator("#call").is_visible)
+        shown.drop(tmp_path / "exported/given.png")
+        wait_for("the brush", page.locator("#brush").is_visible)
+        paint(shown, "#compare")
+        assert page.evaluate("document.body.dataset.backend") == "webgpu"
+        painted_mask(shown, tmp_path)
+        assert np.abs(shown.picture() - sampled("--mask", str(tmp_path / "mask.png"))[0]).max() <= 2
+
+
+@pytest.mark.parametrize("kind", FLOWS)
+def test_a_model_without_sources_generates_what_is_painted_over(kind: str, tmp_path: Path, browser: Any) -> None:
+    with exported(FLOWS[kind](), tmp_path, browser) as (shown, sampled):
+        shown.wait()
+        noise = shown.picture()
+        shown.drop(tmp_path / "exported/given.png")
+        wait_for("the brush", shown.page.locator("#brush").is_visible)
+        paint(shown, "#compare")
+        assert shown.page.locator("#level").is_hidden()
+        mask = painted_mask(shown, tmp_path)
+        made = sampled("--mask", str(tmp_path / "mask.png"), "--variants", "2")
+        assert np.abs(shown.picture() - made[0]).max() <= 2
+        assert np.array_equal(shown.picture()[~mask], given(tmp_path)[~mask])
+        if kind == "mean":
+            assert np.abs(shown.picture(1) - made[1]).max() <= 2
+        shown.click("clear")
+        assert shown.page.locator("#level").is_visible()
+        shown.page.keyboard.press("Escape")
+        shown.wait("document.getElementById('views').hidden")
+        assert np.array_equal(shown.picture(), noise)
