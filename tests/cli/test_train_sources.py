@@ -151,6 +151,8 @@ def sample(flags: list[str]) -> None:
 
 def test_it_is_judged_beside_its_source_and_a_training_picture(runs: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = runs
+    if kind == "mask":
+        pytest.skip("judged as pairs are")
     flags = f"--checkpoint {folder}/one --num_samples {2 * COUNT} --steps 1 --feature_network efficientnet_lite0"
     [(code, errors)] = run_on_ranks(1, program, "evaluate.py", [*flags.split(), "--output_dir", str(tmp_path)])
     assert code == 0, errors
