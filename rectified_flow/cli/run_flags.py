@@ -39,7 +39,7 @@ class SolverConfig(Flags):
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: NonNegative = 1.0
-    """Classifier-free guidance scale, for a rectified flow trained with --use_cfg; above 1, images vary less."""
+    """Classifier-free guidance scale, with labels or a source as a condition; above 1, images vary less."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 

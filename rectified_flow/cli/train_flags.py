@@ -113,8 +113,7 @@ class SourceConfig(Flags):
     source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
     """Use the source as the start of the path instead of noise, or as a condition of the network beside the noise."""
     source_noise: NonNegative = 0.0
-    """Standard deviation of noise that is added to sources as the start, for several results of each; pixels are in
-    [-1, 1]."""
+    """Standard deviation of noise added to sources as the start, so that each has several results."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
