@@ -149,7 +149,7 @@ def export(config: ExportConfig) -> None:
     if flags.format == "page" and channels not in (1, RGB):
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     degradation = trained.flow.degradation
-    if flags.format == "page" and degradation and degradation.is_projection and not isinstance(degradation, ON_PAGE):
+    if flags.format == "page" and degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")

@@ -22,7 +22,7 @@ from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.evaluation.evaluator import render_sources
+from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import plain, refuse
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
@@ -31,7 +31,7 @@ from rectified_flow.load import Trained, autocast, load_average, solver_name
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
-from rectified_flow.spaces.degradations import Mask
+from rectified_flow.spaces.degradations import Degradation, Mask
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
@@ -218,20 +218,28 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         options |= {"start": data.cpu(), "noise_level": flags.noise_level or NOISE_LEVEL}
         return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
     names, kept = _names_of(flags.from_images, files, flags.variants), None if mask is None else (images, mask)
-    shown = space.render(space.decode(space.encode(data[:GRID_PICTURES])))
-    if mask is not None:
-        shown = shown.masked_fill(mask.to(shown.device), GREY)
-    if not flow.takes_source:
-        return Wanted(names, options | {"start": data.cpu(), "mask": mask}, shown.cpu(), kept)
+    seen = data.cpu()
     if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
-        with deterministic(Samples(flags.seed, range(len(data))), flow.device):
-            data = degradation(space.encode(data))
-    elif mask is not None:
-        data = space.encode(data).masked_fill(mask.to(data.device), torch.nan)
-    if not flags.reverse:
-        shown = render_sources(flow, data[:GRID_PICTURES])
-    options["conditions"] = options.get("conditions", {}) | {SOURCE: data.cpu()}
-    return Wanted(names, options, shown.cpu(), kept, flags.reverse)
+        seen = _degraded(flow, degradation, seen, flags.seed)
+    elif mask is not None and flow.takes_source:
+        seen = space.encode(seen).masked_fill(mask, torch.nan)
+    shown = render_sources(flow, seen[:GRID_PICTURES])
+    if mask is not None:
+        shown = shown.masked_fill(mask, GREY)
+    if not flow.takes_source:
+        return Wanted(names, options | {"start": seen, "mask": mask}, shown, kept)
+    options["conditions"] = options.get("conditions", {}) | {SOURCE: seen}
+    return Wanted(names, options, shown, kept, flags.reverse)
+
+
+def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:
+    """Return degraded pictures on the CPU, each by random draws of its own."""
+    parts = []
+    for first in range(0, len(data), AT_ONCE):
+        some = range(first, min(first + AT_ONCE, len(data)))
+        with deterministic(Samples(seed, some), flow.device):
+            parts.append(degradation(flow.space.encode(data[some].to(flow.device))).cpu())
+    return torch.cat(parts)
 
 
 def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping[str, Any]) -> None:

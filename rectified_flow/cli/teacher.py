@@ -258,7 +258,7 @@ class _Generator:
             given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
             if self.teacher.takes_source:
                 some = self.pictures_of[list(numbers)].tolist()
-                given |= conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
+                given = dict(conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers))
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,

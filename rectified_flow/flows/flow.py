@@ -200,9 +200,14 @@ class Flow(nn.Module):
             noise: standard normal ``[b, ...]``, which also replaces the unknown pixels of a source.
             source: encoded sources ``[b, ...]``, or None.
             conditions: the other conditions.
+
+        Raises:
+            UsageError: if the sources have another shape than the noise.
         """
         if source is None:
             return noise, conditions
+        if source.shape != noise.shape:
+            raise UsageError(f"sources of shape {tuple(source.shape)} do not fit data of shape {tuple(noise.shape)}")
         if not self.from_source:
             return noise, conditions | {SOURCE: source}
         return torch.where(source.isnan(), noise, source + self.source_noise * noise), conditions

@@ -90,6 +90,8 @@ def test_noise_is_added_to_starts_and_fills_unknown_pixels() -> None:
     assert torch.allclose(start[1], source[1] + 0.25 * noise[1])
     with pytest.raises(UsageError, match="starts from pictures"):
         flow.sample(2)
+    with pytest.raises(UsageError, match="do not fit"):
+        flow.sample(source=torch.zeros(2, 4, 8, 8))
 
 
 def test_source_and_target_are_mirrored_and_augmented_alike() -> None:
