@@ -106,11 +106,8 @@ class Flow(nn.Module):
         self.coupling = coupling
         self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
         # With a coupling, noise would depend on the source, which sampling cannot repeat.
-        if (
-            self.takes_source
-            and coupling != "independent"
-            and not (from_source and coupling == "ot" and not degradation)
-        ):
+        has_pairs = self.takes_source and not (from_source and coupling == "ot" and degradation is None)
+        if has_pairs and coupling != "independent":
             raise ValueError(f"the coupling {coupling} is for noise, or by ot for starts from other pictures")
 
     @property
@@ -148,8 +145,9 @@ class Flow(nn.Module):
         """Draw ``x_0``, noise and conditions of a training batch, augmented and dropped as training does.
 
         Args:
-            batch: the data under ``space.key``, conditions by name, and optionally ``noise`` ``[b, ...]``, which
-                belongs to the data (they are then not augmented), or ``noise_rows``, int64 ``[b]``, of :meth:`pair`.
+            batch: the data under ``space.key``, conditions by name, and optionally ``source`` ``[b, ...]``, ``noise``
+                ``[b, ...]``, which belongs to the data (they are then not augmented), or ``noise_rows``, int64 ``[b]``,
+                of :meth:`pair`.
         """
         if self.space.key not in batch:
             raise UsageError(
@@ -165,20 +163,16 @@ class Flow(nn.Module):
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
         conditions = self._conditions_of(batch)
-        if drawn:
-            start = batch["noise"].float()
-            if not self.from_source:
-                _, conditions = self.with_source(start, self.source_of(batch, x_0), conditions)
-        else:
-            source = self.source_of(batch, x_0)
-            start, conditions = self.with_source(self._draw_noise(x_0, conditions, batch), source, conditions)
+        start = batch["noise"].float() if drawn else self._draw_noise(x_0, conditions, batch)
+        if not (drawn and self.from_source):  # else the drawn paths start from their sources already
+            start, conditions = self.with_source(start, self.source_of(batch, x_0), conditions)
         return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
 
     def source_of(self, batch: dict[str, Any], x_0: Tensor) -> Tensor | None:
         """Return the encoded source ``[b, ...]`` of each row of a batch; None for a flow without sources.
 
         Args:
-            batch: may have the sources as the entry ``source``, in the form in which the space stores data.
+            batch: may have the sources as the entry ``source``, in the form in which the space stores data, or encoded.
             x_0: the encoded data ``[b, ...]``, which are degraded if the batch has no sources.
 
         Raises:
@@ -187,11 +181,16 @@ class Flow(nn.Module):
         if not self.takes_source:
             return None
         if SOURCE in batch:
-            return self.space.encode(batch[SOURCE])
+            return self._encoded(batch[SOURCE])
         if self.degradation is None:
             raise UsageError(f"the flow leads from pictures to pictures, and a batch has no {SOURCE}: add this entry")
         with torch.autocast(x_0.device.type, enabled=False):
             return self.degradation(x_0)
+
+    def _encoded(self, source: Tensor) -> Tensor:
+        """Return encoded sources, which may be encoded already: floating point of the shape of ``x``."""
+        is_encoded = source.is_floating_point() and source.shape[1:] == self.space.shape
+        return source.float() if is_encoded else self.space.encode(source)
 
     def with_source(self, noise: Tensor, source: Tensor | None, conditions: Values) -> tuple[Tensor, Values]:
         """Return the start of the paths ``[b, ...]`` and the conditions, one of which the source may be.
@@ -265,7 +264,7 @@ class Flow(nn.Module):
 
         Args:
             count: number of rows if no tensor is given.
-            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them.
+            conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them, or encoded.
             noise: standard normal ``[b, ...]``.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
@@ -292,7 +291,7 @@ class Flow(nn.Module):
             name: given[name].to(device) if name in given else kind.draw(name, count, device)
             for name, kind in self.conditions.items()
         }
-        sources = [self.space.encode(conditions[name].to(device)) for name in conditions if self._is_source(name)]
+        sources = [self._encoded(conditions[name].to(device)) for name in conditions if self._is_source(name)]
         source = next(iter(sources), None)
         x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:

@@ -143,7 +143,7 @@ class RectifiedFlow(Flow):
             raise ValueError("the stochastic solver has no way back to the noise")
         x = self.space.encode(data).to(self.device)
         values = {
-            name: self.space.encode(value.to(x.device)) if self._is_source(name) else value.to(x.device)
+            name: self._encoded(value.to(x.device)) if self._is_source(name) else value.to(x.device)
             for name, value in conditions.items()
         }
         field = guided(self.velocity, self.conditions, values, guidance)
