@@ -121,7 +121,7 @@ class AugmentationLabels(Condition):
 @register
 @dataclass(frozen=True)
 class Picture(Condition):
-    """Pictures of the shape of ``x``, float32 ``[b, c, h, w]``; unknown pixels are NaN, and all are in "none".
+    """Pictures of the shape of ``x``, float32 ``[b, c, h, w]``; missing pixels are NaN, and "none" is NaN alone.
 
     A :class:`Unet <rectified_flow.networks.unet.Unet>` adds the embedding ``[b, dim, h, w]`` to its first layer. The
     embedding also takes pictures with the map of their unknown pixels, see :func:`with_map`.
@@ -213,7 +213,7 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
 
-    Where a row of NaN stands for "none", a row with a single NaN does, too, as in the embedding, except for pictures.
+    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; a picture only if all pixels are NaN.
     """
     rows = []
     for name, none in none_of(kinds, values).items():

@@ -28,7 +28,7 @@ from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
 TASKS = {False: "unconditional-image-generation", True: "image-to-image"}
-"""Task of a model on the hub, by whether it leads from pictures to pictures."""
+"""Task of a model on the hub, by whether it takes source pictures."""
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
 """Flags for places on this machine, which the card's command leaves out."""

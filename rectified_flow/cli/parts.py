@@ -182,7 +182,9 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig, se
     alone += [name for name in theirs if name not in mine]
     where = f"--source_path {flags.source_path} and --dataset_path {data.dataset_path}"
     if max(partners) < 0:
-        raise UsageError(f"{where} have no file name in common, such as {alone[0]}: rename partners alike")
+        raise UsageError(
+            f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
+        )
     if alone:
         found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}"
         if not flags.skip_unpaired:

@@ -67,15 +67,15 @@ class PicturesConfig(Flags):
     ema_length: EmaLength | None = None
     """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
-    """Image or folder of images, to translate, or to start from in turn instead of noise alone."""
+    """Image or folder of images to translate, or to add noise to and start from (--noise_level)."""
     variants: Positive = 1
     """Number of results for each image of --from_images."""
     mask: Path | None = None
-    """Picture that is white where --from_images is to be generated; the rest of the images stays as it is."""
+    """Mask for inpainting --from_images: white pixels are generated, all others are kept."""
     degrade: bool = False
-    """Degrade --from_images as in the training of a run with --degrade, to try it on intact pictures."""
+    """Degrade --from_images first, as in training, to test a model on intact pictures."""
     reverse: bool = False
-    """Translate from the pictures of --dataset_path to those of --source_path."""
+    """Translate in the opposite direction, from target pictures to source pictures."""
     noise_level: Annotated[NoiseLevel | None, default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
@@ -122,7 +122,7 @@ class MeasureConfig(Flags):
     dataset_path: Path | None = None
     """Folder of the training pictures, if it has moved."""
     source_path: Path | None = None
-    """Folder of the pictures that a flow from pictures to pictures starts from, if it has moved."""
+    """Folder of the source pictures, if it has moved."""
     cache_dir: Path | None = None
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None

@@ -203,7 +203,7 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
     if flags.from_images is None:
         if flow.from_source:
-            raise UsageError(f"{source} leads from pictures to pictures: pass some with --from_images")
+            raise UsageError(f"{source} translates pictures: pass some with --from_images")
         return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
     space, degradation = flow.space, flow.degradation
     needed = "mask" if flags.mask is not None else "start"
@@ -248,20 +248,28 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
     refuse({"degrade": flags.degrade and flow.degradation is None}, f"has no effect: {source} has no degradation")
     refuse({"noise_level": flow.takes_source and flags.noise_level}, f"has no effect: {source} translates pictures")
     paints = flow.degradation is None if not flow.takes_source else isinstance(flow.degradation, Mask)
-    refuse({"mask": flags.mask if not paints else None}, f"has no effect: {source} translates whole pictures")
+    refuse(
+        {"mask": flags.mask if not paints else None},
+        f"has no effect: {source} was not trained for inpainting, by --degrade mask",
+    )
     alone = not flow.takes_source and flags.mask is None
-    refuse({"variants": alone and flags.variants > 1}, f"has no effect: {source} generates --num_samples of pictures")
+    refuse(
+        {"variants": alone and flags.variants > 1},
+        f"has no effect: {source} does not translate pictures; pass --num_samples",
+    )
     single = flow.from_source and flow.source_noise == 0 and not isinstance(flow.degradation, Mask)
     why = f"has no effect: a source has one result with {source}, which was trained without --source_noise"
     refuse({"variants": single and flags.variants > 1}, why)
     way_back = flow.from_source and hasattr(flow, "encode")
     if flags.reverse:
         refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")
-        refuse({"solver": options.get("solver") == "stochastic"}, "stochastic has no way back: pass another solver")
+        refuse({"solver": options.get("solver") == "stochastic"}, "stochastic cannot be inverted: pass another solver")
     if flags.mask is not None:
         refuse({"solver": options.get("solver") == "adaptive"}, "adaptive excludes --mask: pass another solver")
-        refuse({"degrade": flags.degrade}, "excludes --mask, which is the hole: leave one out")
-    why = "a map of one call has no way back" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
+        refuse({"degrade": flags.degrade}, "excludes --mask, which sets the missing pixels: pass one of them")
+    why = (
+        "a one-step model cannot be inverted" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
+    )
     refuse({"reverse": flags.reverse and not way_back}, f"is impossible: {why}")
 
 

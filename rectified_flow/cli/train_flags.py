@@ -100,20 +100,20 @@ class DataConfig(Flags):
 
 @dataclass(frozen=True)
 class SourceConfig(Flags):
-    """Pictures to start from, for a flow from pictures to pictures."""
+    """Source pictures, for image-to-image translation."""
 
     source_path: Path | None = None
-    """Folder of the pictures to start from; the flow leads from them to those of the dataset."""
+    """Folder of source pictures, which are translated to pictures like those of the dataset."""
     paired: bool = False
-    """Pair files of the same name in --source_path and --dataset_path; otherwise pictures are paired anew at random."""
+    """Pair files of the same name in --source_path and --dataset_path; otherwise pairs are random in each epoch."""
     skip_unpaired: bool = False
     """Leave out pictures without a partner instead of stopping."""
     degrade: str | None = None
-    """Start from degraded training pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or registered."""
+    """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
     source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
-    """Use the source as the start of the path instead of noise, or as a condition of the network beside the noise."""
+    """start: paths start from the source instead of noise; condition: the source is a further input of the network."""
     source_noise: NonNegative = 0.0
-    """Standard deviation of noise added to sources as the start, so that each has several results."""
+    """Standard deviation of Gaussian noise added to the source with --source_as start; it makes results random."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +133,7 @@ class SourceConfig(Flags):
 
     @property
     def is_given(self) -> bool:
-        """Whether the flow leads from pictures to pictures."""
+        """Whether the flow translates pictures."""
         return self.source_path is not None or self.degrade is not None
 
     @property
@@ -437,8 +437,8 @@ class TrainConfig:
             refuse(degrades, "excludes --autoencoder: latents cannot be degraded; leave one out")
         if source.is_given and self.flow.coupling != "independent":
             pairs = self.flow.coupling == "ot" and source.as_start and source.source_path and not source.paired
-            alone = f"{self.flow.coupling} has no effect, as it pairs noise, or unpaired starts by ot: leave it out"
-            refuse({"coupling": not pairs}, alone)
+            needed = "needs noise, or ot an unpaired --source_path as the start"
+            refuse({"coupling": not pairs}, f"{self.flow.coupling} has no effect here: it {needed}; leave it out")
         for flag, folder in {"dataset_path": self.data.dataset_path, "source_path": source.source_path}.items():
             check_folders(self.run, folder, self.data.cache_dir, flag)
         if self.data.dataset_path is None:  # else the recipe may hold some out

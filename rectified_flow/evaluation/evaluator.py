@@ -183,7 +183,7 @@ class Evaluator:
     def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], dict[str, Tensor]]:
         """Return the data whose sources samples start from, the numbers of these data, and their conditions.
 
-        They are held-out data, if there are any, since training showed the results of the other sources.
+        They are held-out data, if there are any, since training showed the targets of the training data.
         """
         data = self.dataset if self.held_out is None else self.held_out
         rows = self._order(data)
@@ -198,7 +198,7 @@ def conditions_of(
     """Return the sources and the other conditions of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``.
 
     Args:
-        flow: a flow from pictures to pictures.
+        flow: a flow that takes sources.
         data: a dataset whose items have sources, or that the flow degrades; pictures, or data of the flow's space.
         numbers: the numbers of the items.
         seed: seed of a degradation that is random.

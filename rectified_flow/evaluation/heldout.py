@@ -86,7 +86,7 @@ def split_sources(pictures: ImageDataset, share: float, seed: int) -> Split | No
         return None
     split = hold_out(pictures.source, share, seed)
     if split.problem is not None:
-        PartialState().print(f"note: sources are not held out, as that leaves {split.problem}")
+        PartialState().print(f"note: source pictures are not held out, since that would leave {split.problem}")
         return None
     return split
 

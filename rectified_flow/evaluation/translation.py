@@ -1,7 +1,7 @@
-"""Scores of a flow from pictures to pictures, beside those of two baselines: the source itself, and a training picture.
+"""Scores of image-to-image translation, beside those of two baselines: the source itself, and a training picture.
 
-A distance to the training pictures does not tell whether a result belongs to its source. With known partners, results
-are compared with them. Without, the score tells how much of the structure of the source is kept.
+A distance between distributions does not measure whether a result matches its source. If the targets of the sources
+are known, results are compared with them. If not, the score measures how much structure of the source is kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from rectified_flow.evaluation.features import in_batches
 from rectified_flow.flows.flow import SOURCE, Flow
 
 NEAREST, MOST_VARIANTS = 10, 4
-"""Number of nearest pictures among which the right one counts as found, and largest number of results to choose of."""
+"""Number k of the top-k accuracy of retrieval, and largest number of results for each source that are compared."""
 
 
 @torch.no_grad()
@@ -24,14 +24,14 @@ def translation_scores(evaluator: Evaluator, flow: Flow, generated: Tensor) -> d
 
     Args:
         evaluator: the evaluator, whose held-out pictures, or else training pictures, were translated.
-        flow: a flow from pictures to pictures.
+        flow: a flow that takes sources.
         generated: the result of ``evaluator.generate``, ``[n, d]``.
 
     Returns:
         ``copy_DISTANCE``: the Fréchet distance and the kernel distance of the sources. With known partners,
         ``partner_distance``: the mean squared distance to the partner in the features of the evaluator;
         ``best_of_K_partner_distance``: that of the nearest of K results for each source, if there are as many;
-        ``partner_found``: the share of results whose partner is among the 10 nearest of all partners. Without,
+        ``partner_found``: the share of results whose partner is among the 10 nearest of all partners. Without partners,
         ``structure_found``: the share of results whose source is among the 10 nearest of all sources, by
         :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a name: the score of the source itself, and of
         the training picture that is nearest to the source.

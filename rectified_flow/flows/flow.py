@@ -45,10 +45,10 @@ class Flow(nn.Module):
     of them: the objective, a function of every draw, which is what :meth:`compile` compiles. Entries of a batch that
     are neither data, nor a condition that the network takes, nor ``noise`` or ``source`` are ignored.
 
-    A flow can also lead from pictures to pictures (Liu et al. 2022, arXiv:2209.03003, section 5.3). Each row then has a
-    *source*: the entry ``source`` of the batch, or the degraded data. Paths start from it with ``from_source``, and
-    take the place of the noise in the formulas above. Otherwise paths start from noise, and the source is the condition
-    ``source`` of the network (:class:`Picture <rectified_flow.condition.Picture>`).
+    A flow can also translate pictures (Liu et al. 2022, arXiv:2209.03003, section 5.3). Each row then has a *source*:
+    the entry ``source`` of the batch, or the degraded data. With ``from_source``, paths start from the source, which
+    takes the place of the noise in the formulas above. Otherwise paths start from noise, and the source is the
+    condition ``source`` of the network (:class:`Picture <rectified_flow.condition.Picture>`).
 
     Args:
         network: called ``network(x, t, **conditions)``; its attribute ``conditions`` maps the names of the conditions
@@ -105,10 +105,10 @@ class Flow(nn.Module):
         self.condition_dropout = condition_dropout
         self.coupling = coupling
         self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
-        # With a coupling, noise would depend on the source, which sampling cannot repeat.
+        # A coupling would make the noise depend on the source in training, but in sampling they are independent.
         has_pairs = self.takes_source and not (from_source and coupling == "ot" and degradation is None)
         if has_pairs and coupling != "independent":
-            raise ValueError(f"the coupling {coupling} is for noise, or by ot for starts from other pictures")
+            raise ValueError(f"with sources, coupling {coupling} is for noise; ot needs from_source and no degradation")
 
     @property
     def takes_source(self) -> bool:
@@ -183,7 +183,7 @@ class Flow(nn.Module):
         if SOURCE in batch:
             return self._encoded(batch[SOURCE])
         if self.degradation is None:
-            raise UsageError(f"the flow leads from pictures to pictures, and a batch has no {SOURCE}: add this entry")
+            raise UsageError(f"the flow translates pictures, and a batch has no {SOURCE}: add this entry")
         with torch.autocast(x_0.device.type, enabled=False):
             return self.degradation(x_0)
 

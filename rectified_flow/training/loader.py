@@ -115,9 +115,9 @@ def checked(batches: Iterator[Batch], flow: nn.Module, report: Callable[[str], o
 
 
 def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: int) -> Iterator[Batch]:
-    """Add ``noise_rows``, the noise that the flow chose for each row of the global batch, or give it that row's source.
+    """Add ``noise_rows``, the number of the noise that is paired with each row of the global batch. Collective.
 
-    Collective.
+    If paths start from sources, the source of each row is replaced by the paired source.
 
     Args:
         batches: the rank's micro-batches.

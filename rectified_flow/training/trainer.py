@@ -71,8 +71,7 @@ class Trainer:
             ``config`` if not given.
         callbacks: called at the events of the run.
         flags: all flags of the program that built these parts, for ``config.json`` and trackers.
-        preview_data: dataset whose sources the samples of a flow from pictures to pictures start from; the training
-            data if not given.
+        preview_data: dataset whose sources are translated for previews; the training data if not given.
 
     Raises:
         UsageError: if the batch does not divide, the dataset is empty, a parameter would be trained in less than

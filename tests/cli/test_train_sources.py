@@ -110,7 +110,7 @@ def test_a_map_of_one_call_learns_from_it(runs: tuple[str, Path], folders: Path,
     [(code, errors)] = run_on_ranks(1, program, "sample.py", there.split())
     assert code == 0, errors
     back = [*there.split(), "--reverse"]
-    programs.assert_refused("sample.py", 1, " ".join(back), "a map of one call has no way back")
+    programs.assert_refused("sample.py", 1, " ".join(back), "a one-step model cannot be inverted")
 
 
 def test_results_have_the_names_of_their_sources(runs: tuple[str, Path], folders: Path, tmp_path: Path) -> None:
@@ -288,10 +288,10 @@ def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: P
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("", "leads from pictures to pictures: pass some with --from_images"),
+        ("", "translates pictures: pass some with --from_images"),
         ("--from_images {0}/from --noise_level 0.5", "--noise_level has no effect"),
         ("--from_images {0}/from --degrade", "--degrade has no effect"),
-        ("--from_images {0}/from --reverse --solver stochastic", "--solver stochastic has no way back"),
+        ("--from_images {0}/from --reverse --solver stochastic", "--solver stochastic cannot be inverted"),
         ("--from_images {0}/from --reverse --path strip", "--path has no effect"),
         ("--from_images {0}/from --output_dir {0}/from", "has the pictures of --from_images"),
         ("--variants 2", "--variants has no effect without --from_images"),
