@@ -42,6 +42,8 @@ ROWS = {
 }
 """The part that each guest replaces, and the flags that choose it."""
 METRICS = {"own_metric": "frechet mean_gap"}
+TRAINED_ONLY = ("own_optimizer", "own_times", "own_objective", "own_adapter")
+"""Guests that matter in training alone: that their runs are evaluated is among the slow tests."""
 SCHEDULE = (
     "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9 --save_every 4 --log_every 1"
     " --train_num_steps 8 --num_samples 3 --sample_steps 2"
@@ -120,6 +122,12 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
         assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [pytest.param(guest, marks=pytest.mark.slow if guest in TRAINED_ONLY else ()) for guest in ROWS],
+    indirect=True,
+    scope="module",
+)
 def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path), "--num_samples", "4"]
