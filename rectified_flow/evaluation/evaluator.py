@@ -168,10 +168,10 @@ class Evaluator:
 
     def _conditions(self, flow: Flow) -> dict[str, Tensor]:
         """Return conditions and sources of the data in a random order, so that any number of rows has their shares."""
-        if not flow.conditions and not flow.takes_source:
-            return {}
-        if flow.takes_source:
+        if getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
             return self.translated(flow)[2]
+        if not flow.conditions:
+            return {}
         values = self.dataset.condition_values(self._order(self.dataset))
         return {name: each for name, each in values.items() if name in flow.conditions}
 
