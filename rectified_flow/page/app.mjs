@@ -78,7 +78,7 @@ function begin(description) {
 }
 
 function beginWithSource() {
-  const [title, hint] = TASKS[model.source.degradation?.kind] ?? OTHER_TASK;
+  const [title, hint] = TASKS[isMask() ? "Mask" : model.source.degradation?.kind] ?? OTHER_TASK;
   document.title = at("title").textContent = title;
   at("call-hint").textContent = hint;
   at("way-title").textContent = model.source.as === "start" ? "The way from the picture" : "The way from noise";
@@ -86,7 +86,8 @@ function beginWithSource() {
   at("controls").prepend(at("drop"));
 }
 
-const isMask = () => model.source?.degradation?.kind === "Mask";
+/** Whether the source is a picture with a part painted over; earlier exports do not say so for masks of other names. */
+const isMask = () => model.source?.paints ?? model.source?.degradation?.kind === "Mask";
 
 /** Whether results differ between seeds. */
 const isRandom = () => !model.source || model.source.as === "condition" || model.source.noise > 0 || isMask();
