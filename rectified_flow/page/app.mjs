@@ -18,10 +18,13 @@ const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
 
+let begun; // to be called when there is a model
+const beginning = new Promise((resolve) => { begun = resolve; });
 let model = null;
 let shape = null; // [channels, height, width]
 let newest = 0;
-let latest = 0; // the job whose pictures are shown
+let latest = 0; // the job whose pictures are shown; of older ones nothing is shown any more
+let taken = 0; // the newest of the given files
 let comparison = null; // has the visitor's picture, if there is one
 let chosen = 0; // the result that is compared with the picture
 const held = { a: null, b: null };
@@ -75,6 +78,7 @@ function begin(description) {
   if (model.source) beginWithSource();
   comparison = new Comparison(shape, !model.source || isMask(), arrange);
   arrange(true);
+  begun();
 }
 
 function beginWithSource() {
@@ -236,14 +240,14 @@ function hold(name) {
   at("mix").disabled = held.a === null || held.b === null;
 }
 
+/** Give the picture in a file, once there is a model, unless another one is given or removed in the meantime. */
 async function take(file) {
-  let picture;
-  try {
-    picture = fromPixels(await readPicture(file, shape), shape[0]);
-  } catch {
-    return fail(`${file.name} is not a picture that this browser can read. Choose a PNG, JPEG or WebP file.`);
-  }
-  give(degraded(model, picture));
+  const mine = ++taken;
+  await beginning;
+  const rgba = await readPicture(file, shape).catch(() => null);
+  if (mine !== taken) return;
+  if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));
+  else fail(`${file.name} is not a picture that this browser can read, or is too large. Choose a PNG, JPEG or WebP file.`);
 }
 
 function give(picture) {
@@ -256,7 +260,10 @@ function clear() {
   arrange();
 }
 
-const forget = () => give(null);
+function forget() {
+  taken += 1;
+  give(null);
+}
 
 at("controls").onsubmit = (event) => event.preventDefault();
 for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = () => draw();
@@ -271,7 +278,7 @@ at("clear").onclick = clear;
 at("brush").oninput = () => { at("brush-value").textContent = at("brush").value; };
 for (const id of ["file", "camera"]) {
   at(id).onchange = () => {
-    if (model && at(id).files.length) take(at(id).files[0]);
+    if (at(id).files.length) take(at(id).files[0]);
     at(id).value = ""; // so that the same file can be chosen again
   };
 }
@@ -297,11 +304,10 @@ addEventListener("dragleave", () => document.body.classList.remove("dropping"));
 addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dropping");
-  if (!model) return;
   if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
   else fail("What was dropped is not a file. Choose a PNG, JPEG or WebP file.");
 });
 
 addEventListener("paste", (event) => {
-  if (model && event.clipboardData.files.length) take(event.clipboardData.files[0]);
+  if (event.clipboardData.files.length) take(event.clipboardData.files[0]);
 });

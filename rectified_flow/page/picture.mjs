@@ -9,15 +9,19 @@ const at = (id) => document.getElementById(id);
 /** The pixels RGBA of a file, resized and cropped to `shape`. */
 export async function readPicture(file, [, height, width]) {
   const picture = await createImageBitmap(file);
-  const side = Math.min(picture.width / width, picture.height / height);
-  const [wide, high] = [side * width, side * height];
-  const surface = new OffscreenCanvas(width, height).getContext("2d");
-  surface.imageSmoothingQuality = "high";
-  surface.fillStyle = "white"; // behind what is transparent, as in sample.py
-  surface.fillRect(0, 0, width, height);
-  const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
-  surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
-  return surface.getImageData(0, 0, width, height).data;
+  try {
+    const side = Math.min(picture.width / width, picture.height / height);
+    const [wide, high] = [side * width, side * height];
+    const surface = new OffscreenCanvas(width, height).getContext("2d");
+    surface.imageSmoothingQuality = "high";
+    surface.fillStyle = "white"; // behind what is transparent, as in sample.py
+    surface.fillRect(0, 0, width, height);
+    const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
+    surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
+    return surface.getImageData(0, 0, width, height).data;
+  } finally {
+    picture.close(); // else a photo keeps its memory until it is collected
+  }
 }
 
 export function paint(element, x, row, shape) {
