@@ -76,7 +76,7 @@ function begin(description) {
   for (const each of document.querySelectorAll("form canvas, .frame canvas")) fit(each);
   for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;
   if (model.source) beginWithSource();
-  comparison = new Comparison(shape, !model.source || isMask(), arrange);
+  comparison = new Comparison(shape, !model.source || isMask(), supersede, arrange);
   arrange(true);
   begun();
 }
@@ -123,7 +123,14 @@ function arrange(reveal = false) {
     at("pictures").replaceChildren(...Array.from({ length: count }, (_, i) => make(i)));
     choose(0);
   }
+  supersede();
   draw(reveal);
+}
+
+/** Show no result of the jobs so far: they are of another picture, or of another part of it. */
+function supersede() {
+  latest = ++newest;
+  document.body.dataset.drawn = "";
 }
 
 /** A button that compares result `i` with the picture. */
@@ -175,10 +182,7 @@ function draw(reveal = false) {
   document.body.dataset.drawn = "";
   newest += 1;
   const waiting = isWaiting();
-  if (waiting) {
-    latest = newest;
-    say("The model is ready.");
-  }
+  if (waiting) say("The model is ready.");
   worker.postMessage({
     id: newest,
     numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),

@@ -38,10 +38,11 @@ export class Comparison {
   #pending = true; // whether there is no result yet
   #last = null; // where the brush was, in pixels
 
-  /** `changed()` is called after a stroke of the brush, where `canPaint` allows it. */
-  constructor(shape, canPaint, changed) {
+  /** `changing()` and `changed()` are called before and after a stroke of the brush, where `canPaint` allows it. */
+  constructor(shape, canPaint, changing, changed) {
     this.#shape = shape;
     this.canPaint = canPaint;
+    this.changing = changing;
     this.changed = changed;
     this.picture = null; // values in [-1, 1]
     this.unknown = null; // a 1 for each pixel that is painted over
@@ -59,6 +60,7 @@ export class Comparison {
 
   clear() {
     this.unknown = null;
+    this.#last = null;
     this.#show();
   }
 
@@ -93,19 +95,21 @@ export class Comparison {
     const beside = () => at("given").offsetParent !== null;
     const slides = () => frame.parentElement === at("compare") && (!this.canPaint || beside());
     const move = (event) => {
+      if (!event.isPrimary) return; // a second finger, to which a line would lead
       if (slides()) {
         at("split").value = 100 * this.#place(event, frame)[0];
         this.#slide();
       } else if (this.canPaint) this.#paintTo(this.#place(event, frame));
     };
     frame.onpointerdown = (event) => {
-      if (event.button) return;
+      if (event.button || !event.isPrimary) return;
       event.preventDefault();
       frame.setPointerCapture(event.pointerId);
       frame.onpointermove = move;
       move(event);
     };
-    frame.onpointerup = frame.onpointercancel = () => {
+    frame.onpointerup = frame.onpointercancel = (event) => {
+      if (!event.isPrimary) return;
       frame.onpointermove = null;
       if (this.#last) this.changed();
       this.#last = null;
@@ -119,6 +123,8 @@ export class Comparison {
   }
 
   #paintTo([across, down]) {
+    if (!this.picture) return; // it was removed during the stroke
+    if (!this.#last) this.changing();
     const [, height, width] = this.#shape;
     const point = [across * width, down * height];
     const radius = Math.max(0.71, (Number(at("brush").value) / 200) * Math.min(width, height)); // a pixel at least
