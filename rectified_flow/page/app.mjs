@@ -87,7 +87,9 @@ function beginWithSource() {
   at("call-hint").textContent = hint;
   at("way-title").textContent = model.source.as === "start" ? "The way from the picture" : "The way from noise";
   at("drop-title").textContent = "Your picture";
+  const focused = document.activeElement;
   at("controls").prepend(at("drop"));
+  refocus(focused);
 }
 
 /** Whether the source is a picture with a part painted over; earlier exports do not say so for masks of other names. */
@@ -103,12 +105,14 @@ const isWaiting = () => Boolean(model.source) && (!comparison.picture || (isMask
 function arrange(reveal = false) {
   const { picture, unknown, canPaint } = comparison;
   const calling = Boolean(model.source && !picture);
+  const focused = document.activeElement;
   document.body.classList.toggle("calling", calling);
   document.body.classList.toggle("waiting", isWaiting());
   document.body.classList.toggle("comparing", Boolean(picture));
   at("call").hidden = !calling;
   at("controls").hidden = calling;
-  at(calling ? "call-choice" : "drop-choice").replaceChildren(at("choice"));
+  const place = at(calling ? "call-choice" : "drop-choice");
+  if (at("choice").parentElement !== place) place.append(at("choice"));
   at("choose").textContent = picture ? "Another picture" : calling ? "Choose a picture" : "Choose or drop a picture";
   for (const name of ["views", "forget"]) at(name).hidden = !picture;
   for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
@@ -123,8 +127,15 @@ function arrange(reveal = false) {
     at("pictures").replaceChildren(...Array.from({ length: count }, (_, i) => make(i)));
     choose(0);
   }
+  refocus(focused);
   supersede();
   draw(reveal);
+}
+
+/** Give the focus back to what was moved; what was hidden or disabled passes it on. */
+function refocus(focused) {
+  const usable = (each) => each.offsetParent && !each.disabled;
+  if (focused !== document.body) [focused, at("brush"), at("file")].find(usable).focus({ preventScroll: true });
 }
 
 /** Show no result of the jobs so far: they are of another picture, or of another part of it. */
