@@ -67,7 +67,7 @@ function begin(description) {
   at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
   at("class-row").hidden = !model.classes.length;
   at("guidance-row").hidden = map || !isGuidable(model);
-  for (const name of ["seed-row", "seeds"]) at(name).hidden = !isRandom() && !model.classes.length;
+  for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !model.classes.length;
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
@@ -266,6 +266,7 @@ async function take(file) {
 }
 
 function give(picture) {
+  shown = null;
   comparison.give(picture);
   arrange(true);
 }
@@ -298,18 +299,18 @@ for (const id of ["file", "camera"]) {
   };
 }
 
-const KEYS = {
-  n: renew,
-  a: () => hold("a"),
-  b: () => hold("b"),
-  ArrowLeft: () => go(seed() - 1),
-  ArrowRight: () => go(seed() + 1),
-  Escape: forget,
+const KEYS = { // actions, and the controls that are visible where they have a use
+  n: [renew, "new"],
+  a: [() => hold("a"), "hold-a"],
+  b: [() => hold("b"), "hold-b"],
+  ArrowLeft: [() => go(seed() - 1), "seed"],
+  ArrowRight: [() => go(seed() + 1), "seed"],
+  Escape: [forget],
 };
 addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
-  const action = model && KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-  if (!action) return;
+  const [action, control] = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key] ?? [];
+  if (!model || !action || (control && !at(control).offsetParent)) return;
   event.preventDefault();
   action();
 });
