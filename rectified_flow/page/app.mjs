@@ -308,7 +308,8 @@ const KEYS = { // actions, and the controls that are visible where they have a u
   Escape: [forget],
 };
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
+  const taking = event.key === "Escape" ? "select" : "input, select"; // what has a use for the key itself
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches(taking)) return;
   const [action, control] = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key] ?? [];
   if (!model || !action || (control && !at(control).offsetParent)) return;
   event.preventDefault();
