@@ -23,7 +23,7 @@ from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.outputs import claim, write_output
 
 PATIENCE = 300.0
-"""Time limit of one generation [s]."""
+"""Time limit of loading the model, of reading a picture, and of one generation [s]."""
 DRAWINGS = 10
 STROKE = ((0.35, 0.3), (0.6, 0.45), (0.45, 0.6))
 """Corners of the stroke of ``--paint``, as shares of the sides of the picture."""
@@ -46,29 +46,36 @@ def serving(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def wait(page: Any) -> float:
-    """Wait for the pictures, and return the seconds that they took, as the page prints them.
+def wait_until(page: Any, condition: str) -> None:
+    """Wait until a condition in JavaScript is true.
 
     Raises:
-        SystemExit: if the page says that it failed.
+        SystemExit: if the page says that it failed, or if it takes too long.
     """
     until = time.monotonic() + PATIENCE
-    while not page.evaluate("document.body.dataset.drawn"):
+    while not page.evaluate(condition):
         if page.evaluate("document.getElementById('status').className") or time.monotonic() > until:
             raise SystemExit(f"nothing was drawn: {page.inner_text('#status')}")
         page.wait_for_timeout(5)
+
+
+def wait(page: Any) -> float:
+    """Wait for the pictures, and return the seconds that they took, as the page prints them."""
+    wait_until(page, "document.body.dataset.drawn")
     return float(page.evaluate("document.body.dataset.seconds"))
 
 
 def open_page(page: Any, address: str, arguments: argparse.Namespace) -> None:
-    """Open the page, give it the picture of ``--picture`` and paint over a part of it, and wait for the result."""
+    """Open the page, give it the picture of ``--picture`` and paint over a part of it, and wait for the result.
+
+    Raises:
+        SystemExit: if the page fails, or waits for a picture or for the brush.
+    """
     page.goto(address)
-    if arguments.picture is None:
-        wait(page)
-        return
-    while page.inner_text("#about").startswith("Loading"):
-        page.wait_for_timeout(5)
-    page.set_input_files("#file", arguments.picture)
+    wait_until(page, "!document.getElementById('about').textContent.startsWith('Loading')")
+    if arguments.picture is not None:
+        page.set_input_files("#file", arguments.picture)
+        wait_until(page, "!document.getElementById('views').hidden")  # what was drawn before is now superseded
     if arguments.paint:
         frame = page.locator("#given .frame, #compare .frame").filter(visible=True).first
         frame.scroll_into_view_if_needed()
@@ -77,8 +84,9 @@ def open_page(page: Any, address: str, arguments: argparse.Namespace) -> None:
             page.mouse.move(box["x"] + across * box["width"], box["y"] + down * box["height"], steps=4)
             if number == 0:
                 page.mouse.down()
-        page.evaluate("document.body.dataset.drawn = ''")
         page.mouse.up()
+    if page.evaluate("document.body.classList.contains('waiting')"):
+        raise SystemExit(f"this model needs {'--paint' if arguments.picture else 'a picture: --picture'}")
     wait(page)
 
 
@@ -132,6 +140,8 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=1, help="pixels of the screenshot for a pixel of the page")
     parser.add_argument("--seed", type=int, default=1, help="of the pictures in the screenshot")
     arguments = parser.parse_args()
+    if arguments.paint and arguments.picture is None:
+        parser.error("--paint paints over the picture of --picture, which is missing")
     if arguments.screenshot is not None:
         try:
             claim(prepare_folder("screenshot", arguments.screenshot.parent), [arguments.screenshot.name])

@@ -24,7 +24,7 @@ from rectified_flow.load import read_trained, solver_name
 from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run
-from rectified_flow.spaces.degradations import Downsample, Grey
+from rectified_flow.spaces.degradations import Downsample, Grey, Mask
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -214,6 +214,7 @@ def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
             "as": "start" if flow.from_source else "condition",
             "noise": flow.source_noise,
             "degradation": None if flow.degradation is None else describe_part(flow.degradation),
+            "paints": isinstance(flow.degradation, Mask),
         }
         if flow.takes_source
         else None,

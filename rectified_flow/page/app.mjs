@@ -18,10 +18,13 @@ const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
 
+let begun; // to be called when there is a model
+const beginning = new Promise((resolve) => { begun = resolve; });
 let model = null;
 let shape = null; // [channels, height, width]
 let newest = 0;
-let latest = 0; // the job whose pictures are shown
+let latest = 0; // the job whose pictures are shown; of older ones nothing is shown any more
+let taken = 0; // the newest of the given files
 let comparison = null; // has the visitor's picture, if there is one
 let chosen = 0; // the result that is compared with the picture
 const held = { a: null, b: null };
@@ -64,7 +67,7 @@ function begin(description) {
   at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
   at("class-row").hidden = !model.classes.length;
   at("guidance-row").hidden = map || !isGuidable(model);
-  for (const name of ["seed-row", "seeds"]) at(name).hidden = !isRandom() && !model.classes.length;
+  for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !model.classes.length;
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
@@ -73,20 +76,24 @@ function begin(description) {
   for (const each of document.querySelectorAll("form canvas, .frame canvas")) fit(each);
   for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;
   if (model.source) beginWithSource();
-  comparison = new Comparison(shape, !model.source || isMask(), arrange);
+  comparison = new Comparison(shape, !model.source || isMask(), supersede, arrange);
   arrange(true);
+  begun();
 }
 
 function beginWithSource() {
-  const [title, hint] = TASKS[model.source.degradation?.kind] ?? OTHER_TASK;
+  const [title, hint] = TASKS[isMask() ? "Mask" : model.source.degradation?.kind] ?? OTHER_TASK;
   document.title = at("title").textContent = title;
   at("call-hint").textContent = hint;
   at("way-title").textContent = model.source.as === "start" ? "The way from the picture" : "The way from noise";
   at("drop-title").textContent = "Your picture";
+  const focused = document.activeElement;
   at("controls").prepend(at("drop"));
+  refocus(focused);
 }
 
-const isMask = () => model.source?.degradation?.kind === "Mask";
+/** Whether the source is a picture with a part painted over; earlier exports do not say so for masks of other names. */
+const isMask = () => model.source?.paints ?? model.source?.degradation?.kind === "Mask";
 
 /** Whether results differ between seeds. */
 const isRandom = () => !model.source || model.source.as === "condition" || model.source.noise > 0 || isMask();
@@ -98,12 +105,14 @@ const isWaiting = () => Boolean(model.source) && (!comparison.picture || (isMask
 function arrange(reveal = false) {
   const { picture, unknown, canPaint } = comparison;
   const calling = Boolean(model.source && !picture);
+  const focused = document.activeElement;
   document.body.classList.toggle("calling", calling);
   document.body.classList.toggle("waiting", isWaiting());
   document.body.classList.toggle("comparing", Boolean(picture));
   at("call").hidden = !calling;
   at("controls").hidden = calling;
-  at(calling ? "call-choice" : "drop-choice").replaceChildren(at("choice"));
+  const place = at(calling ? "call-choice" : "drop-choice");
+  if (at("choice").parentElement !== place) place.append(at("choice"));
   at("choose").textContent = picture ? "Another picture" : calling ? "Choose a picture" : "Choose or drop a picture";
   for (const name of ["views", "forget"]) at(name).hidden = !picture;
   for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
@@ -118,7 +127,21 @@ function arrange(reveal = false) {
     at("pictures").replaceChildren(...Array.from({ length: count }, (_, i) => make(i)));
     choose(0);
   }
+  refocus(focused);
+  supersede();
   draw(reveal);
+}
+
+/** Give the focus back to what was moved; what was hidden or disabled passes it on. */
+function refocus(focused) {
+  const usable = (each) => each.offsetParent && !each.disabled;
+  if (focused !== document.body) [focused, at("brush"), at("file")].find(usable).focus({ preventScroll: true });
+}
+
+/** Show no result of the jobs so far: they are of another picture, or of another part of it. */
+function supersede() {
+  latest = ++newest;
+  document.body.dataset.drawn = "";
 }
 
 /** A button that compares result `i` with the picture. */
@@ -170,10 +193,7 @@ function draw(reveal = false) {
   document.body.dataset.drawn = "";
   newest += 1;
   const waiting = isWaiting();
-  if (waiting) {
-    latest = newest;
-    say("The model is ready.");
-  }
+  if (waiting) say("The model is ready.");
   worker.postMessage({
     id: newest,
     numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),
@@ -235,17 +255,18 @@ function hold(name) {
   at("mix").disabled = held.a === null || held.b === null;
 }
 
+/** Give the picture in a file, once there is a model, unless another one is given or removed in the meantime. */
 async function take(file) {
-  let picture;
-  try {
-    picture = fromPixels(await readPicture(file, shape), shape[0]);
-  } catch {
-    return fail(`${file.name} is not a picture that this browser can read. Choose a PNG, JPEG or WebP file.`);
-  }
-  give(degraded(model, picture));
+  const mine = ++taken;
+  await beginning;
+  const rgba = await readPicture(file, shape).catch(() => null);
+  if (mine !== taken) return;
+  if (rgba) give(degraded(model, fromPixels(rgba, shape[0])));
+  else fail(`${file.name} is not a picture that this browser can read, or is too large. Choose a PNG, JPEG or WebP file.`);
 }
 
 function give(picture) {
+  shown = null;
   comparison.give(picture);
   arrange(true);
 }
@@ -255,7 +276,10 @@ function clear() {
   arrange();
 }
 
-const forget = () => give(null);
+function forget() {
+  taken += 1;
+  give(null);
+}
 
 at("controls").onsubmit = (event) => event.preventDefault();
 for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = () => draw();
@@ -270,23 +294,24 @@ at("clear").onclick = clear;
 at("brush").oninput = () => { at("brush-value").textContent = at("brush").value; };
 for (const id of ["file", "camera"]) {
   at(id).onchange = () => {
-    if (model && at(id).files.length) take(at(id).files[0]);
+    if (at(id).files.length) take(at(id).files[0]);
     at(id).value = ""; // so that the same file can be chosen again
   };
 }
 
-const KEYS = {
-  n: renew,
-  a: () => hold("a"),
-  b: () => hold("b"),
-  ArrowLeft: () => go(seed() - 1),
-  ArrowRight: () => go(seed() + 1),
-  Escape: forget,
+const KEYS = { // actions, and the controls that are visible where they have a use
+  n: [renew, "new"],
+  a: [() => hold("a"), "hold-a"],
+  b: [() => hold("b"), "hold-b"],
+  ArrowLeft: [() => go(seed() - 1), "seed"],
+  ArrowRight: [() => go(seed() + 1), "seed"],
+  Escape: [forget],
 };
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input, select")) return;
-  const action = model && KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key];
-  if (!action) return;
+  const taking = event.key === "Escape" ? "select" : "input, select"; // what has a use for the key itself
+  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches(taking)) return;
+  const [action, control] = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key] ?? [];
+  if (!model || !action || (control && !at(control).offsetParent)) return;
   event.preventDefault();
   action();
 });
@@ -296,11 +321,10 @@ addEventListener("dragleave", () => document.body.classList.remove("dropping"));
 addEventListener("drop", (event) => {
   event.preventDefault();
   document.body.classList.remove("dropping");
-  if (!model) return;
   if (event.dataTransfer.files.length) take(event.dataTransfer.files[0]);
   else fail("What was dropped is not a file. Choose a PNG, JPEG or WebP file.");
 });
 
 addEventListener("paste", (event) => {
-  if (model && event.clipboardData.files.length) take(event.clipboardData.files[0]);
+  if (event.clipboardData.files.length) take(event.clipboardData.files[0]);
 });

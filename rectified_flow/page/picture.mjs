@@ -9,15 +9,19 @@ const at = (id) => document.getElementById(id);
 /** The pixels RGBA of a file, resized and cropped to `shape`. */
 export async function readPicture(file, [, height, width]) {
   const picture = await createImageBitmap(file);
-  const side = Math.min(picture.width / width, picture.height / height);
-  const [wide, high] = [side * width, side * height];
-  const surface = new OffscreenCanvas(width, height).getContext("2d");
-  surface.imageSmoothingQuality = "high";
-  surface.fillStyle = "white"; // behind what is transparent, as in sample.py
-  surface.fillRect(0, 0, width, height);
-  const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
-  surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
-  return surface.getImageData(0, 0, width, height).data;
+  try {
+    const side = Math.min(picture.width / width, picture.height / height);
+    const [wide, high] = [side * width, side * height];
+    const surface = new OffscreenCanvas(width, height).getContext("2d");
+    surface.imageSmoothingQuality = "high";
+    surface.fillStyle = "white"; // behind what is transparent, as in sample.py
+    surface.fillRect(0, 0, width, height);
+    const [left, top] = [(picture.width - wide) / 2, (picture.height - high) / 2];
+    surface.drawImage(picture, left, top, wide, high, 0, 0, width, height);
+    return surface.getImageData(0, 0, width, height).data;
+  } finally {
+    picture.close(); // else a photo keeps its memory until it is collected
+  }
 }
 
 export function paint(element, x, row, shape) {
@@ -34,10 +38,11 @@ export class Comparison {
   #pending = true; // whether there is no result yet
   #last = null; // where the brush was, in pixels
 
-  /** `changed()` is called after a stroke of the brush, where `canPaint` allows it. */
-  constructor(shape, canPaint, changed) {
+  /** `changing()` and `changed()` are called before and after a stroke of the brush, where `canPaint` allows it. */
+  constructor(shape, canPaint, changing, changed) {
     this.#shape = shape;
     this.canPaint = canPaint;
+    this.changing = changing;
     this.changed = changed;
     this.picture = null; // values in [-1, 1]
     this.unknown = null; // a 1 for each pixel that is painted over
@@ -55,6 +60,7 @@ export class Comparison {
 
   clear() {
     this.unknown = null;
+    this.#last = null;
     this.#show();
   }
 
@@ -89,19 +95,21 @@ export class Comparison {
     const beside = () => at("given").offsetParent !== null;
     const slides = () => frame.parentElement === at("compare") && (!this.canPaint || beside());
     const move = (event) => {
+      if (!event.isPrimary) return; // a second finger, to which a line would lead
       if (slides()) {
         at("split").value = 100 * this.#place(event, frame)[0];
         this.#slide();
       } else if (this.canPaint) this.#paintTo(this.#place(event, frame));
     };
     frame.onpointerdown = (event) => {
-      if (event.button) return;
+      if (event.button || !event.isPrimary) return;
       event.preventDefault();
       frame.setPointerCapture(event.pointerId);
       frame.onpointermove = move;
       move(event);
     };
-    frame.onpointerup = frame.onpointercancel = () => {
+    frame.onpointerup = frame.onpointercancel = (event) => {
+      if (!event.isPrimary) return;
       frame.onpointermove = null;
       if (this.#last) this.changed();
       this.#last = null;
@@ -115,6 +123,8 @@ export class Comparison {
   }
 
   #paintTo([across, down]) {
+    if (!this.picture) return; // it was removed during the stroke
+    if (!this.#last) this.changing();
     const [, height, width] = this.#shape;
     const point = [across * width, down * height];
     const radius = Math.max(0.71, (Number(at("brush").value) / 200) * Math.min(width, height)); // a pixel at least

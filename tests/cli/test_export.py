@@ -135,7 +135,7 @@ def test_a_source_as_a_condition_beside_labels(tmp_path: Path, form: str) -> Non
         "unknown": {"type": "float32", "shape": ["b", 1, 8, 8]},
     }
     degradation = {"kind": "Mask", "shape": "brush"}
-    assert said["source"] == {"as": "condition", "noise": 0.0, "degradation": degradation}
+    assert said["source"] == {"as": "condition", "noise": 0.0, "degradation": degradation, "paints": True}
     x, t, labels = torch.randn(3, 3, 8, 8), torch.rand(3), torch.tensor([0, 2, 1])
     source = torch.rand(3, 3, 8, 8) * 2 - 1
     source[0, :, :4], source[2] = torch.nan, torch.nan
@@ -152,7 +152,8 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
     flow = MeanFlow(small(labels=Labels(2)), space=Pixels((3, 8, 8)), **settings)
     call, said = written(flow, tmp_path)
     assert list(said["inputs"]) == ["x", "t", "r", "labels"]  # type: ignore[call-overload]
-    assert said["source"] == {"as": "start", "noise": 0.25, "degradation": {"kind": "Downsample", "factor": 2}}
+    degradation = {"kind": "Downsample", "factor": 2}
+    assert said["source"] == {"as": "start", "noise": 0.25, "degradation": degradation, "paints": False}
     source, noise, labels = torch.rand(4, 3, 8, 8) * 2 - 1, torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
     source[0, :, 2:5] = torch.nan
     x, _ = flow.draw_start(4, {"source": source, "labels": labels}, noise=noise)

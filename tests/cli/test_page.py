@@ -240,8 +240,8 @@ def test_a_dropped_picture_is_varied_and_another_file_is_refused(
     noise = shown.picture()
     shown.drop(tmp_path / "notes.txt")
     wait_for("a message", lambda: shown.page.get_attribute("#status", "class") == "failed")
-    sentence = "notes.txt is not a picture that this browser can read. Choose a PNG, JPEG or WebP file."
-    assert shown.text("status") == sentence
+    sentence = "notes.txt is not a picture that this browser can read, or is too large."
+    assert shown.text("status") == f"{sentence} Choose a PNG, JPEG or WebP file."
     assert shown.page.locator("#level").is_hidden()
     shown.drop(tmp_path / "given.png")
     wait_for("the picture", shown.page.locator("#level").is_visible)
