@@ -7,13 +7,13 @@ const GRID = 16;
 const STOPS = 9;
 const MOST_STEPS = { map: 8, rectified: 32 };
 const TASKS = {
-  Downsample: ["Details for small pictures", "It is reduced to blocks of pixels, and the model fills in the details."],
-  Grey: ["Colours for grey pictures", "It is made grey, and the model colours it."],
+  Downsample: ["Details for small pictures", "Your picture is reduced to a low resolution, and the model adds the details."],
+  Grey: ["Colours for a greyscale picture", "Your picture is converted to greyscale, and the model colours it."],
   Blur: ["Sharp pictures from blurred ones", "The model sharpens a blurred picture."],
   Mask: ["Paint over a picture", "Then paint over a part of it, and the model generates this part."],
-  Edges: ["Pictures from drawings", "The model makes a picture of a drawing with dark lines on white."],
+  Edges: ["Pictures from drawings", "The model turns a drawing, dark lines on white, into a picture."],
 };
-const OTHER_TASK = ["Pictures from pictures", "The model translates it."];
+const OTHER_TASK = ["Image translation", "The model translates your picture."];
 const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
@@ -101,7 +101,7 @@ const isRandom = () => !model.source || model.source.as === "condition" || model
 /** Whether the visitor has to do something before there is anything to draw. */
 const isWaiting = () => Boolean(model.source) && (!comparison.picture || (isMask() && !comparison.unknown));
 
-/** Show what there is a use for: before and after a picture is given, and after it is painted over. */
+/** Show the controls of the current state: no picture, a given picture, or a painted mask. */
 function arrange(reveal = false) {
   const { picture, unknown, canPaint } = comparison;
   const calling = Boolean(model.source && !picture);

@@ -1,4 +1,4 @@
-// The visitor's picture: read from a file, painted over, and compared with what becomes of it.
+// The visitor's picture: read from a file, painted over, and compared with the result.
 
 import { pixels, stroke } from "./sampler.mjs";
 
