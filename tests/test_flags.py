@@ -32,7 +32,8 @@ FLAGS = [
 
 
 def given(part: type, flag: str, path: str) -> Any:
-    others = {"pairs_dir": {"reflow_from": Path("run")}, "paths_dir": {"teacher": Path("run")}}.get(flag, {})
+    run, needed = Path("run"), {"pairs_dir": "reflow_from", "paths_dir": "teacher", "mask": "from_images"}
+    others = {needed[flag]: run} if flag in needed else {}
     return part(**{flag: path if flag == "resume" else Path(path)}, **others)
 
 

@@ -79,7 +79,8 @@ def write(flow: Flow, folder: Path, ema: Flow | None = None) -> Path:
 def test_a_description_holds_all_settings(flow: Flow) -> None:
     description = json.loads(json.dumps(describe(flow)))
     built = build_flow(description, "a test")
-    assert list(registry.parameters_of(type(flow)))[-3:] == ["space", "condition_dropout", "coupling"]
+    shared = ["space", "condition_dropout", "coupling", "from_source", "source_noise", "degradation"]
+    assert list(registry.parameters_of(type(flow)))[-6:] == shared
     for part in ("network", "space"):
         one, other = getattr(built, part), getattr(flow, part)
         assert type(one) is type(other)

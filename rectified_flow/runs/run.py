@@ -223,7 +223,9 @@ class Run:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
         drop_snapshots(self.config.checkpoints, after=step)
-        replace_file(self.config.output_dir / CONFIG_FILE, json.dumps(self.document, indent=1))
+        path = self.config.output_dir / CONFIG_FILE
+        with writing(path):
+            replace_file(path, json.dumps(self.document, indent=1))
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config, self.log.draw_loss)
         self.log.start_trackers(self.document, run_id)

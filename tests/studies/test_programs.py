@@ -116,7 +116,7 @@ def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.trained["images"] == 64
 
 
-@pytest.mark.parametrize("study", ["quality", "one_step"])
+@pytest.mark.parametrize("study", ["quality", pytest.param("one_step", marks=pytest.mark.slow)])
 def test_the_peer(study: str, tmp_path: Path) -> None:
     pytest.importorskip("rectified_flow_pytorch")
     case = next(name for name in load_study(f"studies.{study}").cases if name.startswith("rectified-flow-pytorch"))
