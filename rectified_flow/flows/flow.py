@@ -106,8 +106,8 @@ class Flow(nn.Module):
         self.coupling = coupling
         self.from_source, self.source_noise, self.degradation = from_source, source_noise, degradation
         # A coupling would make the noise depend on the source in training, but in sampling they are independent.
-        has_pairs = self.takes_source and not (from_source and coupling == "ot" and degradation is None)
-        if has_pairs and coupling != "independent":
+        independent_only = self.takes_source and not (from_source and coupling == "ot" and degradation is None)
+        if independent_only and coupling != "independent":
             raise ValueError(f"with sources, coupling {coupling} is for noise; ot needs from_source and no degradation")
 
     @property

@@ -62,7 +62,7 @@ class Linear(nn.Module):
 
 
 def run(body: str, **given: Any) -> Any:
-    """What a program in JavaScript returns, whose ``sampler`` is the module of the page."""
+    """Run a program in JavaScript, in which ``sampler`` is the module of the page, and return its result."""
     body = body.replace("GIVEN", json.dumps(json.dumps(given)))
     source = f"import * as sampler from {json.dumps(SAMPLER.as_uri())};\nconst main = async () => {{{body}}};\n"
     source += "console.log(JSON.stringify(await main()));"

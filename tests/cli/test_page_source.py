@@ -124,7 +124,7 @@ def paint(shown: Shown, frame: str) -> None:
 
 
 def painted_mask(shown: Shown, folder: Path) -> np.ndarray:
-    """What is painted over, which is also written to mask.png."""
+    """Return the mask of the painted pixels, and write it to mask.png."""
     mask = (before(shown) != given(folder)).any(axis=2)
     assert 4 < mask.sum() < 40
     assert mask[3, 5]

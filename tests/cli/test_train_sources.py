@@ -180,7 +180,7 @@ def test_the_way_back_leads_to_the_sources(runs: tuple[str, Path], folders: Path
 
 
 def test_what_is_not_masked_stays_to_the_bit(runs: tuple[str, Path], folders: Path, tmp_path: Path) -> None:
-    """By a run with holes; the test below does so with a run from noise."""
+    """Check a run that was trained on holes; the next test checks a run from noise."""
     kind, folder = runs
     keeps_the_rest(folder / "one", folders, tmp_path, refused=kind != "mask")
 
