@@ -4,14 +4,17 @@ A network says which conditions it takes by an attribute ``conditions``, a mappi
 them in the same way. Training drops them, sampling guides by them, and neither knows what they mean.
 """
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
+from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 
 
@@ -34,8 +37,27 @@ class Condition(Protocol):
         """
         return self.none(count, device)
 
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the values ``[n, ...]`` that a user wrote.
+
+        Raises:
+            UsageError: if a text is no value of this kind, or values of this kind cannot be written.
+        """
+        raise UsageError(f"values of the kind {type(self).__name__} cannot be written as text")
+
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
+
+
+@runtime_checkable
+class SequenceCondition(Condition, Protocol):
+    """A kind of condition that is also a sequence, such as the words of a caption, which a network attends to."""
+
+    def sequence_embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values ``[b, ...]`` as a sequence ``[b, n, dim]``.
+
+        Its second result is the mask of the sequence, bool ``[b, n]``: false for padding, and for all of "none".
+        """
 
 
 Kinds = Mapping[str, Condition]
@@ -71,9 +93,96 @@ class Labels(Condition):
         """Draw labels uniformly."""
         return randomness.randint(f"sample {name}", self.num_classes, (count,), device)
 
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the labels of names or numbers."""
+        numbers = [str(number) for number in range(self.num_classes)]
+        names = list(self.names) or numbers
+        known = dict(zip(numbers, range(self.num_classes), strict=True)) | {name: i for i, name in enumerate(names)}
+        for text in texts:
+            if text not in known:
+                close = difflib.get_close_matches(text, names, 3, cutoff=0.5)
+                hint = f" (perhaps {' or '.join(close)}?)" if close else f", like {', '.join(names[:3])}"
+                raise UsageError(f"{text} does not exist: pass names{hint}, or numbers up to {len(names) - 1}")
+        return torch.tensor([known[text] for text in texts])
+
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return nn.Embedding(self.num_classes + 1, dim)
+
+
+LARGEST = 1e30
+"""Number from which on a number counts as "none", as NaN does: exported programs pass it in place of NaN."""
+FREQUENCIES = 4
+
+
+@register
+@dataclass(frozen=True)
+class Number(Condition):
+    """Numbers, float32 ``[b]``; NaN stands for "none".
+
+    The network gets the share of the training data below a number, by their quantiles. Numbers outside of the range of
+    the training data count as its ends.
+
+    Args:
+        quantiles: quantiles of the training data in ascending order, at equal distances from their minimum to their
+            maximum.
+
+    Raises:
+        ValueError: if there are fewer than two quantiles, or they do not ascend.
+    """
+
+    quantiles: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantiles", tuple(self.quantiles))
+        if len(self.quantiles) < 2 or not all(low <= high for low, high in pairwise(self.quantiles)):
+            raise ValueError("the quantiles of a number must be at least two, in ascending order")
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
+        return torch.full((count,), torch.nan, device=device)
+
+    def draw(self, name: str, count: int, device: torch.device) -> Tensor:
+        """Draw numbers from the distribution of the training data."""
+        share = randomness.rand(f"sample {name}", (count,), device) * (len(self.quantiles) - 1)
+        low, table = share.long(), torch.tensor(self.quantiles, device=device)
+        return torch.lerp(table[low], table[low + 1], share - low)
+
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the numbers that are written."""
+        values = []
+        for text in texts:
+            try:
+                values.append(float(text))
+            except ValueError as error:
+                raise UsageError(f"{text} is not a number") from error
+        return torch.tensor(values)
+
+    def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds values as ``[b, dim]``."""
+        return _NumberEmbedding(self.quantiles, dim)
+
+
+class _NumberEmbedding(nn.Module):
+    """A linear map of the share of the training data below a number, and of its waves; a learned one of "none"."""
+
+    def __init__(self, quantiles: Sequence[float], dim: int) -> None:
+        super().__init__()
+        table = torch.tensor(quantiles, dtype=torch.float32)
+        # Parameters without gradient: a buffer would be sent to every process at every step.
+        self.low = nn.Parameter(table[:-1], requires_grad=False)
+        self.width = nn.Parameter(table.diff().clamp(min=torch.finfo(torch.float32).tiny), requires_grad=False)
+        self.linear = nn.Linear(1 + 2 * FREQUENCIES, dim)
+        self.none = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.autocast(values.device.type, enabled=False):
+            known = (values.abs() < LARGEST)[:, None]
+            numbers = torch.where(known, values.float()[:, None], self.low[:1])
+            share = ((numbers - self.low) / self.width).clamp(0, 1).mean(dim=1, keepdim=True)
+            angles = torch.pi * share * 2.0 ** torch.arange(FREQUENCIES, device=values.device)
+            features = torch.cat((2 * share - 1, angles.cos(), angles.sin()), dim=1)
+            return torch.where(known, self.linear(features), self.none)
 
 
 @register
@@ -186,14 +295,24 @@ def chosen(kinds: Kinds) -> Kinds:
 
 
 def drop(kinds: Kinds, values: Values, probability: float) -> Values:
-    """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598)."""
+    """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598).
+
+    If there are several, each is then replaced on its own with ``probability``, so that sampling can leave out some.
+    """
     if not values or probability == 0:
         return values
     first = next(iter(values.values()))
     # The stream has its name from the time when labels were the only condition; another name would be another run.
-    dropped = randomness.rand("label dropout", (len(first),), first.device) < probability
+    every = randomness.rand("label dropout", (len(first),), first.device) < probability
+    single = len(chosen(kinds).keys() & values.keys()) < 2
+
+    def dropped(name: str) -> Tensor:
+        if single:
+            return every
+        return every | (randomness.rand(f"dropout of {name}", (len(first),), first.device) < probability)
+
     return {
-        name: torch.where(dropped.reshape(-1, *[1] * (none.ndim - 1)), none.to(values[name]), values[name])
+        name: torch.where(dropped(name).reshape(-1, *[1] * (none.ndim - 1)), none.to(values[name]), values[name])
         for name, none in none_of(kinds, values).items()
     }
 
@@ -203,7 +322,7 @@ def none_of(kinds: Kinds, values: Values) -> Values:
     kept = kinds.keys() - chosen(kinds).keys()
 
     def none(name: str, each: Tensor) -> Tensor:
-        if isinstance(kinds[name], Picture):  # of any size
+        if isinstance(kinds[name], Picture | SequenceCondition):  # of any size
             return torch.full_like(each, torch.nan)
         return each if name in kept else kinds[name].none(len(each), each.device)
 
@@ -213,12 +332,13 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
 
-    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; a picture only if all pixels are NaN.
+    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; a picture or a sequence only if it is all
+    NaN.
     """
     rows = []
     for name, none in none_of(kinds, values).items():
         same = (values[name] == none).reshape(len(none), -1).all(dim=1)
         missing = (values[name].isnan() & none.isnan()).reshape(len(none), -1)
-        whole = isinstance(kinds[name], Picture)
+        whole = isinstance(kinds[name], Picture | SequenceCondition)
         rows.append(same | (missing.all(dim=1) if whole else missing.any(dim=1)))
     return torch.stack(rows).all(dim=0)

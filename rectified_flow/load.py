@@ -15,6 +15,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
+from rectified_flow.networks.captions import Caption  # noqa: F401
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint

@@ -1,5 +1,6 @@
 """From flags to the parts of a run: dataset, space, network and flow."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -11,11 +12,19 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
-from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, SourceConfig, TrainConfig, TrainMeanFlow
+from rectified_flow.cli.train_flags import (
+    ColumnConfig,
+    DataConfig,
+    NetworkConfig,
+    SourceConfig,
+    TrainConfig,
+    TrainMeanFlow,
+)
 from rectified_flow.condition import Kinds, Picture, chosen
-from rectified_flow.data.build import ImageSource, open_dataset
-from rectified_flow.data.huggingface import find_dataset_file
-from rectified_flow.data.image_folder import find_files, is_image
+from rectified_flow.data.build import ImageSource, open_dataset, read_table
+from rectified_flow.data.captions import read_column
+from rectified_flow.data.metadata import Column, choose_columns
+from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.join import check_equal, join_processes
@@ -29,6 +38,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.load import Trained, load_trained
+from rectified_flow.networks.captions import Caption
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
@@ -36,7 +46,7 @@ from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.files import printable
+from rectified_flow.system.terminal import line
 
 CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
@@ -102,7 +112,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
     if "guidance" in options and not chosen(flow.conditions):
-        raise UsageError(f"--guidance_scale needs labels: train {source} with --use_cfg")
+        raise UsageError(f"--guidance_scale needs conditions: train {source} with --use_cfg or --condition_on")
     return options
 
 
@@ -175,47 +185,47 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig, se
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
         return pictures.with_source(source, seed=seed)
-    folders = (data.dataset_path or data.dataset, pictures), (flags.source_path, source)
-    mine, theirs = (names_of(folder, dataset) for folder, dataset in folders)
-    partners = [theirs.get(name, -1) for name in mine]
-    alone = [name for name, partner in zip(mine, partners, strict=True) if partner < 0]
-    alone += [name for name in theirs if name not in mine]
-    where = f"--source_path {flags.source_path} and --dataset_path {data.dataset_path}"
-    if max(partners) < 0:
-        raise UsageError(
-            f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
-        )
-    if alone:
-        found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}"
-        if not flags.skip_unpaired:
-            raise UsageError(f"{found}: add the partner, or pass --skip_unpaired")
-        PartialState().print(f"note: {found}; they are left out")
-    paired = pictures.with_source(source, partners)
-    return paired.subset([row for row, partner in enumerate(partners) if partner >= 0])
+    folder = data.dataset_path or Path(data.dataset)
+    return pair_by_name((folder, pictures), (flags.source_path, source), skip_unpaired=flags.skip_unpaired)
 
 
-def names_of(folder: str | Path, pictures: ImageDataset) -> dict[str, int]:
-    """Return the rows of a store by the names of its files, without suffixes and relative to the folder.
+def add_columns(
+    pictures: ImageDataset,
+    flags: ColumnConfig,
+    *,
+    source: ImageSource | None = None,
+    kinds: Kinds | None = None,
+    seed: int = 0,
+) -> ImageDataset:
+    """Return the pictures with the columns of ``--condition_on`` as conditions, and print these. Collective.
+
+    Args:
+        pictures: the pictures.
+        flags: the flags of the columns.
+        source: the image source of a registered ``--dataset``.
+        kinds: the conditions of a trained flow, whose kinds the columns get; the other columns are left out.
+        seed: seed of the choice among several captions.
 
     Raises:
-        UsageError: if the pictures are not files in a folder, or two files differ in their suffixes alone.
+        UsageError: if a column does not exist or does not suit its kind, or the text encoder is unavailable.
     """
-    if not isinstance(folder, Path) or find_dataset_file(folder) is not None:
-        raise UsageError(f"--paired pairs files of two folders by name, and {folder} is a dataset: export its pictures")
-    folder, broken, rows = folder.resolve(), {*pictures.info.skipped}, dict[str, int]()
-    for file in find_files(folder, lambda _unreadable: None):
-        name = str(file.relative_to(folder).with_suffix(""))
-        if not is_image(file) or printable(file) in broken:
+    if not flags.condition_on:
+        return pictures
+    state, columns = PartialState(), dict[str, Column]()
+    types = dict(option.partition("=")[::2] for option in flags.condition_types)
+    table = read_table(pictures, source)
+    for found in choose_columns(table, flags.condition_on, types, pictures.info.source):
+        if kinds is not None and found.name not in kinds:
             continue
-        if name in rows:
-            raise UsageError(
-                f"--paired needs different names, and another file differs from {file} by its suffix alone"
-            )
-        rows[name] = len(rows)
-    if len(rows) != len(pictures):
-        found = f"{folder} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
-        raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
-    return rows
+        if kinds is None:
+            kind = found.build_kind(flags.text_encoder, flags.text_tokens)
+            state.print(line(found.column, found.summary(kind)))
+        else:
+            kind = kinds[found.name]
+        columns[found.name] = read_column(found, kind, pictures, state)
+    if flags.text_encoder and not any(isinstance(each.kind, Caption) for each in columns.values()):
+        raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
+    return pictures.with_columns(columns, seed=seed)
 
 
 def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
@@ -257,13 +267,16 @@ def picture_space(config: DataConfig) -> Pixels:
     return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip, augmentation=config.augment)
 
 
-def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> Flow:
+def build_flow(
+    config: TrainConfig, conditions: Kinds, space: Space | None = None, columns: Collection[str] = ()
+) -> Flow:
     """Build the network and flow of the flags.
 
     Args:
         config: all flags.
-        conditions: conditions of the data, which the network takes with ``--use_cfg``.
+        conditions: conditions of the data. The network takes labels, and those of items, with ``--use_cfg``.
         space: the space of the flow; :func:`build_space` if not given.
+        columns: names of the conditions from columns, which the network takes in any case.
 
     Raises:
         UsageError: if a name is not registered, an argument does not fit, or ``--use_cfg`` is given and there are no
@@ -271,12 +284,13 @@ def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = Non
     """
     network, flow = choose_network(config.network), choose_flow(config)
     space, given = space or build_space(config.data), config.network
-    if given.use_cfg and not conditions:
+    taken = conditions if given.use_cfg else {name: conditions[name] for name in conditions if name in columns}
+    if given.use_cfg and not conditions.keys() - columns:
         raise UsageError(
             "--use_cfg needs labels, and these pictures have none: put each class in a subfolder of its own"
         )
     shape, source = space.shape or (), config.source
-    kinds = {**(conditions if given.use_cfg else {}), **space.conditions}
+    kinds = {**taken, **space.conditions}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
     module: nn.Module = network.build(

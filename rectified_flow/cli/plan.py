@@ -90,7 +90,7 @@ MEASURED = {"drawn flowers": {25_848: 34.3, 102_688: 10.8}, "emoji": {25_904: 92
 UNMEASURED = {
     *("network", "network_options", "dim", "dim_mults", "dropout", "init_from", "optimizer", "optimizer_options"),
     *("learning_rate", "lr_decay", "flow", "flow_options", "prediction", "loss", "coupling", "time_distribution"),
-    *("time_options", "space", "autoencoder", "alpha", "use_cfg", "source_path", "degrade"),
+    *("time_options", "space", "autoencoder", "alpha", "use_cfg", "source_path", "degrade", "condition_on"),
 }
 """Flags that, if given, make a run differ from the measured runs."""
 LARGEST_SIDE_MEASURED = 64

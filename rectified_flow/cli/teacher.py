@@ -14,6 +14,7 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.parts import check_classes
 from rectified_flow.cli.train_flags import TeacherData, TrainConfig, TrainRectifiedFlow
+from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
@@ -26,6 +27,7 @@ from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import load_flow
+from rectified_flow.networks.captions import Caption
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
@@ -40,12 +42,13 @@ from rectified_flow.training.accelerator import choose_precision
 Config = TypeVar("Config", bound=TrainConfig)
 PATH_FILE, SOURCE_FILE = "path.float16", "source.float16"
 BATCH_SIZE = 64
-FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path")
+FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path", "text_encoder")
 """Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
 INHERITED = (
     *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
     *("space", "space_options", "autoencoder_options"),
     *("paired", "skip_unpaired", "degrade", "source_as", "source_noise"),
+    *("condition_on", "condition_types", "text_tokens"),
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
@@ -77,9 +80,9 @@ def with_teacher_flags(config: Config) -> Config:
                 f"--teacher {source} predicts the {flags['prediction']}: pass one that predicts the velocity"
             )
         seen = flags["source_as"] == "condition" or (flags["degrade"] is not None and flags["source_as"] is None)
-        if not flags["use_cfg"] and not seen:
-            refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs labels: {source} is a run without --use_cfg")
-    own = vars(config.data) | vars(config.source)
+        if not flags["use_cfg"] and not flags["condition_on"] and not seen:
+            refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
+    own = vars(config.data) | vars(config.source) | vars(config.columns)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
     return replaced(config, {**flags, **folders, taught.flag: source})
 
@@ -95,13 +98,27 @@ def calls_for(taught: TeacherData) -> int:
     return taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
 
 
-def files_of(taught: TeacherData, space: Space, *, with_sources: bool = False) -> dict[str, Sequence[int]]:
-    """Return the shape of a row of each file of the store; ``with_sources`` for a network that takes them."""
+def files_of(
+    taught: TeacherData, space: Space, *, with_sources: bool = False, columns: Kinds | None = None
+) -> dict[str, Sequence[int]]:
+    """Return the shape of a row of each file of the store.
+
+    Args:
+        taught: the data.
+        space: the space of the data.
+        with_sources: whether the network takes sources as a condition.
+        columns: the conditions of columns, by name.
+    """
     shape = space.shape or ()
     stored = space.to_stored(torch.zeros(1, *shape))
     rows: dict[str, Sequence[int]] = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
     rows |= {PATH_FILE: (taught.points, *shape)} if taught.rows == "paths" else {NOISE_FILE: shape}
-    return rows | ({SOURCE_FILE: shape} if with_sources else {})
+    rows |= {SOURCE_FILE: shape} if with_sources else {}
+    for name, kind in (columns or {}).items():
+        none = kind.none(1, torch.device("cpu"))
+        dtype = "float16" if isinstance(kind, Caption) else str(none.dtype).removeprefix("torch.")
+        rows[f"{name}.{dtype}"] = none.shape[1:]
+    return rows
 
 
 @dataclass(frozen=True)
@@ -186,7 +203,8 @@ def open_drawn(
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
     )
-    files = files_of(taught, space, with_sources=with_sources)
+    columns = {name: column.kind for name, column in pictures.columns.items()}
+    files = files_of(taught, space, with_sources=with_sources, columns=columns)
     writer = StoreWriter(taught.folder, taught.count, files, taught.rows, asdict(recipe))
     with ExitStack() as held:
         if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
@@ -241,7 +259,7 @@ class _Generator:
         self.labels: Tensor | None = None
         check_classes(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
-        if self.teacher.takes_source:
+        if self.teacher.takes_source or pictures.columns:
             self.pictures = _seen_by(Path(recipe.source), pictures)
         source = randomness.generator("cpu", recipe.seed, "labels of pairs")
         self.pictures_of = torch.randint(len(self.pictures), (writer.length,), generator=source)
@@ -255,10 +273,8 @@ class _Generator:
         with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), self.device), bf16:
             shape = (len(numbers), *(space.shape or ()))
             noise = randomness.randn("sample noise", shape, self.device).half().float()  # round to the stored precision
-            given: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[list(numbers)]}
-            if self.teacher.takes_source:
-                some = self.pictures_of[list(numbers)].tolist()
-                given = dict(conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers))
+            some = self.pictures_of[list(numbers)].tolist()
+            given: dict[str, Any] = conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
             x = self.teacher.sample(
                 noise=noise,
                 steps=self.recipe.steps,
@@ -272,6 +288,7 @@ class _Generator:
         rows = [space.to_stored(x), points]
         if SOURCE_FILE in self.writer.rows:
             rows.append(space.encode(given[SOURCE].to(self.device)).half())
+        rows += [given[name] for name in self.pictures.columns]
         return dict(zip(self.writer.rows, rows, strict=True))
 
     def finish(self) -> None:

@@ -127,6 +127,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
     given |= {name: getattr(config.program, name) for name in ("one_step", "budget", "extend", "look")}
     given |= {"stop_when_memorising": evaluation.stop_when_memorising, "source_path": config.source.source_path}
+    given |= {"condition_on": config.columns.condition_on}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = parts.build_flow(config, getattr(items, "conditions", {}), parts.build_space(data, items))
@@ -143,15 +144,23 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
 
 def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = parts.add_source(parts.open_pictures(config.data, source), config.data, config.source, config.run.seed)
+    pictures = _with_conditions(parts.open_pictures(config.data, source), config, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
     chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
-        pictures = parts.open_pictures(chosen.data, source)
-        pictures = parts.add_source(pictures, chosen.data, chosen.source, chosen.run.seed)
+        smaller = parts.open_pictures(chosen.data, source)
+        pictures = parts.add_source(smaller, chosen.data, chosen.source, chosen.run.seed).with_columns(
+            pictures.columns, seed=chosen.run.seed
+        )
     return chosen, pictures
+
+
+def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageSource | None) -> ImageDataset:
+    """Return the pictures with the conditions of columns, and with their sources. Collective."""
+    pictures = parts.add_columns(pictures, config.columns, source=source, seed=config.run.seed)
+    return parts.add_source(pictures, config.data, config.source, config.run.seed)
 
 
 def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: PartialState) -> bool:
@@ -162,7 +171,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     space, dry_run = parts.build_space(config.data), config.program.dry_run
     if not plan.chooses_network(config):
         check_sides(config, space)
-    if dry_run and not recipe.may_choose(config):
+    if dry_run and not recipe.may_choose(config) and not config.columns.condition_on:
         plan.print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
         return True
     if not dry_run:
@@ -174,12 +183,13 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     config = plan.with_plan(config, len(pictures), pictures.conditions, latents)
     space = latents or parts.build_space(config.data)  # the recipe may add augmentation
     if dry_run:
-        plan.print_plan(config, parts.build_flow(config, pictures.conditions, space), len(pictures))
+        flow = parts.build_flow(config, pictures.conditions, space, pictures.columns)
+        plan.print_plan(config, flow, len(pictures))
         return True
     check_sides(config, space)
     config.check_held_out(recipe.proposed_share(len(pictures)))
     require_room_for_batch(config, space)
-    flow = parts.build_flow(config, pictures.conditions, space)
+    flow = parts.build_flow(config, pictures.conditions, space, pictures.columns)
     taught = config.teacher_data
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))

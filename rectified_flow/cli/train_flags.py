@@ -143,6 +143,33 @@ class SourceConfig(Flags):
 
 
 @dataclass(frozen=True)
+class ColumnConfig(Flags):
+    """Columns beside the pictures, as conditions: what to draw, in words, numbers and labels."""
+
+    condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
+    """Columns of metadata.csv, metadata.jsonl or a dataset to train on as conditions; or all."""
+    condition_types: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
+    ] = ()
+    """Types of columns, if their values are misjudged: caption, label or number."""
+    text_encoder: Annotated[str | None, default_is("the captions' own words")] = None
+    """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
+    text_tokens: Natural = 0
+    """Number of tokens of a caption that the attention levels also read; 0 for the caption's vector alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.condition_on:
+            unused = {"condition_types": self.condition_types, "text_encoder": self.text_encoder}
+            refuse(unused, "has no effect without --condition_on: pass both")
+        if self.text_encoder is None:
+            refuse({"text_tokens": self.text_tokens}, "needs --text_encoder, which encodes the tokens: pass both")
+        for option in self.condition_types:
+            if "=" not in option:
+                raise UsageError(f"--condition_types {option} must be COLUMN=caption, COLUMN=label or COLUMN=number")
+
+
+@dataclass(frozen=True)
 class NetworkConfig(Flags):
     """The network."""
 
@@ -157,7 +184,7 @@ class NetworkConfig(Flags):
     dropout: Fraction = 0.1
     """Dropout probability inside residual blocks of the Unet."""
     use_cfg: bool = False
-    """Train on labels, dropping 10% of them, so that sampling can be guided (classifier-free guidance)."""
+    """Train on the labels of subfolders, dropping 10%, so that sampling can be guided (classifier-free guidance)."""
     init_from: Path | None = None
     """Initialise from the weights of this checkpoint or run whose shapes match; starter: those that are installed."""
     gradient_checkpointing: bool = False
@@ -416,6 +443,7 @@ class TrainConfig:
     flow: Any = field(default_factory=FlowConfig)
     teacher: Any = field(default_factory=TeacherConfig)
     source: SourceConfig = field(default_factory=SourceConfig)
+    columns: ColumnConfig = field(default_factory=ColumnConfig)
     run: TrainingConfig = field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     program: TrainProgramConfig = field(default_factory=TrainProgramConfig)
@@ -515,8 +543,9 @@ class TrainMeanFlow(TrainConfig):
             needy = {"method": flow.method in ("distill", "reflow")}
             refuse(needy, f"{flow.method} needs --teacher: pass the run of a rectified flow")
             guided = {"guidance_scale": flow.guidance_scale != 1, "guidance_mixing": flow.guidance_mixing > 0}
-            conditional = self.network.use_cfg or (self.source.is_given and not self.source.as_start)
-            refuse({} if conditional else guided, "needs labels: pass --use_cfg")
+            conditional = self.network.use_cfg or self.columns.condition_on != ()
+            conditional = conditional or (self.source.is_given and not self.source.as_start)
+            refuse({} if conditional else guided, "needs conditions: pass --use_cfg or --condition_on")
             return
         of_pictures = {"method": flow.method == "mean_flow"}
         refuse(of_pictures, "mean_flow learns from pictures: pass --init_from instead of --teacher")

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any, Protocol, get_type_hints
 
 import numpy as np
+from accelerate import PartialState
 from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.metadata import Table
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line
@@ -38,7 +40,8 @@ REMEDY = "pass a writable folder with --cache_dir"
 class ImageSource(Protocol):
     """A source of images that are to be decoded into a store.
 
-    Optional: ``notes``, lines to print when it is decoded.
+    Optional: ``notes``, lines to print when it is decoded, and ``read_table()``, which returns the columns beside the
+    images (:class:`rectified_flow.data.metadata.Table`).
     """
 
     name: str
@@ -219,6 +222,37 @@ def open_dataset(
         source = _find_source(dataset, folder, max(framing.stored_size), split, skip_broken_images)
     store = open_store(source, framing, cache_dir=cache, skip_broken_images=skip_broken_images)
     return ImageDataset(store, arguments)
+
+
+def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
+    """Return the columns beside pictures, a row for each picture of the store.
+
+    Args:
+        pictures: the pictures, all of the store.
+        source: their source; by default that of the arguments of :func:`open_dataset` that opened them.
+
+    Raises:
+        UsageError: if a metadata file is damaged, or the pictures have changed since they were decoded.
+    """
+    given, broken = pictures.arguments, {*pictures.info.skipped}
+    if source is None:
+        folder = None if given.get("dataset_path") is None else Path(given["dataset_path"])
+        skip = given.get("skip_broken_images", False)
+        source = _find_source(given["dataset"], folder, max(_framing_of(given)), given.get("split", "train"), skip)
+    table = source.read_table() if hasattr(source, "read_table") else Table({}, [""] * len(source))
+    rows = [row for row in range(len(source)) if source.describe(row) not in broken]
+    if len(rows) != len(pictures):
+        found = f"{source.name} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
+        raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
+    for note in table.notes:
+        PartialState().print(f"note: {note}")
+    return table.subset(rows)
+
+
+def _framing_of(arguments: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the sides of the stored pictures that arguments of :func:`open_dataset` ask for [px]."""
+    ratio, crop = arguments.get("aspect_ratio", "1:1"), arguments.get("crop", "center")
+    return Framing.of(arguments["image_size"], ratio, alpha=arguments.get("alpha", False), crop=crop).stored_size
 
 
 def data_arguments(document: Mapping[str, Any], path: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from PIL import Image
 
 from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
+from rectified_flow.data.metadata import Table
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
@@ -73,6 +74,18 @@ class HuggingFaceSource:
     def describe(self, index: int) -> str:
         """Return the number of a row with the name of the dataset."""
         return f"row {index} of {self.name}"
+
+    def read_table(self) -> Table:
+        """Return the columns beside the images, with the names of classes."""
+        import datasets
+
+        rows = self._rows.remove_columns(_image_columns(self._rows))
+        columns = dict[str, list[Any]]()
+        for name, values in rows.to_dict().items():
+            feature = rows.features[name]
+            is_class = isinstance(feature, datasets.ClassLabel)
+            columns[name] = [feature.int2str(value) if is_class and (value or 0) >= 0 else value for value in values]
+        return Table(columns, [self.describe(row) for row in range(len(rows))])
 
     def _find_file(self, path: str | None) -> Path:
         """Return the file that a row names in place of its image's bytes.

@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image
 from tqdm.auto import tqdm
 
+from rectified_flow.data.metadata import Table, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
@@ -34,7 +35,7 @@ class ImageFolder:
     """
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
-        self.name = printable(path.name)
+        self.path, self.name = path, printable(path.name)
         unreadable = list[OSError]()
         everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder)
         if unreadable:
@@ -68,6 +69,14 @@ class ImageFolder:
     def describe(self, index: int) -> str:
         """Return the path of an image."""
         return printable(self.files[index])
+
+    def read_table(self) -> Table:
+        """Return the columns of the metadata files among the images.
+
+        Raises:
+            UsageError: if a metadata file is damaged.
+        """
+        return read_metadata(self.path, self.files)
 
 
 def find_images(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 
 from rectified_flow.condition import Condition, Labels
 from rectified_flow.data.framing import Framing
+from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.randomness import mix
 from rectified_flow.spaces.pixels import RGB, Pixels
@@ -116,7 +117,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         source: pictures that items lead from, read as the entry ``source``; None without them.
         partners: the item of ``source`` for each row of this store, int64 ``[n]``. None if none belong together: items
             then have another source in each epoch, and each source is read once before any is read again.
-        seed: seed of the sources of unpaired items, which is no part of the fingerprint.
+        columns: further conditions of the store's rows by name, from columns beside the pictures.
+        seed: seed of the sources of unpaired items, and of the choice among several captions, which is no part of the
+            fingerprint.
     """
 
     def __init__(self, path: Path, arguments: Mapping[str, Any] | None = None) -> None:
@@ -125,12 +128,29 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         self.rows: np.ndarray[Any, np.dtype[np.int64]] | None = None
         self.source: StoreDataset | None = None
         self.partners: np.ndarray[Any, np.dtype[np.int64]] | None = None
+        self.columns: dict[str, Column] = {}
         self.seed = 0
 
     @property
     def varies(self) -> bool:
+        """Whether an item has another source, or another caption, in each epoch."""
+        return self.is_unpaired or any(column.varies for column in self.columns.values())
+
+    @property
+    def is_unpaired(self) -> bool:
         """Whether an item has another source in each epoch."""
         return self.source is not None and self.partners is None
+
+    def with_columns(self, columns: Mapping[str, Column], *, seed: int = 0) -> Self:
+        """Return the same items with further conditions, which have a value for each row of the store.
+
+        Args:
+            columns: the columns by the name of the condition.
+            seed: seed of the choice among several captions.
+        """
+        joined = copy(self)
+        joined.columns, joined.seed = dict(columns), seed
+        return joined
 
     def with_source(self, source: "StoreDataset", partners: Sequence[int] | None = None, *, seed: int = 0) -> Self:
         """Return the same items with sources.
@@ -149,6 +169,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         """Return the rows that ``other``, a dataset on a store with the same rows, has as items, with their sources."""
         part = copy(self)
         part.rows, part.partners, part.seed, part.source = other.rows, other.partners, other.seed, source
+        part.columns = other.columns
         return part
 
     def subset(self, items: Sequence[int] | np.ndarray[Any, Any]) -> Self:
@@ -190,9 +211,10 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @property
     def conditions(self) -> dict[str, Condition]:
-        """The conditions that a network can be given: labels, if there are any."""
+        """The conditions that a network can be given: labels, if there are any, and those of columns."""
         names = self.class_names
-        return {"labels": Labels(len(names), tuple(names))} if names else {}
+        labels: dict[str, Condition] = {"labels": Labels(len(names), tuple(names))} if names else {}
+        return labels | {name: column.kind for name, column in self.columns.items()}
 
     @property
     def description(self) -> str:
@@ -212,6 +234,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         parts = [] if self.rows is None else [self.rows.tobytes()]
         if self.source is not None:
             parts += [self.source.fingerprint.encode(), b"" if self.partners is None else self.partners.tobytes()]
+        parts += [f"{name} {column.fingerprint}".encode() for name, column in self.columns.items()]
         return blake2b(content.encode() + b"".join(parts), digest_size=16).hexdigest() if parts else content
 
     def read_batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -220,7 +243,20 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the conditions of the items of ``indices`` by name."""
-        return {"labels": torch.from_numpy(self.stored_labels[self._rows_of(indices)])} if self.class_names else {}
+        rows, draws = self._rows_of(indices), self._draws_of(indices)
+        labels = {"labels": torch.from_numpy(self.stored_labels[rows])} if self.class_names else {}
+        return labels | {name: column.read(rows, draws) for name, column in self.columns.items()}
+
+    def condition_texts(self, indices: Sequence[int]) -> dict[str, list[str]]:
+        """Return the written values of the columns of the items of ``indices``, empty where there is none."""
+        rows, draws = self._rows_of(indices), self._draws_of(indices)
+        return {name: column.texts_of(rows, draws) for name, column in self.columns.items()}
+
+    def _draws_of(self, indices: Sequence[int]) -> list[int]:
+        """Return a number for each item, by which it gets one of several captions."""
+        if not any(column.varies for column in self.columns.values()):
+            return [0] * len(indices)
+        return [mix(self.seed, "captions", index) for index in indices]
 
     def _read_sources(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the sources of the items of ``indices``, if they have any."""

@@ -1,10 +1,13 @@
 """Synthetic flowers: thousands of distinct, labelled images, drawn from a seed without a download."""
 
+from colorsys import rgb_to_hsv
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from PIL import Image
+
+from rectified_flow.data.metadata import Table
 
 SYNTHETIC_FLOWERS = "synthetic-flowers"
 SYNTHETIC_VERSION = 1
@@ -70,6 +73,18 @@ class SyntheticFlowers:
         """Return the number of an image in words."""
         return f"flower {index}"
 
+    def read_table(self) -> Table:
+        """Return the attributes of each flower: species, number of petals, hue [degrees], radius [sides of the image]."""
+        species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
+        places = [_place(np.random.default_rng((self.seed, index))) for index in range(self.count)]
+        columns: dict[str, list[Any]] = {
+            "species": [each.name for each in species],
+            "petals": [each.petals for each in species],
+            "hue": [round(360 * rgb_to_hsv(*each.petal)[0], 1) for each in species],
+            "size": [round(radius / 2, 4) for _centre, radius in places],
+        }
+        return Table(columns, [self.describe(index) for index in range(self.count)])
+
 
 def draw_flower(species: Species, side: int, rng: np.random.Generator) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Draw one flower ``[side, side, 3]``; ``rng`` determines its position, size, rotation, tilt and shades."""
@@ -97,11 +112,16 @@ def _flower_coordinates(side: int, rng: np.random.Generator) -> tuple[Array, Arr
     """Coordinates of each pixel in a flower of radius 1 that is shifted, rotated and tilted away from the viewer."""
     grid = (np.arange(side, dtype=np.float32) + 0.5) / side * 2 - 1
     y, x = np.meshgrid(grid, grid, indexing="ij")
-    centre, radius = rng.uniform(-0.15, 0.15, 2), rng.uniform(0.6, 0.88)
+    centre, radius = _place(rng)
     x, y = (x - centre[0]) / radius, (y - centre[1]) / radius
     tilt, turn = rng.uniform(0, 2 * np.pi), rng.uniform(0, 2 * np.pi)
     along, across = _rotated(x, y, tilt)
     return _rotated(along / rng.uniform(0.75, 1.0), across, turn)
+
+
+def _place(rng: np.random.Generator) -> tuple[Array, float]:
+    """Draw the centre and the radius of a flower, the first draws of its picture, in halves of the side."""
+    return rng.uniform(-0.15, 0.15, 2), rng.uniform(0.6, 0.88)
 
 
 def _rotated(x: Array, y: Array, angle: float) -> tuple[Array, Array]:

@@ -172,8 +172,7 @@ class Evaluator:
             return self.translated(flow)[2]
         if not flow.conditions:
             return {}
-        values = self.dataset.condition_values(self._order(self.dataset))
-        return {name: each for name, each in values.items() if name in flow.conditions}
+        return conditions_of(flow, self.dataset, self._order(self.dataset), self.seed)
 
     def _order(self, data: ImageDataset | RenderedItems) -> list[int]:
         """Return the numbers of some data in a random order, at most one for each sample."""
@@ -195,15 +194,19 @@ class Evaluator:
 def conditions_of(
     flow: Flow, data: Any, numbers: Sequence[int], seed: int, draws: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """Return the sources and the other conditions of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``.
+    """Return the conditions and sources of some items by name, ``[n, ...]`` on the CPU, for ``flow.sample``.
 
     Args:
-        flow: a flow that takes sources.
-        data: a dataset whose items have sources, or that the flow degrades; pictures, or data of the flow's space.
+        flow: the flow.
+        data: a dataset with the conditions of the flow, and with sources if it takes them and does not degrade its
+            data; pictures, or data of the flow's space.
         numbers: the numbers of the items.
         seed: seed of a degradation that is random.
         draws: numbers of the random draws; by default the numbers of the items.
     """
+    if not getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
+        values = data.condition_values(numbers)
+        return {name: each for name, each in values.items() if name in flow.conditions}
     items, space = Batches(data.items if isinstance(data, RenderedItems) else data), flow.space
     parts: list[dict[str, Tensor]] = []
     for first in range(0, len(numbers), AT_ONCE):

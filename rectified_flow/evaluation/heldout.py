@@ -82,7 +82,7 @@ def split_rows(colours: Tensor, share: float, seed: int) -> Split:
 
 def split_sources(pictures: ImageDataset, share: float, seed: int) -> Split | None:
     """Return the split of unpaired sources as by :func:`hold_out`; None for others, or if one side has too few."""
-    if not pictures.varies or not isinstance(pictures.source, ImageDataset):
+    if not pictures.is_unpaired or not isinstance(pictures.source, ImageDataset):
         return None
     split = hold_out(pictures.source, share, seed)
     if split.problem is not None:

@@ -49,7 +49,7 @@ def translation_scores(evaluator: Evaluator, flow: Flow, generated: Tensor) -> d
     distances = frechet_distance(real, copies), kernel_distance(real, copies, evaluator.seed)[0]
     scores = {f"copy_{name}": distance for name, distance in zip(names, distances, strict=True)}
     neighbours = torch.cdist(copies, real).argmin(dim=1)
-    if getattr(data, "varies", False):
+    if getattr(data, "is_unpaired", False):
         wanted = structure_of(features_of(evaluator, -1, count, copied))
         own = {"": generated[:count, real.shape[1] :].cpu(), "neighbour_": evaluator.real.features[-1][neighbours]}
         return scores | {f"{name}structure_found": found(structure_of(each), wanted) for name, each in own.items()}

@@ -139,16 +139,24 @@ class GroupNorm(nn.Module):
         return torch.addcmul(bias - mean * factor, grouped, factor).to(x.dtype).flatten(1, 2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return the attention of queries to keys and values, all ``[b, n, p, d]`` (Vaswani et al. 2017, arXiv:1706.03762).
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the attention of queries ``[b, n, p, d]`` to keys and values (Vaswani et al. 2017, arXiv:1706.03762).
+
+    Args:
+        q: queries ``[b, n, p, d]``.
+        k: keys ``[b, n, m, d]``.
+        v: values ``[b, n, m, d]``.
+        mask: bool ``[b, 1, 1, m]``, true for the keys that are attended to; None for all.
 
     PyTorch's fused kernels have no forward-mode derivative. In code compiled for a GPU, passes without tangents use
     them, since the weights ``[b, n, p, p]`` are the largest tensors of a network with attention.
     """
     if is_compiled_for_gpu(q) and unpack(q)[1] is None:
-        return F.scaled_dot_product_attention(q, k, v)
-    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(dim=-1).to(v.dtype)
-    return weights @ v
+        return F.scaled_dot_product_attention(q, k, v, mask)
+    logits = q * q.shape[-1] ** -0.5 @ k.mT
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -torch.inf)
+    return logits.softmax(dim=-1).to(v.dtype) @ v
 
 
 def is_compiled_for_gpu(x: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Picture
+from rectified_flow.condition import Kinds, Picture, SequenceCondition
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
@@ -41,7 +41,7 @@ class Unet(nn.Module):
         dim_mults: channels of each level as multiples of ``dim``; each level halves the side of the one before.
         channels: channels of the images.
         conditions: the conditions it takes, by name; their embeddings are added to that of the time, and those of
-            pictures to the first layer.
+            pictures to the first layer. Attention also reads those that are sequences.
         image_size: side in pixels of the images to come; it decides which levels get attention.
         attention_sides: sides in pixels of the levels with attention.
         attention_head_dim: channels of one attention head.
@@ -85,6 +85,9 @@ class Unet(nn.Module):
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
             width = dim if isinstance(kind, Picture) else condition_dim
             self.add_module(_embedding_name(name), kind.embedding(width))
+            if isinstance(kind, SequenceCondition) and kind.none(1, torch.device("cpu")).shape[1] > 1:
+                self.add_module(_sequence_name(name), kind.sequence_embedding(condition_dim))
+        sequences = condition_dim if any(hasattr(self, _sequence_name(name)) for name in self.conditions) else 0
 
         layers = count(1)
 
@@ -93,7 +96,7 @@ class Unet(nn.Module):
             if side in attention_sides and resample is None:  # as many heads of at least that many channels as divide
                 most = max(1, dim_out // attention_head_dim)
                 heads = next(heads for heads in range(most, 0, -1) if dim_out % heads == 0)
-            return Block(dim_in, dim_out, condition_dim, heads, dropout, next(layers), resample)
+            return Block(dim_in, dim_out, condition_dim, heads, dropout, next(layers), resample, sequences)
 
         levels = [(level, dim * mult, image_size // 2**level) for level, mult in enumerate(dim_mults)]
         self.conv_in = Conv2d(channels, dim, 3, padding=1)
@@ -136,7 +139,7 @@ class Unet(nn.Module):
             ValueError: if the network does not take the shape of ``x``, or a condition.
         """
         self.check_shape(x.shape[1:])
-        embedding, pictures = self.time_embedding(t, t if r is None else r), []
+        embedding, pictures, sequences = self.time_embedding(t, t if r is None else r), [], []
         for name, kind in self.conditions.items():
             values = conditions.pop(name) if name in conditions else kind.none(len(x), x.device)
             embedded = getattr(self, _embedding_name(name))(values)
@@ -144,28 +147,31 @@ class Unet(nn.Module):
                 pictures.append(embedded)
             else:
                 embedding = embedding + embedded
+            if hasattr(self, _sequence_name(name)):
+                sequences.append(getattr(self, _sequence_name(name))(values))
         if conditions:
             raise ValueError(f"this Unet does not take {', '.join(conditions)}, only {list(self.conditions)}")
         condition = F.silu(embedding)
+        context = tuple(torch.cat(parts, dim=1) for parts in zip(*sequences, strict=True))
 
         x = sum(pictures, self.conv_in(x))
         skips = [x]
         for block in self.down:
-            x = self._evaluate(block, x, condition)
+            x = self._evaluate(block, x, condition, *context)
             skips.append(x)
         for block in self.middle:
-            x = self._evaluate(block, x, condition)
+            x = self._evaluate(block, x, condition, *context)
         for block in self.up:
             if block.resample is None:
                 x = torch.cat((x, skips.pop()), dim=1)
-            x = self._evaluate(block, x, condition)
+            x = self._evaluate(block, x, condition, *context)
         return self.conv_out(F.silu(self.norm_out(x)))
 
-    def _evaluate(self, block: nn.Module, x: Tensor, condition: Tensor) -> Tensor:
+    def _evaluate(self, block: nn.Module, *inputs: Tensor) -> Tensor:
         if self.gradient_checkpointing and torch.is_grad_enabled():
             tangents.keep_no_more()
-            return checkpoint(block, x, condition, use_reentrant=False)
-        return block(x, condition)
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
 
     def align(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Rename the weights of a Unet with another number of levels, so that they fit this one's levels.
@@ -226,7 +232,10 @@ class TimeEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual block, followed by attention if ``heads`` is not zero; ``resample`` changes the resolution."""
+    """A residual block, followed by attention if ``heads`` is not zero; ``resample`` changes the resolution.
+
+    Attention also reads sequences of conditions, of width ``sequences``, if that is not zero.
+    """
 
     def __init__(
         self,
@@ -237,6 +246,7 @@ class Block(nn.Module):
         dropout: float,
         layer: int,
         resample: nn.Module | None,
+        sequences: int = 0,
     ) -> None:
         super().__init__()
         self.resample = resample
@@ -248,10 +258,10 @@ class Block(nn.Module):
         self.norm2 = GroupNorm(dim_out)
         self.conv2 = zero_init(Conv2d(dim_out, dim_out, 3, padding=1))
         self.skip = Conv2d(dim_in, dim_out, 1) if dim_in != dim_out else nn.Identity()
-        self.attention = Attention(dim_out, heads) if heads else nn.Identity()
+        self.attention = Attention(dim_out, heads, sequences) if heads else None
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Transform ``x`` ``[b, c, h, w]`` under a condition ``[b, condition_dim]``."""
+    def forward(self, x: Tensor, condition: Tensor, *context: Tensor) -> Tensor:
+        """Transform ``x`` ``[b, c, h, w]`` under a condition ``[b, condition_dim]``; see :class:`Attention`."""
         h = F.silu(self.norm1(x))
         if self.resample is not None:
             x, h = self.resample(x), self.resample(h)
@@ -260,30 +270,59 @@ class Block(nn.Module):
         h = F.silu(modulated(self.norm2(h), scale, shift))
         if self.training and self.dropout > 0:
             h = randomness.dropout(h, self.dropout, self.layer)
-        return self.attention(self.skip(x) + self.conv2(h))
+        x = self.skip(x) + self.conv2(h)
+        return x if self.attention is None else self.attention(x, *context)
 
 
 class Attention(nn.Module):
-    """Self-attention over pixels with a residual connection (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Self-attention over pixels with a residual connection (Vaswani et al. 2017, arXiv:1706.03762).
 
-    def __init__(self, dim: int, heads: int) -> None:
+    Pixels also attend to the sequences of conditions, whose keys and values are appended to those of the pixels (Nichol
+    et al. 2021, arXiv:2112.10741, section 2.1).
+
+    Args:
+        dim: channels.
+        heads: heads, which divide the channels.
+        sequences: width of the sequences; 0 without any.
+    """
+
+    def __init__(self, dim: int, heads: int, sequences: int = 0) -> None:
         super().__init__()
         self.heads = heads
         self.norm = GroupNorm(dim)
         self.qkv = Conv2d(dim, 3 * dim, 1)
         self.out = zero_init(Conv2d(dim, dim, 1))
+        if sequences:
+            self.sequence = nn.Linear(sequences, 2 * dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Add attention among all pixels to ``x`` ``[b, c, h, w]``."""
+    def forward(self, x: Tensor, sequence: Tensor | None = None, known: Tensor | None = None) -> Tensor:
+        """Add attention among all pixels, and to a sequence, to ``x``.
+
+        Args:
+            x: ``[b, c, h, w]``.
+            sequence: ``[b, m, sequences]``.
+            known: bool ``[b, m]``, false for padding.
+        """
         qkv = self.qkv(self.norm(x)).chunk(3, dim=1)
         q, k, v = (rearrange(each, "b (n d) h w -> b n (h w) d", n=self.heads) for each in qkv)
-        attended = rearrange(attend(q, k, v), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
+        mask = None
+        if sequence is not None and known is not None:
+            further = self.sequence(sequence).to(k.dtype).chunk(2, dim=2)
+            more = [rearrange(each, "b m (n d) -> b n m d", n=self.heads) for each in further]
+            k, v = torch.cat((k, more[0]), dim=2), torch.cat((v, more[1]), dim=2)
+            mask = torch.cat((known.new_ones(len(x), q.shape[2]), known), dim=1)[:, None, None]
+        attended = rearrange(attend(q, k, v, mask), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
 
 
 def _embedding_name(condition: str) -> str:
     """Return the name of the embedding module, such as ``label_embedding`` for ``labels``; checkpoints contain it."""
     return f"{condition.removesuffix('s')}_embedding"
+
+
+def _sequence_name(condition: str) -> str:
+    """Return the name of the module that embeds the sequence of a condition."""
+    return f"{condition}_sequence"
 
 
 def zero_init(module: M) -> M:

@@ -1,0 +1,335 @@
+"""Columns beside pictures: read from ``metadata.csv`` or ``metadata.jsonl``, as conditions of a network.
+
+The files have the layout of datasets' ImageFolder: a column ``file_name``, relative to the folder of the file, and any
+others. A value that is missing or empty is "none".
+"""
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rectified_flow.condition import Condition, Labels, Number
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
+from rectified_flow.registry import describe
+from rectified_flow.system.files import printable
+
+METADATA_FILES = ("metadata.csv", "metadata.jsonl")
+FILE_NAME = "file_name"
+Kind = Literal["caption", "label", "number"]
+RESERVED = ("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "labels", "time")
+"""Names of other entries of a batch and inputs of a network."""
+MOST_LABELS, ROWS_PER_LABEL = 1000, 5
+"""Largest number of labels, and least number of rows for each on average, of a column that is taken for labels."""
+NUMERIC = 0.9
+"""Share of numbers from which on a column is taken for numbers."""
+LONGEST_CAPTION = 10_000
+QUANTILES, EXAMPLES = 33, 16
+"""Number of quantiles that are kept of numbers, and of captions that are kept as examples."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a dataset.
+
+    Args:
+        columns: the values of each row by column; None, an empty text or an empty list where there is none.
+        places: the place of each row, such as ``row 12 of metadata.csv``; empty for a picture without a row.
+        notes: lines to print.
+    """
+
+    columns: Mapping[str, Sequence[Any]]
+    places: Sequence[str]
+    notes: Sequence[str] = ()
+
+    def subset(self, rows: Sequence[int]) -> "Table":
+        """Return some rows."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        return Table(columns, [self.places[row] for row in rows], self.notes)
+
+
+def read_metadata(folder: Path, files: Sequence[Path]) -> Table:
+    """Read the metadata files in ``folder`` and its subfolders.
+
+    Args:
+        folder: the folder of the pictures.
+        files: the pictures, one for each row of the table.
+
+    Raises:
+        UsageError: if a file cannot be read, has no column ``file_name``, or names a picture twice.
+    """
+    number = {file.resolve(): row for row, file in enumerate(files)}
+    columns, places = dict[str, list[Any]](), [""] * len(files)
+    absent, first_absent = 0, ""
+    for path in sorted(each for name in METADATA_FILES for each in folder.rglob(name)):
+        for line, values in enumerate(_read(path), start=1):
+            place = f"row {line} of {printable(path.name)}"
+            name = values.pop(FILE_NAME, None)
+            if not name:
+                raise UsageError(f"{place} has no {FILE_NAME}: name the picture in a column {FILE_NAME} ({path})")
+            row = number.get((path.parent / str(name)).resolve())
+            if row is None:
+                absent, first_absent = absent + 1, first_absent or str(name)
+                continue
+            if places[row]:
+                raise UsageError(f"{place} names {name} again, after {places[row]}: remove one of the two ({path})")
+            places[row] = place
+            for column, value in values.items():
+                columns.setdefault(column, [None] * len(files))[row] = value
+    notes = [f"{absent} rows of the metadata name no picture in the folder, such as {first_absent}"] * (absent > 0)
+    alone = [file for file, place in zip(files, places, strict=True) if not place]
+    if columns and alone:
+        notes.append(f"{len(alone)} pictures have no row in the metadata, such as {printable(alone[0].name)}")
+    return Table(columns, places, notes)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metadata file."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            csv.field_size_limit(2**31 - 1)
+            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
+            extra = next((line for line, row in enumerate(rows, start=1) if None in row), None)
+            if extra is not None:
+                raise ValueError(f"row {extra} has more values than the header; put texts with commas in quotes")
+        else:
+            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+        if not all(isinstance(row, dict) for row in rows):
+            raise ValueError("a line is not a JSON object")
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(
+            f"{path} cannot be read ({first_line(error)}): mend it, or leave out --condition_on"
+        ) from error
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
+@dataclass(frozen=True)
+class Column:
+    """The values of a condition for the rows of a dataset; a row may have none, or several to draw from.
+
+    Args:
+        kind: the kind of the condition.
+        first: number of the first value of each row, int64 ``[n + 1]``: row ``i`` has the values from ``first[i]`` to
+            ``first[i + 1]``.
+        texts: the values as written.
+        values: the values ``[m, ...]``, or a store whose entry ``captions`` has them; None to encode the texts when
+            they are read.
+    """
+
+    kind: Condition
+    first: np.ndarray[Any, np.dtype[np.int64]]
+    texts: Sequence[str]
+    values: Any = None
+
+    @property
+    def varies(self) -> bool:
+        """Whether a row may have another value in each epoch."""
+        return bool((np.diff(self.first) > 1).any())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of the kind and of the values."""
+        digest = blake2b(repr(describe(self.kind)).encode(), digest_size=16)
+        digest.update(self.first.tobytes() + "\0".join(self.texts).encode())
+        return digest.hexdigest()
+
+    def read(self, rows: Sequence[int], draws: Sequence[int]) -> Tensor:
+        """Return a value for each row, ``[b, ...]``.
+
+        Args:
+            rows: numbers of the rows.
+            draws: a number for each row, which determines which of several values it gets.
+        """
+        numbers = self.numbers(rows, draws)
+        there = [number for number in numbers if number >= 0]
+        result = self.kind.none(len(rows), torch.device("cpu"))
+        if there:
+            mask = torch.tensor([number >= 0 for number in numbers])
+            result[mask] = self._values(there).to(result.dtype)
+        return result
+
+    def texts_of(self, rows: Sequence[int], draws: Sequence[int]) -> list[str]:
+        """Return the written values of rows, empty where there is none; see :meth:`read`."""
+        return ["" if number < 0 else self.texts[number] for number in self.numbers(rows, draws)]
+
+    def numbers(self, rows: Sequence[int], draws: Sequence[int]) -> list[int]:
+        """Return the number of the value of each row, or -1; see :meth:`read`."""
+        numbers = []
+        for row, draw in zip(rows, draws, strict=True):
+            begin, end = self.first[row : row + 2].tolist()
+            count = end - begin
+            numbers.append(-1 if count == 0 else begin + draw % count)
+        return numbers
+
+    def _values(self, numbers: Sequence[int]) -> Tensor:
+        if self.values is None:
+            return self.kind.parse([self.texts[number] for number in numbers])
+        if isinstance(self.values, Tensor):
+            return self.values[list(numbers)]
+        entries: dict[str, Tensor] = self.values.read_entries(numbers)
+        return entries["captions"]
+
+
+@dataclass
+class Chosen:
+    """A column of a table, and the kind of condition that it is taken for."""
+
+    name: str
+    """Name of the condition."""
+    column: str
+    """Name in the table."""
+    kind: Kind
+    first: np.ndarray[Any, np.dtype[np.int64]]
+    texts: list[str]
+    places: list[str] = field(repr=False)
+    """Place of each text."""
+
+    @property
+    def missing(self) -> int:
+        """Number of rows without a value."""
+        return int((np.diff(self.first) == 0).sum())
+
+    def numbers(self) -> list[float]:
+        """Return the values as numbers.
+
+        Raises:
+            UsageError: if one is no finite number.
+        """
+        found = [as_number(text) for text in self.texts]
+        for number, text, place in zip(found, self.texts, self.places, strict=True):
+            if number is None:
+                raise UsageError(
+                    f"--condition_on {self.column} has numbers, but {text!r} in {place}: correct it, or pass "
+                    f"--condition_types {self.column}=label"
+                )
+        return [number for number in found if number is not None]
+
+    def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> Condition:
+        """Return the kind of condition, with what the values of the column determine.
+
+        Args:
+            text_encoder: folder or hub id of the encoder of captions; by default their own words.
+            tokens: number of tokens of a caption that a network attends to.
+        """
+        if self.kind == "number":
+            return Number(tuple(np.quantile(self.numbers(), np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
+        if self.kind == "label":
+            names = sorted(set(self.texts))
+            return Labels(len(names), tuple(names))
+        encoder = BagOfWords.of(self.texts) if text_encoder is None else PretrainedTextEncoder(text_encoder)
+        examples = [self.texts[at] for at in np.linspace(0, len(self.texts) - 1, EXAMPLES).astype(int).tolist()]
+        return Caption(encoder, encoder.size, tokens, tuple(dict.fromkeys(examples)))
+
+    def summary(self, kind: Condition) -> str:
+        """Describe the column in a line for a person."""
+        gaps = f", missing in {self.missing} of {len(self.first) - 1} rows" if self.missing else ""
+        if isinstance(kind, Number):
+            return f"number, {kind.quantiles[0]:g} to {kind.quantiles[-1]:g}, {len(set(self.texts))} different{gaps}"
+        if isinstance(kind, Labels):
+            counts = Counter(self.texts).most_common()
+            some = ", ".join(f"{name} {count}" for name, count in counts[:4]) + ", ..." * (len(counts) > 4)
+            return f"{kind.num_classes} labels: {some}{gaps}"
+        return f"captions, {len(set(self.texts))} different{gaps}"
+
+
+def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[Chosen]:
+    """Return the columns that are asked for, each with the kind that its values suit.
+
+    Args:
+        table: all columns.
+        wanted: names of columns, or ``all``.
+        types: kinds by column that a user asks for.
+        source: name of the pictures, for errors.
+
+    Raises:
+        UsageError: if there is no such column, it has no values, or a value does not suit its kind.
+    """
+    if not table.columns:
+        raise UsageError(
+            f"--condition_on {' '.join(wanted)} needs columns, and {source} has none: write a metadata.csv with the "
+            f"columns {FILE_NAME} and {wanted[0]} beside the pictures"
+        )
+    columns = list(table.columns) if list(wanted) == ["all"] else list(dict.fromkeys(wanted))
+    for column in (*columns, *types):
+        if column not in table.columns:
+            flag = "condition_on" if column in columns else "condition_types"
+            raise UsageError(f"--{flag} {column} does not exist in {source}: pass {', '.join(table.columns)}")
+    for column in types:
+        if column not in columns:
+            raise UsageError(f"--condition_types {column} is not in --condition_on: pass it there, too")
+    chosen = [_choose(column, table, types.get(column)) for column in columns]
+    twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
+    if twice:
+        raise UsageError(f"--condition_on has two columns for the condition {twice[0]}: rename one")
+    return chosen
+
+
+def _choose(column: str, table: Table, kind: str | None) -> Chosen:
+    values = [_texts_of(value) for value in table.columns[column]]
+    texts = [text for each in values for text in each]
+    places = [place for each, place in zip(values, table.places, strict=True) for _ in each]
+    if not texts:
+        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
+    for text, place in zip(texts, places, strict=True):
+        if len(text) > LONGEST_CAPTION:
+            raise UsageError(
+                f"--condition_on {column} has a text of {len(text):,} characters in {place}: shorten it to "
+                f"{LONGEST_CAPTION:,}"
+            )
+    if kind not in (None, *get_args(Kind)):
+        raise UsageError(f"--condition_types {column}={kind} is no type: pass {', '.join(get_args(Kind))}")
+    found: Any = kind or _guess(texts)
+    first = np.cumsum([0, *map(len, values)], dtype=np.int64)
+    several = int((np.diff(first) > 1).sum())
+    if several and found != "caption":
+        raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
+    chosen = Chosen(condition_name(column), column, found, first, texts, places)
+    if found == "number":
+        chosen.numbers()  # raises an error for a text
+    return chosen
+
+
+def _texts_of(value: Any) -> list[str]:
+    """Return the values of a cell as texts."""
+    if isinstance(value, list | tuple):
+        return [text for each in value for text in _texts_of(each)]
+    missing = value is None or (isinstance(value, float) and not isfinite(value))
+    text = "" if missing else str(value).strip()
+    return [text] if text else []
+
+
+def _guess(texts: Sequence[str]) -> Kind:
+    different = set(texts)
+    if sum(as_number(text) is not None for text in texts) >= NUMERIC * len(texts):
+        return "number"
+    few = len(different) <= min(MOST_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
+    return "label" if few else "caption"
+
+
+def as_number(text: str) -> float | None:
+    """Return a finite number as written, or None."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if isfinite(number) else None
+
+
+def condition_name(column: str) -> str:
+    """Return the name of the condition of a column: letters, digits and underscores, no name of another input."""
+    name = re.sub(r"\W+", "_", column).strip("_") or "column"
+    return f"{name}_column" if name in RESERVED or name[0].isdigit() else name

@@ -1,0 +1,296 @@
+"""Captions as conditions, and the frozen text encoders that turn them into vectors."""
+
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.condition import LARGEST, SequenceCondition
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.registry import register
+
+MOST_WORDS = 4096
+TEXTS_AT_ONCE = 64
+
+
+class TextEncoder(ABC):
+    """A frozen map from texts to vectors. Register a subclass and keep its arguments as attributes."""
+
+    name: str
+    """The name in reports."""
+    fingerprint: str
+    """A hash that differs between encoders that encode differently."""
+    size: int
+    """Numbers of a vector."""
+    most_tokens: int
+    """Largest number of tokens that a text is encoded with; 0 for an encoder without tokens."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
+        """Encode texts as a vector each, followed by the vectors of their first tokens.
+
+        Args:
+            texts: the texts.
+            tokens: number of tokens; shorter texts are padded with NaN.
+
+        Returns:
+            float32 ``[n, 1 + tokens, size]`` on the CPU. The first vector is of length 1, or NaN if nothing in the
+            text is known.
+        """
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text."""
+        return [0] * len(texts)
+
+
+def words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation."""
+    return re.findall(r"[^\W_]+", text.lower())
+
+
+@register
+class BagOfWords(TextEncoder):
+    """An encoder that counts words, and ignores their order and all words that it does not know.
+
+    Args:
+        words: the known words.
+    """
+
+    name = "the captions' own words"
+    most_tokens = 0
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        self.size = len(self.words)
+        self.fingerprint = blake2b(repr(self.words).encode(), digest_size=16).hexdigest()
+        self._number = {word: number for number, word in enumerate(self.words)}
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> "BagOfWords":
+        """Return an encoder that knows the most frequent words of some texts, at most 4,096.
+
+        Raises:
+            UsageError: if the texts have no words.
+        """
+        counts = Counter(word for text in texts for word in words_of(text))
+        if not counts:
+            raise UsageError("the captions have no words: pass another column")
+        return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MOST_WORDS])
+
+    def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
+        """Return the counts of words, as vectors of length 1; a text without known words is NaN."""
+        rows = torch.zeros(len(texts), self.size)
+        for row, text in zip(rows, texts, strict=True):
+            for word in words_of(text):
+                if word in self._number:
+                    row[self._number[word]] += 1
+        lengths = rows.norm(dim=1, keepdim=True)
+        return torch.where(lengths > 0, rows / lengths, torch.nan)[:, None]
+
+
+@register
+class PretrainedTextEncoder(TextEncoder):
+    """A text encoder of transformers, such as those of CLIP, T5 or a sentence model, in float32.
+
+    The vector of a text is the pooled output for CLIP and SigLIP, which were trained by it, and the mean of the last
+    hidden states over the tokens for others.
+
+    Args:
+        source: a folder or hub id.
+        fingerprint: the hash of the weights, if they must be the same as in training; None takes any.
+    """
+
+    def __init__(self, source: str, fingerprint: str | None = None) -> None:
+        folder = Path(source).expanduser()
+        self.source = self.name = str(folder.resolve()) if folder.is_dir() else source
+        self._expected = fingerprint
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        """The hash of the weights."""
+        return self._expected or _fingerprint_of(self.source)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Numbers of a vector."""
+        return int(self.parts[1].config.hidden_size)
+
+    @property
+    def most_tokens(self) -> int:  # type: ignore[override]
+        """Largest number of tokens that a text is encoded with."""
+        return _most_tokens(*self.parts)
+
+    @property
+    def parts(self) -> tuple[Any, Any]:
+        """The tokenizer and the module.
+
+        Raises:
+            UsageError: if they cannot be loaded, or are not those of the training.
+        """
+        if self._expected not in (None, _fingerprint_of(self.source)):
+            raise UsageError(
+                f"--text_encoder {self.source} is not the encoder that the captions were encoded with: pass the "
+                "original encoder"
+            )
+        return _load(self.source)
+
+    @property
+    def pools(self) -> bool:
+        """Whether the vector of a text is the module's pooled output."""
+        return self.parts[1].config.model_type.startswith(("clip", "siglip"))
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """Return the number of tokens of each text."""
+        return [len(each) for each in self.parts[0](list(texts))["input_ids"]]
+
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
+        """Return the vectors of texts and of their tokens, see :meth:`TextEncoder.encode`."""
+        tokenizer, module = self.parts
+        rows = []
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            some = list(texts[first : first + TEXTS_AT_ONCE])
+            given = tokenizer(some, padding=True, truncation=True, max_length=self.most_tokens, return_tensors="pt")
+            with torch.autocast("cpu", enabled=False):
+                output = module(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
+            hidden, known = output.last_hidden_state.float(), given["attention_mask"].bool()[..., None]
+            mean = hidden.masked_fill(~known, 0).sum(dim=1) / known.sum(dim=1)
+            pooled = output.pooler_output.float() if self.pools else mean
+            row = torch.full((len(some), 1 + tokens, hidden.shape[-1]), torch.nan)
+            row[:, 0] = torch.nn.functional.normalize(pooled, dim=1)
+            sequence = hidden.masked_fill(~known, torch.nan)[:, :tokens]
+            row[:, 1 : 1 + sequence.shape[1]] = sequence
+            rows.append(row)
+        return torch.cat(rows) if rows else torch.empty(0, 1 + tokens, self.size)
+
+
+@register
+@dataclass(frozen=True)
+class Caption(SequenceCondition):
+    """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
+
+    NaN stands for padding, and for "none" throughout.
+
+    Args:
+        encoder: the encoder of the captions.
+        size: numbers of a vector.
+        tokens: number of tokens that a network attends to.
+        examples: captions of the training data, for a user to start from.
+    """
+
+    encoder: TextEncoder
+    size: int
+    tokens: int = 0
+    examples: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "examples", tuple(self.examples))
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
+        return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
+
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the encoded texts; an empty text is "none"."""
+        values = self.encoder.encode(texts, self.tokens)
+        for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
+            if unknown and text.strip():
+                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else "words"
+                raise UsageError(
+                    f"no word of {text!r} is in the captions of the training, whose words are {known}, ..."
+                )
+        empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
+        return values.masked_fill(empty[:, None, None], torch.nan)
+
+    def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds the vector of a text as ``[b, dim]``."""
+        return _TextEmbedding(self.size, dim)
+
+    def sequence_embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds the tokens as ``[b, tokens, dim]``, and returns their mask."""
+        return _TokenEmbedding(self.size, dim)
+
+
+class _TextEmbedding(nn.Module):
+    """Two linear maps of the vector of a text, and a learned embedding of "none"."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(size, dim), nn.Linear(dim, dim)
+        self.none = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        vector = values[:, 0].float()
+        known = (vector.abs() < LARGEST).all(dim=1, keepdim=True)
+        scaled = torch.where(known, vector, 0) * vector.shape[1] ** 0.5  # so that its numbers are of size 1
+        return torch.where(known, self.outer(nn.functional.silu(self.inner(scaled))), self.none)
+
+
+class _TokenEmbedding(nn.Module):
+    """A linear map of normalised vectors of tokens."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(size), nn.Linear(size, dim)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = values[:, 1:].float()
+        known = tokens[..., 0].abs() < LARGEST
+        return self.linear(self.norm(torch.where(known[..., None], tokens, 0))), known
+
+
+def _most_tokens(tokenizer: Any, module: Any) -> int:
+    """Return the length of the longest text that both take; an unknown limit of a tokenizer is a huge number."""
+    positions = getattr(module.config, "max_position_embeddings", None) or 512
+    return min(int(tokenizer.model_max_length), int(positions), 512)
+
+
+@cache
+def _load(source: str) -> tuple[Any, Any]:
+    """Return the tokenizer and the module, shared by all flows of this process.
+
+    Raises:
+        UsageError: if there is no text encoder, or transformers is missing.
+    """
+    try:
+        from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, SiglipTextModel
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--text_encoder {source} needs transformers: pip install transformers") from error
+    try:
+        config = AutoConfig.from_pretrained(source)
+        kinds: dict[str, Any] = {"clip": CLIPTextModel, "clip_text_model": CLIPTextModel}
+        kinds |= {"siglip": SiglipTextModel, "siglip_text_model": SiglipTextModel}
+        kind = kinds.get(config.model_type, AutoModel)
+        if not hasattr(getattr(config, "text_config", config), "vocab_size"):
+            raise ValueError(f"its model type {config.model_type} reads no text")
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        module = kind.from_pretrained(source, use_safetensors=True, dtype=torch.float32)
+        module = module.get_encoder() if config.is_encoder_decoder else module
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        return tokenizer, module.eval().requires_grad_(False)
+    except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
+        raise UsageError(
+            f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)}): pass the folder or hub "
+            "id of one, such as a sentence model"
+        ) from error
+
+
+@cache
+def _fingerprint_of(source: str) -> str:
+    """Return a hash of the weights, and of the tokens of a sentence."""
+    tokenizer, module = _load(source)
+    sample = tokenizer("A red flower, and 2 blue ones!")["input_ids"]
+    digest = blake2b(repr((type(module).__name__, sample)).encode(), digest_size=16)
+    for name, weights in sorted(module.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weights.contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
