@@ -332,8 +332,8 @@ def none_of(kinds: Kinds, values: Values) -> Values:
 def all_none(kinds: Kinds, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
 
-    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; a picture or a sequence only if it is all
-    NaN.
+    If "none" is NaN, a row with any NaN counts as "none", as in the embedding; pictures and sequences only if they are
+    NaN throughout.
     """
     rows = []
     for name, none in none_of(kinds, values).items():

@@ -262,6 +262,7 @@ def _load(source: str) -> tuple[Any, Any]:
     """
     try:
         from transformers import AutoConfig, AutoModel, AutoTokenizer, CLIPTextModel, SiglipTextModel
+        from transformers.utils import logging
     except ModuleNotFoundError as error:
         raise UsageError(f"--text_encoder {source} needs transformers: pip install transformers") from error
     try:
@@ -271,6 +272,7 @@ def _load(source: str) -> tuple[Any, Any]:
         kind = kinds.get(config.model_type, AutoModel)
         if not hasattr(getattr(config, "text_config", config), "vocab_size"):
             raise ValueError(f"its model type {config.model_type} reads no text")
+        logging.disable_progress_bar()
         tokenizer = AutoTokenizer.from_pretrained(source)
         module = kind.from_pretrained(source, use_safetensors=True, dtype=torch.float32)
         module = module.get_encoder() if config.is_encoder_decoder else module
