@@ -104,14 +104,18 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
         options["solver"] = flags.solver
     if flags.time_grid != "uniform":
         options["grid"] = flags.time_grid
-    if flags.guidance_scale != 1:
-        options["guidance"] = Guidance(flags.guidance_scale, flags.guidance_interval)
+    if flags.guidance_scale != 1 or flags.guidance:
+        options["guidance"] = Guidance(flags.guidance_scale, flags.guidance_interval, flags.guidance_scales)
     named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
     unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
     hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)
     if unused:
         raise UsageError(f"{' '.join(unused)} has no effect: {source} holds a {type(flow).__name__}{hint}")
-    if "guidance" in options and not chosen(flow.conditions):
+    known = chosen(flow.conditions)
+    for name in flags.guidance_scales:
+        if name not in known:
+            raise UsageError(f"--guidance {name} is no condition of {source}: pass {', '.join(known) or 'none'}")
+    if "guidance" in options and not known:
         raise UsageError(f"--guidance_scale needs conditions: train {source} with --use_cfg or --condition_on")
     return options
 

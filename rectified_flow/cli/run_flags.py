@@ -40,6 +40,8 @@ class SolverConfig(Flags):
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: NonNegative = 1.0
     """Classifier-free guidance scale, with labels or a source as a condition; above 1, images vary less."""
+    guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
+    """Further guidance scales of single conditions, such as category=2 text=3; each makes sampling slower."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 
@@ -48,8 +50,20 @@ class SolverConfig(Flags):
         first, last = self.guidance_interval
         if first >= last:
             raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: pass the smaller number first")
-        if self.guidance_scale == 1:
+        scales = self.guidance_scales
+        if self.guidance_scale == 1 and not scales:
             refuse({"guidance_interval": self.guidance_interval != (0, 1)}, "needs a --guidance_scale other than 1")
+
+    @property
+    def guidance_scales(self) -> dict[str, float]:
+        """The scales of single conditions by name."""
+        scales = {}
+        for option in self.guidance:
+            name, _, text = option.partition("=")
+            if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]+)?", text):
+                raise UsageError(f"--guidance {option} must be NAME=SCALE with a number of at least 0, such as text=3")
+            scales[name] = float(text)
+        return scales
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,14 @@ class PicturesConfig(Flags):
     """Sampling steps."""
     classes: Annotated[str | None, default_is("random")] = None
     """Comma-separated names or numbers of classes, used in turn; or all."""
+    prompt: str | None = None
+    """Caption of the images, of a model that was trained on captions."""
+    prompts: Path | None = None
+    """Text file with a caption in each line; each is an image, and names it."""
+    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="[NAME=VALUE ...]"), default_is("none")] = ()
+    """Values of conditions by name, such as unicode_version=9; several, separated by commas, are used in turn."""
+    grid: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
+    """Two axes of a labelled grid: NAME=VALUE,VALUE or NAME of a condition, or seed=4; cells differ in nothing else."""
     seed: Seed = 0
     """Sample i depends only on the seed and i (not with --solver adaptive)."""
     ema_length: EmaLength | None = None
@@ -93,6 +115,9 @@ class PicturesConfig(Flags):
         for flag, needed in {**needs, "license": "save_pretrained"}.items():
             if getattr(self, needed) is None:
                 refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
+        refuse({"prompts": self.prompt is not None and self.prompts}, "and --prompt exclude each other: pass one")
+        grid = {"num_samples": self.num_samples, "from_images": self.from_images, "prompts": self.prompts}
+        refuse(grid if self.grid else {}, "excludes --grid, whose axes give the images: leave one out")
         if self.from_images is None:
             refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
         if self.mask is not None:

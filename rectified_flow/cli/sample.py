@@ -1,11 +1,11 @@
 """sample.py: numbered samples of a trained flow, shared between processes."""
 
-import difflib
 import inspect
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.parts import open_trained
 from rectified_flow.cli.run_flags import PicturesConfig, SampleConfig
 from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.condition import Condition, Kinds, Labels, Number, chosen
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
@@ -28,6 +29,7 @@ from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
+from rectified_flow.networks.captions import Caption
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -39,10 +41,12 @@ from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
     encode_picture,
     fit,
+    labelled_grid,
     open_picture,
     over_white,
     to_grid,
     upright_size,
+    with_texts,
     write_motion,
     write_picture,
 )
@@ -54,6 +58,8 @@ NUM_SAMPLES, GRID_PICTURES = 64, 100
 GREY, HALF = 127, 127
 """Value of unknown pixels on a grid, and value above which a pixel of a mask is white."""
 NOISE_LEVEL = 0.6
+SEEDS, MOST_CELLS = 6, 24
+"""Default and largest number of cells along an axis of ``--grid``."""
 PATH_PICTURES = 8
 PATH_STOPS = 9
 BLOCK = 4096
@@ -71,6 +77,8 @@ class Wanted:
             samples alone.
         kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
         reverse: whether the flow is integrated from data to its start.
+        axes: rows and columns of ``--grid``.
+        written: the conditions as written; picture ``i`` has value ``i % n`` of each.
     """
 
     names: list[str]
@@ -78,6 +86,8 @@ class Wanted:
     shown: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
     reverse: bool = False
+    axes: Sequence["Axis"] = ()
+    written: Mapping[str, list[str]] = field(default_factory=dict)
 
 
 def sample(config: SampleConfig) -> None:
@@ -138,7 +148,7 @@ def _write_samples(
         texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
-    grid = write_picture(folder / "grid.png", _grid_of(files, wanted.shown, flags.variants))
+    grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants))
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
@@ -171,18 +181,28 @@ def _reversed(
         yield some, flow.space.render_with_alpha(flow.space.decode(x))
 
 
-def _grid_of(files: Sequence[Path], shown: Tensor | None, variants: int) -> Any:
-    """Return a grid of results, or of the pictures that they were made from, each before its results."""
-    count = len(files) // variants
+def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int) -> Any:
+    """Return a grid of results; of those made from pictures, each after its picture; with conditions in words."""
+    count, shown = len(files) // variants, wanted.shown
     across = 1 if shown is None else 1 + variants
-    rows = range(min(count, max(1, GRID_PICTURES // across)))
+    rows = range(count if wanted.axes else min(count, max(1, GRID_PICTURES // across)))
     # Other processes wrote most of the samples, so the grid reads them back.
     cells: list[Tensor] = []
     for row in rows:
         cells += [] if shown is None else [shown[row]]
         cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row::count]]
+    images = torch.stack(cells)
+    if wanted.axes:
+        return labelled_grid(images, *([f"{axis.name} {text}" for text in axis.values] for axis in wanted.axes))
     pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
-    return to_grid(torch.stack(cells), None if shown is None else across * pairs)
+    texts = _texts_of(wanted.written, len(images)) if shown is None else []
+    return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs)
+
+
+def _texts_of(written: Mapping[str, list[str]], count: int) -> list[str]:
+    """Return the conditions of each picture in words, if pictures differ in them."""
+    several = [texts for texts in written.values() if len(texts) > 1]
+    return [", ".join(texts[number % len(texts)] for texts in several) for number in range(count)] if several else []
 
 
 def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> Wanted:
@@ -196,15 +216,22 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
     flow, source = trained.flow, trained.source
     accepted = inspect.signature(flow.sample).parameters
     options = options | {"steps": flags.steps or flow.default_steps}
-    if flags.classes is not None:
-        options["conditions"] = {"labels": torch.tensor(_find_classes(flags.classes, flow.class_names, source))}
+    axes, written = (
+        [_axis_of(text, flow, source) for text in flags.grid or ()],
+        _written_conditions(flags, flow, source),
+    )
+    if axes:
+        written, options["draws"] = _cells_of(flags, axes, written)
+    conditions = _conditions_of(written, flow)
+    if conditions:
+        options["conditions"] = conditions
     if flags.path != "none" and ("watch" not in accepted or flags.reverse):
         kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
         raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
     if flags.from_images is None:
         if flow.from_source:
             raise UsageError(f"{source} translates pictures: pass some with --from_images")
-        return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
+        return _numbered_pictures(flags, options, axes, written)
     space, degradation = flow.space, flow.degradation
     needed = "mask" if flags.mask is not None else "start"
     if (needed not in accepted and not flow.takes_source) or space.picture_shape is None:
@@ -230,6 +257,22 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         return Wanted(names, options | {"start": seen, "mask": mask}, shown, kept)
     options["conditions"] = options.get("conditions", {}) | {SOURCE: seen}
     return Wanted(names, options, shown, kept, flags.reverse)
+
+
+def _numbered_pictures(
+    flags: PicturesConfig, options: dict[str, Any], axes: list[Axis], written: dict[str, list[str]]
+) -> Wanted:
+    """Return pictures from noise: the cells of a grid, one for each prompt, or as many as are asked for."""
+    if axes:
+        return Wanted(_numbered(len(options["draws"])), options, axes=axes, written=written)
+    if flags.prompts is None:
+        return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options, written=written)
+    prompts = next(iter(written.values()))
+    count = flags.num_samples or len(prompts)
+    slugs = [re.sub(r"\W+", "-", prompts[number % len(prompts)]).strip("-")[:60] or "prompt" for number in range(count)]
+    digits = len(str(count - 1))
+    names = [slug if slugs.count(slug) == 1 else f"{slug}-{number:0{digits}d}" for number, slug in enumerate(slugs)]
+    return Wanted([f"{name}.png" for name in names], options, written=written)
 
 
 def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:
@@ -305,10 +348,9 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
         "solver": solver,
         "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
     }
-    conditions = options.get("conditions", {})
-    if "labels" in conditions:
-        labels = conditions["labels"].tolist()
-        texts["classes"] = ", ".join(flow.class_names[label] for label in labels[:6]) + ", ..." * (len(labels) > 6)
+    for name, values in wanted.written.items():
+        some = list(dict.fromkeys(values))
+        texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
     if wanted.shown is not None:
         each = f", {flags.variants} results for each" * (flags.variants > 1)
         texts["from"] = (
@@ -319,18 +361,131 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     return lines(texts)
 
 
-def _find_classes(given: str, names: list[str], source: Path) -> list[int]:
-    """Return the numbers of classes that are given by name or number."""
-    if not names:
-        raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
-    known = {str(number): number for number in range(len(names))} | {name: i for i, name in enumerate(names)}
-    wanted = names if given.strip() == "all" else [name.strip() for name in given.split(",")]
-    for name in wanted:
-        if name not in known:
-            close = difflib.get_close_matches(name, names, 3, cutoff=0.5)
-            hint = f" (perhaps {' or '.join(close)}?)" if close else f", like {', '.join(names[:3])}"
-            raise UsageError(f"--classes {name} does not exist: pass names{hint}, or numbers up to {len(names) - 1}")
-    return [known[name] for name in wanted]
+@dataclass(frozen=True)
+class Axis:
+    """An axis of ``--grid``: the values of a condition as written, or the numbers of random draws."""
+
+    name: str
+    values: list[str]
+
+
+def _written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
+    """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
+    kinds, written = chosen(flow.conditions), dict[str, list[str]]()
+    captions = [name for name, kind in kinds.items() if isinstance(kind, Caption)]
+    prompts = _read_prompts(flags.prompts) if flags.prompts else [] if flags.prompt is None else [flags.prompt]
+    if prompts:
+        flag = "prompts" if flags.prompts else "prompt"
+        if not captions:
+            raise UsageError(
+                f"--{flag} has no effect: {source} was trained without captions; train with --condition_on"
+            )
+        written[captions[0]] = prompts
+    if flags.classes is not None:
+        labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
+        if not labels:
+            raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
+        written[labels[0]] = _values_of("classes", flags.classes, kinds[labels[0]])
+    for option in flags.set_:
+        name, _, text = option.partition("=")
+        written[name] = _values_of("set", text, _kind_of(name, kinds, source, f"--set {option}"))
+    if not written and captions and not flags.grid:
+        examples = {name: kinds[name].examples for name in captions}  # type: ignore[attr-defined]
+        written = {name: list(each) for name, each in examples.items() if each}
+    return written
+
+
+def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> Condition:
+    """Return the kind of a condition that a user names."""
+    if name not in kinds or name == SOURCE:
+        known = ", ".join(each for each in kinds if each != SOURCE) or "none; train with --condition_on"
+        raise UsageError(f"{flag} names no condition of {source}: its conditions are {known}")
+    return kinds[name]
+
+
+def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
+    """Return the values that a flag gives: a caption, or others separated by commas."""
+    names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
+    if isinstance(kind, Caption) or text in names:
+        return [text]
+    return names if text.strip() == "all" and names else [each.strip() for each in text.split(",")]
+
+
+def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
+    """Return the values of a condition that a user wrote."""
+    try:
+        parsed = kind.parse(values)
+    except UsageError as error:
+        flag = "classes" if name == "labels" else name
+        raise UsageError(f"--{flag} {error}" if name == "labels" else f"{name}: {error}") from error
+    if isinstance(kind, Number):
+        low, high = kind.quantiles[0], kind.quantiles[-1]
+        for value, text in zip(parsed.tolist(), values, strict=True):
+            if not low <= value <= high:
+                end = low if value < low else high
+                tqdm.write(
+                    f"warning: {name}={text} is outside of the training range {low:g} to {high:g}: {end:g} is used"
+                )
+    return parsed
+
+
+def _conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor]:
+    """Return the values of conditions as written; if any is given, the other columns are "none"."""
+    kinds = chosen(flow.conditions)
+    values = {name: _parse(name, texts, kinds[name]) for name, texts in written.items()}
+    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE, "labels")}
+    if any(name != "labels" for name in written):
+        values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}
+    return values
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Return the lines of ``--prompts``."""
+    try:
+        prompts = [text.strip() for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts {path} cannot be read ({first_line(error)}): pass a text file") from error
+    if not prompts:
+        raise UsageError(f"--prompts {path} is empty: write a caption in each line")
+    return prompts
+
+
+def _axis_of(text: str, flow: Flow, source: Path) -> Axis:
+    """Return an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
+    name, _, values = text.partition("=")
+    if name == "seed":
+        if values and not (values.isdecimal() and 0 < int(values) <= MOST_CELLS):
+            raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MOST_CELLS}, such as seed=4")
+        return Axis(name, [str(number) for number in range(int(values or SEEDS))])
+    kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
+    if values:
+        given = values.split(";") if isinstance(kind, Caption) else _values_of("grid", values, kind)
+        return Axis(name, [each.strip() for each in given][:MOST_CELLS])
+    if isinstance(kind, Labels):
+        return Axis(name, _values_of("grid", "all", kind)[:MOST_CELLS])
+    if isinstance(kind, Number):
+        return Axis(name, [f"{value:g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
+    examples = list(kind.examples) if isinstance(kind, Caption) else []
+    if not examples:
+        raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
+    return Axis(name, examples[:SEEDS])
+
+
+def _cells_of(
+    flags: PicturesConfig, axes: list[Axis], written: dict[str, list[str]]
+) -> tuple[dict[str, list[str]], list[int]]:
+    """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
+    rows, columns = axes
+    count = len(rows.values) * len(columns.values)
+    cells = {name: [texts[0]] * count for name, texts in written.items()}
+    draws = [0] * count
+    across = [(rows, [text for text in rows.values for _ in columns.values])]
+    for axis, texts in (*across, (columns, columns.values * len(rows.values))):
+        if axis.name == "seed":
+            draws = [int(text) for text in texts]
+        else:
+            cells[axis.name] = texts
+    return cells, draws
 
 
 def _find_pictures(path: Path) -> list[Path]:

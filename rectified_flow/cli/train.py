@@ -198,7 +198,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
     callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
     held_out: ImageDataset | None = None
-    preview_data: StoreDataset | None = None if taught is None else pictures
+    preview_data: StoreDataset | None = None if taught is None else pictures  # a teacher's data have no texts
     if split is not None:
         sources = split_sources(pictures, config.data.holdout, config.run.seed)
         seen, unseen = divided(dataset, split, sources)

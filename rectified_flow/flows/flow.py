@@ -368,6 +368,7 @@ def sample_batches(
     conditions: Mapping[str, Tensor] | None = None,
     start: Tensor | None = None,
     mask: Tensor | None = None,
+    draws: Sequence[int] | None = None,
     with_alpha: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -381,6 +382,7 @@ def sample_batches(
         conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
         start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
         mask: sample ``i`` has row ``i % n`` of these masks ``[n, 1, h, w]``, see :meth:`Flow.keeping`.
+        draws: sample ``i`` has the random draws of sample ``draws[i]``; by default its own.
         with_alpha: yield RGBA ``[b, 4, h, w]`` for pictures with transparency, instead of RGB over white.
         options: further arguments of ``flow.sample``.
     """
@@ -393,5 +395,6 @@ def sample_batches(
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
         given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}
-        with deterministic(Samples(seed, some), _device_of(flow)):
+        drawn = some if draws is None else [draws[number] for number in some]
+        with deterministic(Samples(seed, drawn), _device_of(flow)):
             yield some, to_picture(flow.sample(len(some), **given, **options))

@@ -8,8 +8,8 @@ batch. The stochastic solver is no integrator: it replaces some of the noise at 
 and adds variance.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from math import exp, sqrt
@@ -148,44 +148,60 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The extent and the times of classifier-free guidance: from the unconditional to the conditional velocity.
+    """The scales and the times of classifier-free guidance: from the unconditional to the conditional velocity.
 
     Args:
         scale: 1 is no guidance, 0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
         interval: first and last time at which it acts, as guidance helps in the middle of the way (Kynkaanniemi et al.
             2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
+        scales: further scales of single conditions by name, each from the velocity without this condition alone.
     """
 
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
+    scales: Mapping[str, float] = field(default_factory=dict)
 
 
 NO_GUIDANCE = Guidance()
 
 
 def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
-    """Return the velocity field of ``predict`` under guidance: one call a time, on twice the rows where guidance acts.
+    """Return the velocity field of ``predict`` under guidance, with one call a time.
+
+    For each scale ``w`` other than 1, the velocity is extrapolated by ``(w - 1)`` times its difference to the velocity
+    without the conditions that the scale acts on (Ho & Salimans 2022, arXiv:2207.12598). Each such scale adds as many
+    rows to the call as there are samples.
 
     Args:
         predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity
             ``[b, ...]``.
         kinds: kinds of the conditions by name.
         conditions: values by name ``[b, ...]``, for all times.
-        guidance: scale and interval of the guidance.
+        guidance: scales and interval of the guidance.
 
     Raises:
-        ValueError: if guidance is used without conditions.
+        ValueError: if guidance is used without conditions, or a scale is that of no condition.
     """
-    if guidance.scale != 1 and not chosen(kinds).keys() & conditions.keys():
+    free = chosen(kinds).keys() & conditions.keys()
+    groups = [(guidance.scale, free), *((scale, {name}) for name, scale in guidance.scales.items())]
+    groups = [(scale, names) for scale, names in groups if scale != 1]
+    if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
     earliest, latest = guidance.interval
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        if guidance.scale == 1 or not earliest <= t <= latest:
+        if not groups or not earliest <= t <= latest:
             return predict(x, x.new_full((len(x),), t), **conditions)
-        none = none_of(kinds, conditions)
-        both = {name: torch.cat((values, none[name].to(values))) for name, values in conditions.items()}
-        conditional, unconditional = predict(torch.cat((x, x)), x.new_full((2 * len(x),), t), **both).chunk(2)
-        return torch.lerp(unconditional, conditional, guidance.scale)
+        none, count = none_of(kinds, conditions), 1 + len(groups)
+        every = {
+            name: torch.cat((values, *((none[name].to(values) if name in names else values) for _, names in groups)))
+            for name, values in conditions.items()
+        }
+        whole = predict(torch.cat([x] * count), x.new_full((count * len(x),), t), **every)
+        conditional, *without = whole.chunk(count)
+        if len(groups) == 1:
+            return torch.lerp(without[0], conditional, groups[0][0])
+        changes = [(scale - 1) * (conditional - each) for (scale, _), each in zip(groups, without, strict=True)]
+        return conditional + torch.stack(changes).sum(dim=0)
 
     return velocity

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-from PIL import ExifTags, Image, ImageOps, PngImagePlugin
+import torch
+from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, PngImagePlugin
 from torch import Tensor
 
 from rectified_flow.system.files import open_regular, writing
@@ -100,6 +101,54 @@ def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dt
     columns = columns or max(1, round(len(images) ** 0.5))
     grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255)
     return grid.permute(1, 2, 0).cpu().numpy()
+
+
+LEAST_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
+"""Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
+
+
+def with_texts(images: Tensor, texts: Sequence[str]) -> Tensor:
+    """Return images uint8 ``[n, 3, h, w]``, enlarged by a whole number if they are small, each above its text."""
+    large = _enlarged(images)
+    height = TEXT_LINES * (TEXT_SIZE + 3)
+    strips = torch.stack([text_picture(text, large.shape[-1], height) for text in texts])
+    return torch.cat((large, strips.to(large.device)), dim=-2)
+
+
+def _enlarged(images: Tensor) -> Tensor:
+    """Return images enlarged by a whole number, so that a text fits below."""
+    factor = -(-LEAST_WIDTH // images.shape[-1])
+    return images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
+
+
+def text_picture(text: str, width: int, height: int) -> Tensor:
+    """Return a text, black on white and broken into lines that fit, as a picture uint8 ``[3, height, width]``."""
+    from torchvision.transforms.functional import pil_to_tensor
+
+    image, font = Image.new("RGB", (width, height), "white"), ImageFont.load_default(TEXT_SIZE)
+    canvas, lines = ImageDraw.Draw(image), [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if canvas.textlength(longer, font) <= width - 4:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    canvas.multiline_text((2, 1), "\n".join(line for line in lines if line), "black", font, spacing=2)
+    return pil_to_tensor(image)
+
+
+def labelled_grid(images: Tensor, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with a text before each row and above each column."""
+    large = _enlarged(images.cpu())
+    height, width = large.shape[-2:]
+    head = TEXT_LINES * (TEXT_SIZE + 3)
+    top = [text_picture(text, width, head) for text in ("", *columns)]
+    body = [
+        [text_picture(text, width, height), *large[number * len(columns) : (number + 1) * len(columns)]]
+        for number, text in enumerate(rows)
+    ]
+    lines = [torch.cat(line, dim=-1) for line in (top, *body)]
+    return torch.cat(lines, dim=-2).permute(1, 2, 0).numpy()
 
 
 def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options: Any) -> bytes:

@@ -35,8 +35,8 @@ def sample_preview(trainer: "Trainer") -> None:
     """Generate samples of the averaged flow, and write them as a grid. Collective.
 
     They are the samples that sample.py generates with the same seed, on any number of processes. A flow from pictures
-    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. There
-    is no grid if the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
+    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. A flow
+    that takes columns gets those of the first items, which are written below the samples. There is no grid if the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
     """
     flow, config, accelerator = _averaged(trainer), trainer.config, trainer.accelerator
     if config.num_samples == 0 or not hasattr(flow, "sample"):
@@ -45,20 +45,25 @@ def sample_preview(trainer: "Trainer") -> None:
     how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
     how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
 
-    count, columns, conditions = config.num_samples, None, dict[str, Tensor]()
-    if getattr(flow, "takes_source", False):
-        data = trainer.dataset if trainer.preview_data is None else trainer.preview_data
-        count, columns = min(count, len(data)), PAIRS * 2  # type: ignore[arg-type]
+    data: Any = trainer.dataset if trainer.preview_data is None else trainer.preview_data
+    count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
+    if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
+        count = min(count, len(data))
         conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
+        columns = PAIRS * 2 if SOURCE in conditions else None
+        written = data.condition_texts(range(count)).values() if getattr(data, "columns", None) else ()
+        texts = (
+            [", ".join(filter(None, row)) for row in zip(*written, strict=True)] if SOURCE not in conditions else None
+        )
 
     def sample(numbers: list[int]) -> Tensor:
         return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
 
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
         images = map_over_ranks(accelerator, count, sample)
-        if conditions:
+        if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
-        trainer.run.log.samples(trainer.state.step, images, columns)
+        trainer.run.log.samples(trainer.state.step, images, columns, texts)
 
 
 class EvaluationHook(Measurement):
