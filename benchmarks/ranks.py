@@ -24,8 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import Row, Times, describe_machine, is_over, print_rows, ratio
 
+from rectified_flow.cli.flags.data import DataConfig
+from rectified_flow.cli.flags.model import NetworkConfig
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.build import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig

@@ -21,8 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import Row, Times, describe_machine, is_over, print_rows, ratio, wait_for_device
 
+from rectified_flow.cli.flags.data import DataConfig
+from rectified_flow.cli.flags.model import NetworkConfig
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.build import open_dataset
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 from rectified_flow.training.evaluations import sample_preview

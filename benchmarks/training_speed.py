@@ -28,8 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import PEER, Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
+from rectified_flow.cli.flags.data import DataConfig
+from rectified_flow.cli.flags.model import NetworkConfig
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow, open_pictures
-from rectified_flow.cli.train_flags import DataConfig, NetworkConfig, TrainRectifiedFlow
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig

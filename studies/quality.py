@@ -7,8 +7,8 @@ import sys
 from functools import partial
 
 from rectified_flow import Pixels, RectifiedFlow, Unet
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.flags import command_line, parse
 from rectified_flow.runs.folder import program_flags, read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run

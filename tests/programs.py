@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 from rectified_flow.cli import plan, programs
-from rectified_flow.cli.train_flags import TrainConfig
+from rectified_flow.cli.flags.training import TrainConfig
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data import build as catalog
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError

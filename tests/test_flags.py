@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from rectified_flow.cli.run_flags import EvaluateConfig, SampleConfig
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags.sampling import EvaluateConfig, SampleConfig
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 
 

@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.flags import flag_types
 from rectified_flow.runs.watched import WatchedRuns
 from tests.programs import program

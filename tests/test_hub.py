@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain

@@ -22,8 +22,9 @@ from cloud_distances import Distances
 from digits import DIGITS, PICTURES, Digits
 from point_clouds import Points
 from rectified_flow import Trainer, TrainingConfig
+from rectified_flow.cli.flags.model import BYTES_PER_WEIGHT
+from rectified_flow.cli.flags.training import ProgramConfig
 from rectified_flow.cli.parts import join
-from rectified_flow.cli.train_flags import BYTES_PER_WEIGHT, ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import AtLeastTwo, Flags, Fraction, NonNegative, Positive, recorded
 from rectified_flow.system.machine import require_memory

@@ -26,8 +26,9 @@ from torch import Tensor
 from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
+from rectified_flow.cli.flags.model import BYTES_PER_WEIGHT
+from rectified_flow.cli.flags.training import ProgramConfig
 from rectified_flow.cli.parts import join
-from rectified_flow.cli.train_flags import BYTES_PER_WEIGHT, ProgramConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded

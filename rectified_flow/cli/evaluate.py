@@ -9,9 +9,10 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.flags.data import DataConfig, SourceConfig
+from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.cli.parts import add_source, check_classes, open_pictures, open_registered, open_trained
-from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.train_flags import DataConfig, SourceConfig, TrainConfig
 from rectified_flow.data.build import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn.utils import parametrize
 
-from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Labels, Picture, chosen
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow

@@ -11,15 +11,10 @@ from accelerate.utils import set_seed
 from torch import nn
 from torch.utils.data import Dataset
 
-from rectified_flow.cli.run_flags import SamplingConfig, SolverConfig
-from rectified_flow.cli.train_flags import (
-    ColumnConfig,
-    DataConfig,
-    NetworkConfig,
-    SourceConfig,
-    TrainConfig,
-    TrainMeanFlow,
-)
+from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.cli.flags.model import NetworkConfig
+from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
+from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow
 from rectified_flow.condition import Kinds, Picture, chosen
 from rectified_flow.data.build import ImageSource, open_dataset, read_table
 from rectified_flow.data.captions import read_column

@@ -16,17 +16,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import recipe
+from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, TeacherData
+from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.parts import build_flow, build_space
 from rectified_flow.cli.teacher import calls_for, files_of, flags_of_checkpoint, recipe_of
-from rectified_flow.cli.train_flags import (
-    STARTER,
-    STARTER_FOLDER,
-    TeacherData,
-    TrainConfig,
-    TrainMeanFlow,
-    TrainRectifiedFlow,
-    seconds_of,
-)
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import row_size
 from rectified_flow.distributed.collectives import on_main

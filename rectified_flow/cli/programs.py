@@ -221,7 +221,7 @@ def train_oxford() -> None:
     from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of pictures,
     and printed.
     """
-    run(f"{CLI}.train:train_rectified_flow", f"{CLI}.train_flags:TrainRectifiedFlow", train_oxford.__doc__)
+    run(f"{CLI}.train:train_rectified_flow", f"{CLI}.flags.training:TrainRectifiedFlow", train_oxford.__doc__)
 
 
 def train_one_step() -> None:
@@ -233,7 +233,7 @@ def train_one_step() -> None:
     the newest checkpoint. With a teacher or your own pictures, the program chooses some of the flags that are not
     given, and prints them.
     """
-    run(f"{CLI}.train:train_one_step", f"{CLI}.train_flags:TrainMeanFlow", train_one_step.__doc__)
+    run(f"{CLI}.train:train_one_step", f"{CLI}.flags.training:TrainMeanFlow", train_one_step.__doc__)
 
 
 def sample() -> None:
@@ -242,7 +242,7 @@ def sample() -> None:
     The model is built from the description in its checkpoint. Start it with torchrun or accelerate launch to sample on
     several devices.
     """
-    run(f"{CLI}.sample:sample", f"{CLI}.run_flags:SampleConfig", sample.__doc__)
+    run(f"{CLI}.sample:sample", f"{CLI}.flags.sampling:SampleConfig", sample.__doc__)
 
 
 def evaluate() -> None:
@@ -251,7 +251,7 @@ def evaluate() -> None:
     Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
     the work between several devices.
     """
-    run(f"{CLI}.evaluate:evaluate", f"{CLI}.run_flags:EvaluateConfig", evaluate.__doc__)
+    run(f"{CLI}.evaluate:evaluate", f"{CLI}.flags.sampling:EvaluateConfig", evaluate.__doc__)
 
 
 def export() -> None:
@@ -260,7 +260,7 @@ def export() -> None:
     A model.json beside it describes its inputs and outputs. The program is compared with the flow before it is written.
     It needs the packages of the extra export: pip install '.[export]'.
     """
-    run(f"{CLI}.export:export", f"{CLI}.run_flags:ExportConfig", export.__doc__)
+    run(f"{CLI}.export:export", f"{CLI}.flags.sampling:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
@@ -269,4 +269,4 @@ def watch() -> None:
     The page is served to this machine alone, unless --host names another address. The program reads the folders of the
     runs, and writes nothing.
     """
-    run(f"{CLI}.watch:watch", f"{CLI}.run_flags:WatchConfig", watch.__doc__)
+    run(f"{CLI}.watch:watch", f"{CLI}.flags.sampling:WatchConfig", watch.__doc__)

@@ -11,9 +11,7 @@ from typing import Any
 
 from accelerate import PartialState
 
-from rectified_flow.cli.train_flags import (
-    TrainConfig,
-)
+from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.data.store import OriginalInfo
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError

@@ -15,10 +15,10 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.flags.sampling import PicturesConfig, SampleConfig
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import open_trained
-from rectified_flow.cli.run_flags import PicturesConfig, SampleConfig
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.condition import Condition, Kinds, Labels, Number, chosen
+from rectified_flow.cli.prompts import Axis, Written, axis_of, cells_of, conditions_of, written_conditions
 from rectified_flow.data.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
@@ -29,7 +29,6 @@ from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
-from rectified_flow.networks.captions import Caption
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -58,8 +57,6 @@ NUM_SAMPLES, GRID_PICTURES = 64, 100
 GREY, HALF = 127, 127
 """Value of unknown pixels on a grid, and value above which a pixel of a mask is white."""
 NOISE_LEVEL = 0.6
-SEEDS, MOST_CELLS = 6, 24
-"""Default and largest number of cells along an axis of ``--grid``."""
 PATH_PICTURES = 8
 PATH_STOPS = 9
 BLOCK = 4096
@@ -86,8 +83,8 @@ class Wanted:
     shown: Tensor | None = None
     kept: tuple[Tensor, Tensor] | None = None
     reverse: bool = False
-    axes: Sequence["Axis"] = ()
-    written: Mapping[str, list[str]] = field(default_factory=dict)
+    axes: Sequence[Axis] = ()
+    written: Written = field(default_factory=dict)
 
 
 def sample(config: SampleConfig) -> None:
@@ -199,7 +196,7 @@ def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int) -> Any:
     return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs)
 
 
-def _texts_of(written: Mapping[str, list[str]], count: int) -> list[str]:
+def _texts_of(written: Written, count: int) -> list[str]:
     """Return the conditions of each picture in words, if pictures differ in them."""
     several = [texts for texts in written.values() if len(texts) > 1]
     return [", ".join(texts[number % len(texts)] for texts in several) for number in range(count)] if several else []
@@ -217,12 +214,12 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
     accepted = inspect.signature(flow.sample).parameters
     options = options | {"steps": flags.steps or flow.default_steps}
     axes, written = (
-        [_axis_of(text, flow, source) for text in flags.grid or ()],
-        _written_conditions(flags, flow, source),
+        [axis_of(text, flow, source) for text in flags.grid or ()],
+        written_conditions(flags, flow, source),
     )
     if axes:
-        written, options["draws"] = _cells_of(flags, axes, written)
-    conditions = _conditions_of(written, flow)
+        written, options["draws"] = cells_of(flags, axes, written)
+    conditions = conditions_of(written, flow)
     if conditions:
         options["conditions"] = conditions
     if flags.path != "none" and ("watch" not in accepted or flags.reverse):
@@ -260,7 +257,7 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
 
 
 def _numbered_pictures(
-    flags: PicturesConfig, options: dict[str, Any], axes: list[Axis], written: dict[str, list[str]]
+    flags: PicturesConfig, options: dict[str, Any], axes: Sequence[Axis], written: Written
 ) -> Wanted:
     """Return pictures from noise: the cells of a grid, one for each prompt, or as many as are asked for."""
     if axes:
@@ -359,133 +356,6 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     elif "start" in options:
         texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
     return lines(texts)
-
-
-@dataclass(frozen=True)
-class Axis:
-    """An axis of ``--grid``: the values of a condition as written, or the numbers of random draws."""
-
-    name: str
-    values: list[str]
-
-
-def _written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
-    """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
-    kinds, written = chosen(flow.conditions), dict[str, list[str]]()
-    captions = [name for name, kind in kinds.items() if isinstance(kind, Caption)]
-    prompts = _read_prompts(flags.prompts) if flags.prompts else [] if flags.prompt is None else [flags.prompt]
-    if prompts:
-        flag = "prompts" if flags.prompts else "prompt"
-        if not captions:
-            raise UsageError(
-                f"--{flag} has no effect: {source} was trained without captions; train with --condition_on"
-            )
-        written[captions[0]] = prompts
-    if flags.classes is not None:
-        labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
-        if not labels:
-            raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
-        written[labels[0]] = _values_of("classes", flags.classes, kinds[labels[0]])
-    for option in flags.set_:
-        name, _, text = option.partition("=")
-        written[name] = _values_of("set", text, _kind_of(name, kinds, source, f"--set {option}"))
-    if not written and captions and not flags.grid:
-        examples = {name: kinds[name].examples for name in captions}  # type: ignore[attr-defined]
-        written = {name: list(each) for name, each in examples.items() if each}
-    return written
-
-
-def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> Condition:
-    """Return the kind of a condition that a user names."""
-    if name not in kinds or name == SOURCE:
-        known = ", ".join(each for each in kinds if each != SOURCE) or "none; train with --condition_on"
-        raise UsageError(f"{flag} names no condition of {source}: its conditions are {known}")
-    return kinds[name]
-
-
-def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
-    """Return the values that a flag gives: a caption, or others separated by commas."""
-    names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
-    if isinstance(kind, Caption) or text in names:
-        return [text]
-    return names if text.strip() == "all" and names else [each.strip() for each in text.split(",")]
-
-
-def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
-    """Return the values of a condition that a user wrote."""
-    try:
-        parsed = kind.parse(values)
-    except UsageError as error:
-        flag = "classes" if name == "labels" else name
-        raise UsageError(f"--{flag} {error}" if name == "labels" else f"{name}: {error}") from error
-    if isinstance(kind, Number):
-        low, high = kind.quantiles[0], kind.quantiles[-1]
-        for value, text in zip(parsed.tolist(), values, strict=True):
-            if not low <= value <= high:
-                end = low if value < low else high
-                tqdm.write(
-                    f"warning: {name}={text} is outside of the training range {low:g} to {high:g}: {end:g} is used"
-                )
-    return parsed
-
-
-def _conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor]:
-    """Return the values of conditions as written; if any is given, the other columns are "none"."""
-    kinds = chosen(flow.conditions)
-    values = {name: _parse(name, texts, kinds[name]) for name, texts in written.items()}
-    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE, "labels")}
-    if any(name != "labels" for name in written):
-        values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}
-    return values
-
-
-def _read_prompts(path: Path) -> list[str]:
-    """Return the lines of ``--prompts``."""
-    try:
-        prompts = [text.strip() for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--prompts {path} cannot be read ({first_line(error)}): pass a text file") from error
-    if not prompts:
-        raise UsageError(f"--prompts {path} is empty: write a caption in each line")
-    return prompts
-
-
-def _axis_of(text: str, flow: Flow, source: Path) -> Axis:
-    """Return an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
-    name, _, values = text.partition("=")
-    if name == "seed":
-        if values and not (values.isdecimal() and 0 < int(values) <= MOST_CELLS):
-            raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MOST_CELLS}, such as seed=4")
-        return Axis(name, [str(number) for number in range(int(values or SEEDS))])
-    kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
-    if values:
-        given = values.split(";") if isinstance(kind, Caption) else _values_of("grid", values, kind)
-        return Axis(name, [each.strip() for each in given][:MOST_CELLS])
-    if isinstance(kind, Labels):
-        return Axis(name, _values_of("grid", "all", kind)[:MOST_CELLS])
-    if isinstance(kind, Number):
-        return Axis(name, [f"{value:g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
-    examples = list(kind.examples) if isinstance(kind, Caption) else []
-    if not examples:
-        raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
-    return Axis(name, examples[:SEEDS])
-
-
-def _cells_of(
-    flags: PicturesConfig, axes: list[Axis], written: dict[str, list[str]]
-) -> tuple[dict[str, list[str]], list[int]]:
-    """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
-    rows, columns = axes
-    count = len(rows.values) * len(columns.values)
-    cells = {name: [texts[0]] * count for name, texts in written.items()}
-    draws = [0] * count
-    across = [(rows, [text for text in rows.values for _ in columns.values])]
-    for axis, texts in (*across, (columns, columns.values * len(rows.values))):
-        if axis.name == "seed":
-            draws = [int(text) for text in texts]
-        else:
-            cells[axis.name] = texts
-    return cells, draws
 
 
 def _find_pictures(path: Path) -> list[Path]:

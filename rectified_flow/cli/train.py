@@ -12,15 +12,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import parts, plan, recipe
-from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
-from rectified_flow.cli.train_flags import (
-    UNET,
+from rectified_flow.cli.flags.model import UNET
+from rectified_flow.cli.flags.training import (
     EvaluationConfig,
     TrainConfig,
     TrainMeanFlow,
     TrainRectifiedFlow,
     seconds_of,
 )
+from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
-from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.flags.sampling import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.watched import WatchedRuns, runs_in
 from rectified_flow.system.files import LONGEST, printable

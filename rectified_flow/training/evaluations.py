@@ -35,8 +35,9 @@ def sample_preview(trainer: "Trainer") -> None:
     """Generate samples of the averaged flow, and write them as a grid. Collective.
 
     They are the samples that sample.py generates with the same seed, on any number of processes. A flow from pictures
-    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. A flow
-    that takes columns gets those of the first items, which are written below the samples. There is no grid if the flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
+    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. A
+    flow that takes columns gets those of the first items, which are written below the samples. There is no grid if the
+    flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
     """
     flow, config, accelerator = _averaged(trainer), trainer.config, trainer.accelerator
     if config.num_samples == 0 or not hasattr(flow, "sample"):

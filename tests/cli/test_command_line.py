@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.run_flags import EvaluateConfig, ExportConfig, SampleConfig
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, plain, recorded
 from rectified_flow.runs.config import TrainingConfig

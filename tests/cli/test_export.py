@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
-from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import AugmentationLabels, Labels, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.export import export
-from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Labels, Picture
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow

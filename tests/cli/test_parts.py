@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow, choose_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 

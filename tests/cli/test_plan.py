@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.plan import SIZES, STARTER_DIM, expected_distances, flags_of
 from rectified_flow.cli.recipe import with_recipe
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.cli.test_recipe import FAST, SLOW, chosen, save

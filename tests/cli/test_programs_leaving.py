@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli import programs as launch
-from rectified_flow.cli.run_flags import SampleConfig
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
+from rectified_flow.cli.flags.sampling import SampleConfig
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.system.signals import Interrupted
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
-FLAGS = "rectified_flow.cli.train_flags:TrainRectifiedFlow"
+FLAGS = "rectified_flow.cli.flags.training:TrainRectifiedFlow"
 
 
 def finish(_config: Any) -> bool:
@@ -44,7 +44,9 @@ def run(main: str, flags: list[str]) -> int:
     sys.argv = ["program.py", *flags]
     with pytest.raises(SystemExit) as end:
         launch.run(
-            f"tests.cli.test_programs_leaving:{main}", "rectified_flow.cli.train_flags:TrainRectifiedFlow", "A program."
+            f"tests.cli.test_programs_leaving:{main}",
+            "rectified_flow.cli.flags.training:TrainRectifiedFlow",
+            "A program.",
         )
     return int(end.value.code or 0)
 
@@ -129,7 +131,7 @@ def test_a_file_that_the_system_refuses_is_one_sentence(
 def test_errors_of_the_system(monkeypatch: pytest.MonkeyPatch, error: OSError, ending: str) -> None:
     """Those that name a file and that a person can mend have no traceback."""
     monkeypatch.setattr(sys, "argv", ["program.py"])
-    text = launch._describe(error, "rectified_flow.cli.run_flags:ExportConfig")
+    text = launch._describe(error, "rectified_flow.cli.flags.sampling:ExportConfig")
     assert text.endswith(ending)
     assert text.startswith("program.py") == ending.startswith("program.py")
 

@@ -5,20 +5,20 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
+from rectified_flow.cli.flags.data import DataConfig
+from rectified_flow.cli.flags.training import (
+    RectifiedFlowProgramConfig,
+    TrainConfig,
+    TrainMeanFlow,
+    TrainRectifiedFlow,
+    seconds_of,
+)
 from rectified_flow.cli.recipe import (
     CHOSEN,
     budget_of,
     check_length,
     for_pictures,
     with_recipe,
-)
-from rectified_flow.cli.train_flags import (
-    DataConfig,
-    RectifiedFlowProgramConfig,
-    TrainConfig,
-    TrainMeanFlow,
-    TrainRectifiedFlow,
-    seconds_of,
 )
 from rectified_flow.data.store import OriginalInfo
 from rectified_flow.errors import UsageError

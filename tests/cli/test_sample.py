@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.run_flags import SampleConfig
+from rectified_flow.cli.flags.sampling import SampleConfig
 from rectified_flow.cli.sample import LOCK_FILE, sample
 from rectified_flow.errors import RunError
 from rectified_flow.flags import parse

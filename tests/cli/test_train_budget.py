@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli.flags.model import STARTER_FOLDER
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.plan import suits_starter
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import STARTER_FOLDER, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.runs import checkpoint

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data import build as catalog
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers

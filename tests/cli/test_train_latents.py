@@ -15,8 +15,8 @@ import torch
 from accelerate import PartialState
 from PIL import Image
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.latents import LatentDataset, encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreWriter
 from rectified_flow.distributed import fill as filling

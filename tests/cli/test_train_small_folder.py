@@ -11,8 +11,8 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import build_heldout_hook, train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.programs import assert_refused

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.flags.data import DataConfig, SourceConfig
 from rectified_flow.cli.parts import add_source, open_pictures
-from rectified_flow.cli.train_flags import DataConfig, SourceConfig
 from rectified_flow.load import load_flow
 from tests import programs
 from tests.programs import program
@@ -52,8 +52,8 @@ def flags_of(kind: str, folders: Path, output_dir: Path) -> list[str]:
 
 def train(kind: str, folders: Path, output_dir: Path) -> None:
     """Train on this rank; the program must not end well on several ranks, so the function that it calls does."""
+    from rectified_flow.cli.flags.training import TrainRectifiedFlow
     from rectified_flow.cli.train import train_rectified_flow
-    from rectified_flow.cli.train_flags import TrainRectifiedFlow
     from rectified_flow.flags import parse
 
     assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags_of(kind, folders, output_dir)))
@@ -143,7 +143,7 @@ def test_pictures_on_two_processes_are_those_of_one(runs: tuple[str, Path], fold
 
 
 def sample(flags: list[str]) -> None:
-    from rectified_flow.cli.run_flags import SampleConfig
+    from rectified_flow.cli.flags.sampling import SampleConfig
     from rectified_flow.cli.sample import sample as draw_samples
     from rectified_flow.flags import parse
 

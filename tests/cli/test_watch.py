@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rectified_flow.cli.run_flags import WatchConfig, WatchedConfig
+from rectified_flow.cli.flags.sampling import WatchConfig, WatchedConfig
 from rectified_flow.cli.watch import Handler, Server, serve, watch
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse

@@ -53,8 +53,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def train(guest: str, output_dir: Path) -> None:
     """Train a guest on this rank by the program; it must not end well on several ranks, so the trainer is called."""
+    from rectified_flow.cli.flags.training import TrainRectifiedFlow
     from rectified_flow.cli.train import train_rectified_flow
-    from rectified_flow.cli.train_flags import TrainRectifiedFlow
     from rectified_flow.flags import parse
 
     for module in modules(guest):

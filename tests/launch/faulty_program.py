@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow, open_pictures
 from rectified_flow.cli.programs import run
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
 
@@ -28,4 +28,4 @@ def main(config: TrainRectifiedFlow) -> None:
 
 
 if __name__ == "__main__":
-    run("tests.launch.faulty_program:main", "rectified_flow.cli.train_flags:TrainRectifiedFlow", __doc__ or "")
+    run("tests.launch.faulty_program:main", "rectified_flow.cli.flags.training:TrainRectifiedFlow", __doc__ or "")

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.flags import parse
 from tests.patience import PATIENCE, wait_for
 from tests.ranks import run_on_ranks

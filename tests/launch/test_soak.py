@@ -2,8 +2,8 @@
 
 import pytest
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.flags import parse
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE

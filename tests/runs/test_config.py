@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.train_flags import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, plain
 from rectified_flow.runs.config import TrainingConfig

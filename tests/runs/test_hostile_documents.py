@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.teacher import with_teacher_flags
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.build import data_arguments
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError

@@ -105,12 +105,12 @@ def test_what_cannot_fit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        ("rectified_flow.cli.train_flags:TrainRectifiedFlow", "lower --batch_size, --image_size or --dim"),
+        ("rectified_flow.cli.flags.training:TrainRectifiedFlow", "lower --batch_size, --image_size or --dim"),
         ("train_masked_text:TextFlags", "lower --batch_size, --width or --length"),
         ("train_point_clouds:CloudFlags", "lower --batch_size, --points or --width"),
         ("wan_flags:WanFlags", "lower --batch_size, --frames, --height or --width"),
-        ("rectified_flow.cli.run_flags:SampleConfig", "lower --batch_size"),
-        ("rectified_flow.cli.run_flags:ExportConfig", "end other programs that use it"),
+        ("rectified_flow.cli.flags.sampling:SampleConfig", "lower --batch_size"),
+        ("rectified_flow.cli.flags.sampling:ExportConfig", "end other programs that use it"),
     ],
 )
 def test_a_full_memory_is_a_sentence_with_flags_of_the_program(flags: str, remedy: str) -> None:

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
+from rectified_flow.cli.flags.training import EvaluationConfig
 from rectified_flow.cli.train import build_evaluations
-from rectified_flow.cli.train_flags import EvaluationConfig
 from rectified_flow.data.build import open_store
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.synthetic_flowers import SyntheticFlowers

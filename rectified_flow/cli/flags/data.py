@@ -1,0 +1,149 @@
+"""The flags of the training data: pictures, sources and columns."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from annotated_types import Interval
+
+from rectified_flow.data import OXFORD_FLOWERS
+from rectified_flow.data.framing import Crop, Framing, parse_ratio
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import (
+    Flags,
+    Fraction,
+    Natural,
+    NonNegative,
+    Options,
+    Probability,
+    default_is,
+    refuse,
+)
+
+SourceAs = Literal["start", "condition"]
+
+
+@dataclass(frozen=True)
+class DataConfig(Flags):
+    """The training pictures."""
+
+    dataset: str = OXFORD_FLOWERS
+    """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
+    dataset_options: Options = ()
+    """Arguments of a registered dataset."""
+    dataset_path: Path | None = None
+    """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
+    image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
+    """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
+    aspect_ratio: str = "1:1"
+    """Width to height of the images, such as 3:2."""
+    crop: Crop = "center"
+    """Centre crop, random crop, or pad."""
+    alpha: bool = False
+    """Keep transparency as a fourth channel; otherwise transparent parts become white."""
+    space: Annotated[str | None, default_is("Pixels, or Latents with --autoencoder")] = None
+    """Registered data space that the flow works in."""
+    space_options: Options = ()
+    """Arguments of the space."""
+    autoencoder: str | None = None
+    """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
+    autoencoder_options: Options = ()
+    """Arguments of a registered autoencoder."""
+    horizontal_flip: bool = True
+    """Mirror half of the training images."""
+    augment: Probability = 0.0
+    """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
+    holdout: Fraction = 0.0
+    """Fraction of the images to hold out, to detect memorisation."""
+    skip_broken_images: bool = False
+    """Skip pictures that cannot be decoded instead of stopping."""
+    cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
+    """Folder for decoded images."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        of_pixels = {
+            f"aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
+            "crop random": self.crop == "random",
+            "alpha": self.alpha,
+            "augment": self.augment > 0,
+        }
+        if self.autoencoder is not None:
+            refuse(of_pixels, "excludes --autoencoder, which encodes whole, opaque squares once: leave one out")
+
+    @property
+    def framing(self) -> Framing:
+        """The form in which pictures are stored and trained on."""
+        return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
+
+
+@dataclass(frozen=True)
+class SourceConfig(Flags):
+    """Source pictures, for image-to-image translation."""
+
+    source_path: Path | None = None
+    """Folder of source pictures, which are translated to pictures like those of the dataset."""
+    paired: bool = False
+    """Pair files of the same name in --source_path and --dataset_path; otherwise pairs are random in each epoch."""
+    skip_unpaired: bool = False
+    """Leave out pictures without a partner instead of stopping."""
+    degrade: str | None = None
+    """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
+    source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
+    """start: paths start from the source instead of noise; condition: the source is a further input of the network."""
+    source_noise: NonNegative = 0.0
+    """Standard deviation of Gaussian noise added to the source with --source_as start; it makes results random."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source_path is None:
+            refuse({"paired": self.paired}, "needs --source_path, the folder of the pictures to start from")
+        if not self.paired:
+            refuse({"skip_unpaired": self.skip_unpaired}, "has no effect without --paired: leave it out")
+        if not self.is_given:
+            unused = {"source_as": self.source_as, "source_noise": self.source_noise}
+            refuse(unused, "has no effect without --source_path or --degrade: pass one of them")
+        refuse(
+            {"source_path": self.source_path is not None and self.degrade is not None},
+            "and --degrade exclude each other: pass one",
+        )
+        if not self.as_start:
+            refuse({"source_noise": self.source_noise}, "has no effect with --source_as condition: leave it out")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the flow translates pictures."""
+        return self.source_path is not None or self.degrade is not None
+
+    @property
+    def as_start(self) -> bool:
+        """Whether paths start from sources, if there are any."""
+        return self.source_as == "start" or (self.source_as is None and self.degrade is None)
+
+
+@dataclass(frozen=True)
+class ColumnConfig(Flags):
+    """Columns beside the pictures, as conditions: what to draw, in words, numbers and labels."""
+
+    condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
+    """Columns of metadata.csv, metadata.jsonl or a dataset to train on as conditions; or all."""
+    condition_types: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
+    ] = ()
+    """Types of columns, if their values are misjudged: caption, label or number."""
+    text_encoder: Annotated[str | None, default_is("the captions' own words")] = None
+    """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
+    text_tokens: Natural = 0
+    """Number of tokens of a caption that the attention levels also read; 0 for the caption's vector alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.condition_on:
+            unused = {"condition_types": self.condition_types, "text_encoder": self.text_encoder}
+            refuse(unused, "has no effect without --condition_on: pass both")
+        if self.text_encoder is None:
+            refuse({"text_tokens": self.text_tokens}, "needs --text_encoder, which encodes the tokens: pass both")
+        for option in self.condition_types:
+            if "=" not in option:
+                raise UsageError(f"--condition_types {option} must be COLUMN=caption, COLUMN=label or COLUMN=number")

@@ -1,0 +1,145 @@
+"""Conditions as a user writes them: prompts, values by name, and the axes of a grid."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rectified_flow.cli.flags.sampling import PicturesConfig
+from rectified_flow.condition import Condition, Kinds, Labels, Number, chosen
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.networks.captions import Caption
+
+SEEDS, MOST_CELLS = 6, 24
+"""Default and largest number of cells along an axis of ``--grid``."""
+Written = Mapping[str, list[str]]
+"""Values of conditions as written, by name; they are used in turn."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of ``--grid``: the values of a condition as written, or the numbers of random draws."""
+
+    name: str
+    values: list[str]
+
+
+def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
+    """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
+    kinds, written = chosen(flow.conditions), dict[str, list[str]]()
+    captions = [name for name, kind in kinds.items() if isinstance(kind, Caption)]
+    prompts = _read_prompts(flags.prompts) if flags.prompts else [] if flags.prompt is None else [flags.prompt]
+    if prompts:
+        flag = "prompts" if flags.prompts else "prompt"
+        if not captions:
+            raise UsageError(
+                f"--{flag} has no effect: {source} was trained without captions; train with --condition_on"
+            )
+        written[captions[0]] = prompts
+    if flags.classes is not None:
+        labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
+        if not labels:
+            raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
+        written[labels[0]] = _values_of("classes", flags.classes, kinds[labels[0]])
+    for option in flags.set_:
+        name, _, text = option.partition("=")
+        written[name] = _values_of("set", text, _kind_of(name, kinds, source, f"--set {option}"))
+    if not written and captions and not flags.grid:
+        examples = {name: kinds[name].examples for name in captions}  # type: ignore[attr-defined]
+        written = {name: list(each) for name, each in examples.items() if each}
+    return written
+
+
+def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> Condition:
+    """Return the kind of a condition that a user names."""
+    if name not in kinds or name == SOURCE:
+        known = ", ".join(each for each in kinds if each != SOURCE) or "none; train with --condition_on"
+        raise UsageError(f"{flag} names no condition of {source}: its conditions are {known}")
+    return kinds[name]
+
+
+def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
+    """Return the values that a flag gives: a caption, or others separated by commas."""
+    names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
+    if isinstance(kind, Caption) or text in names:
+        return [text]
+    return names if text.strip() == "all" and names else [each.strip() for each in text.split(",")]
+
+
+def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
+    """Return the values of a condition that a user wrote."""
+    try:
+        parsed = kind.parse(values)
+    except UsageError as error:
+        flag = "classes" if name == "labels" else name
+        raise UsageError(f"--{flag} {error}" if name == "labels" else f"{name}: {error}") from error
+    if isinstance(kind, Number):
+        low, high = kind.quantiles[0], kind.quantiles[-1]
+        for value, text in zip(parsed.tolist(), values, strict=True):
+            if not low <= value <= high:
+                end = low if value < low else high
+                tqdm.write(
+                    f"warning: {name}={text} is outside of the training range {low:g} to {high:g}: {end:g} is used"
+                )
+    return parsed
+
+
+def conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor]:
+    """Return the values of conditions as written; if any is given, the other columns are "none"."""
+    kinds = chosen(flow.conditions)
+    values = {name: _parse(name, texts, kinds[name]) for name, texts in written.items()}
+    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE, "labels")}
+    if any(name != "labels" for name in written):
+        values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}
+    return values
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """Return the lines of ``--prompts``."""
+    try:
+        prompts = [text.strip() for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--prompts {path} cannot be read ({first_line(error)}): pass a text file") from error
+    if not prompts:
+        raise UsageError(f"--prompts {path} is empty: write a caption in each line")
+    return prompts
+
+
+def axis_of(text: str, flow: Flow, source: Path) -> Axis:
+    """Return an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
+    name, _, values = text.partition("=")
+    if name == "seed":
+        if values and not (values.isdecimal() and 0 < int(values) <= MOST_CELLS):
+            raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MOST_CELLS}, such as seed=4")
+        return Axis(name, [str(number) for number in range(int(values or SEEDS))])
+    kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
+    if values:
+        given = values.split(";") if isinstance(kind, Caption) else _values_of("grid", values, kind)
+        return Axis(name, [each.strip() for each in given][:MOST_CELLS])
+    if isinstance(kind, Labels):
+        return Axis(name, _values_of("grid", "all", kind)[:MOST_CELLS])
+    if isinstance(kind, Number):
+        return Axis(name, [f"{value:g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
+    examples = list(kind.examples) if isinstance(kind, Caption) else []
+    if not examples:
+        raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
+    return Axis(name, examples[:SEEDS])
+
+
+def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str]], list[int]]:
+    """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
+    rows, columns = axes
+    count = len(rows.values) * len(columns.values)
+    cells = {name: [texts[0]] * count for name, texts in written.items()}
+    draws = [0] * count
+    across = [(rows, [text for text in rows.values for _ in columns.values])]
+    for axis, texts in (*across, (columns, columns.values * len(rows.values))):
+        if axis.name == "seed":
+            draws = [int(text) for text in texts]
+        else:
+            cells[axis.name] = texts
+    return cells, draws
