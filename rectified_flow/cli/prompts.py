@@ -45,7 +45,7 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         if not labels:
             raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
         written[labels[0]] = _values_of("classes", flags.classes, kinds[labels[0]])
-    for option in flags.set_:
+    for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
         written[name] = _values_of("set", text, _kind_of(name, kinds, source, f"--set {option}"))
     if not written and captions and not flags.grid:
@@ -75,8 +75,8 @@ def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
     try:
         parsed = kind.parse(values)
     except UsageError as error:
-        flag = "classes" if name == "labels" else name
-        raise UsageError(f"--{flag} {error}" if name == "labels" else f"{name}: {error}") from error
+        flag = "--prompt:" if isinstance(kind, Caption) else "--classes" if name == "labels" else f"--set {name}:"
+        raise UsageError(f"{flag} {error}") from error
     if isinstance(kind, Number):
         low, high = kind.quantiles[0], kind.quantiles[-1]
         for value, text in zip(parsed.tolist(), values, strict=True):

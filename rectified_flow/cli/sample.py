@@ -218,7 +218,7 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         written_conditions(flags, flow, source),
     )
     if axes:
-        written, options["draws"] = cells_of(flags, axes, written)
+        written, options["draws"] = cells_of(axes, written)
     conditions = conditions_of(written, flow)
     if conditions:
         options["conditions"] = conditions

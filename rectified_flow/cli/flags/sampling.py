@@ -80,7 +80,10 @@ class PicturesConfig(Flags):
     """Caption of the images, of a model that was trained on captions."""
     prompts: Path | None = None
     """Text file with a caption in each line; each is an image, and names it."""
-    set_: Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="[NAME=VALUE ...]"), default_is("none")] = ()
+    set_: Annotated[
+        tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
+        tyro.conf.arg(name="set", metavar="NAME=VALUE", help_behavior_hint="(default: none)"),
+    ] = ()
     """Values of conditions by name, such as unicode_version=9; several, separated by commas, are used in turn."""
     grid: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
     """Two axes of a labelled grid: NAME=VALUE,VALUE or NAME of a condition, or seed=4; cells differ in nothing else."""
