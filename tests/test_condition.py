@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Kinds, Labels, Vector, all_none, drop, none_of
+from rectified_flow.condition import LARGEST, Condition, Kinds, Labels, Number, Vector, all_none, drop, none_of
+from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
@@ -63,18 +64,67 @@ def test_the_embedding_of_a_vector_is_linear_where_there_is_one() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in embedding.parameters())
 
 
-def test_all_conditions_of_a_row_are_dropped_together() -> None:
+def test_conditions_are_dropped_together_and_each_on_its_own() -> None:
     torch.manual_seed(0)
-    given = values(4000)
+    given = values(40_000)
     dropped = drop(BOTH, given, 0.25)
     gone = {name: all_none(BOTH, {name: each}) for name, each in dropped.items()}
-    assert torch.equal(gone["labels"], gone["place"])
-    assert gone["labels"].float().mean() == pytest.approx(0.25, abs=0.03)
+    shares = {"both": gone["labels"] & gone["place"], "labels": gone["labels"], "place": gone["place"]}
+    expected = {"both": 0.25 + 0.75 * 0.25**2, "labels": 0.4375, "place": 0.4375}
+    assert {name: each.float().mean().item() for name, each in shares.items()} == pytest.approx(expected, abs=0.01)
     for name, each in dropped.items():
         assert each.dtype == given[name].dtype
         assert torch.equal(each[~gone[name]], given[name][~gone[name]])
-    assert torch.equal(all_none(BOTH, dropped), gone["labels"])
+    assert torch.equal(all_none(BOTH, dropped), shares["both"])
     assert not any(all_none(BOTH, {name: each}).any() for name, each in given.items()), "the batch itself was changed"
+
+
+def test_a_number_is_its_share_of_the_training_data() -> None:
+    """The quantiles 0, 1, 10 are the shares 0, 1/2, 1, and numbers beyond the ends have the embedding of the end."""
+    torch.manual_seed(0)
+    number = Number((0.0, 1.0, 10.0))
+    embedding = number.embedding(5)
+    same = Number((0.0, 2.0, 4.0)).embedding(5)
+    same.load_state_dict(embedding.state_dict() | {name: same.state_dict()[name] for name in ("low", "width")})
+    given, equal = (
+        torch.tensor([-7.0, 0.0, 0.5, 1.0, 5.5, 10.0, 99.0]),
+        torch.tensor([0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 4.0]),
+    )
+    torch.testing.assert_close(embedding(given), same(equal))
+    assert not torch.allclose(embedding(given[2:3]), embedding(given[3:4]))
+
+
+def test_no_number_has_an_embedding_of_its_own() -> None:
+    embedding = Number((0.0, 1.0)).embedding(3)
+    torch.nn.init.ones_(embedding.none)  # type: ignore[arg-type]
+    values = torch.tensor([torch.nan, LARGEST, -LARGEST])
+    assert torch.equal(embedding(values), torch.ones(3, 3))
+
+
+def test_numbers_are_drawn_from_the_training_data() -> None:
+    with deterministic(Samples(0, range(20_000)), torch.device("cpu")):
+        drawn = Number((0.0, 1.0, 10.0)).draw("size", 20_000, torch.device("cpu"))
+    assert ((drawn >= 0) & (drawn <= 10)).all()
+    assert (drawn < 1).float().mean() == pytest.approx(0.5, abs=0.02)
+    assert drawn[drawn > 1].mean() == pytest.approx(5.5, abs=0.1)
+
+
+@pytest.mark.parametrize("quantiles", [(1.0,), (2.0, 1.0)])
+def test_quantiles_must_ascend(quantiles: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="ascending"):
+        Number(quantiles)
+
+
+def test_values_are_read_as_a_user_writes_them() -> None:
+    assert Number((0.0, 1.0)).parse(["0.5", "-2"]).tolist() == [0.5, -2]
+    assert Labels(3, ("cat", "dog", "1")).parse(["dog", "0", "1"]).tolist() == [1, 0, 2], "a name before a number"
+    for kind, text, sentence in (
+        (Number((0.0, 1.0)), "big", "big is not a number"),
+        (Labels(2, ("cat", "dog")), "dg", r"perhaps dog\?"),
+        (Vector(2), "1", "cannot be written"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            kind.parse([text])
 
 
 def test_what_is_dropped_is_a_function_of_the_row() -> None:

@@ -228,7 +228,7 @@ class _TextEmbedding(nn.Module):
         self.none = nn.Parameter(torch.zeros(dim))
 
     def forward(self, values: Tensor) -> Tensor:
-        vector = values[:, 0].float()
+        vector = values[:, 0].to(self.none.dtype)
         known = (vector.abs() < LARGEST).all(dim=1, keepdim=True)
         scaled = torch.where(known, vector, 0) * vector.shape[1] ** 0.5  # so that its numbers are of size 1
         return torch.where(known, self.outer(nn.functional.silu(self.inner(scaled))), self.none)
@@ -242,7 +242,7 @@ class _TokenEmbedding(nn.Module):
         self.norm, self.linear = nn.LayerNorm(size), nn.Linear(size, dim)
 
     def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = values[:, 1:].float()
+        tokens = values[:, 1:].to(self.linear.weight.dtype)
         known = tokens[..., 0].abs() < LARGEST
         return self.linear(self.norm(torch.where(known[..., None], tokens, 0))), known
 

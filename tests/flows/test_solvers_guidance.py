@@ -66,3 +66,26 @@ def test_it_needs_conditions() -> None:
     labelled = RectifiedFlow(Unet(8, (1,), conditions=KINDS, image_size=8), space=Pixels((3, 8, 8)))
     with pytest.raises(ValueError, match="guidance needs a network that takes conditions: pass their values"):
         labelled.encode(torch.zeros(1, 3, 8, 8), guidance=Guidance(2))
+
+
+def test_each_condition_has_a_scale_of_its_own() -> None:
+    """The velocity is a sum of two conditions, and each is extrapolated by its own scale: 9 + w (2 - 9), and 2 w."""
+    calls = []
+
+    def field(x: Tensor, t: Tensor, labels: Tensor, place: Tensor) -> Tensor:
+        calls.append(len(x))
+        return (labels + place.nan_to_num(0)[:, 0])[:, None]
+
+    kinds: Kinds = {**KINDS, "place": Vector(1)}
+    conditions = {"labels": torch.tensor([2]), "place": torch.tensor([[2.0]])}
+
+    def at(guidance: Guidance) -> float:
+        return guided(field, kinds, conditions, guidance)(torch.zeros(1, 1), 0.5).item()
+
+    assert at(Guidance(scales={"labels": 3.0})) == 9 + 3 * (2 - 9) + 2
+    assert at(Guidance(scales={"labels": 3.0, "place": 5.0})) == 9 + 3 * (2 - 9) + 10
+    assert at(Guidance(scales={"labels": 0.0, "place": 1.0})) == 9 + 2
+    assert at(Guidance(2.0, scales={"place": 5.0})) == 2 + 2 + (2 - 1) * (4 - 9) + (5 - 1) * 2
+    assert calls == [2, 3, 2, 3]
+    with pytest.raises(ValueError, match="needs a network that takes conditions"):
+        at(Guidance(scales={"colour": 2.0}))

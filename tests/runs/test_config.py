@@ -21,6 +21,7 @@ mixed_precision use_ema ema_decay power_ema seed init_from gradient_checkpointin
 resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout
 budget extend dry_run look evaluate_every evaluation_samples feature_network stop_when_memorising config import
 interrupted_exit_code source_path paired skip_unpaired degrade source_as source_noise
+condition_on condition_types text_encoder text_tokens
 """
 RECTIFIED = (
     SHARED
@@ -37,6 +38,7 @@ GROUPS = [
     "flow options",
     "teacher options",
     "source options",
+    "columns options",
     "run options",
     "evaluation options",
     "program options",
@@ -132,7 +134,7 @@ def test_it_is_frozen() -> None:
         ("--evaluation_samples 1", "--evaluation_samples is 1; it must be at least 2"),
         ("--mean_fraction 1.5", "--mean_fraction is 1.5; it must be at most 1"),
         ("--earlier_std 0", "--earlier_std is 0.0; it must be above 0"),
-        ("--guidance_scale 2", "needs labels: pass --use_cfg"),
+        ("--guidance_scale 2", "needs conditions: pass --use_cfg or --condition_on"),
         ("--guidance_mixing 1 --use_cfg", "--guidance_mixing is 1.0; it must be below 1"),
         ("--time_mean nan", "--time_mean is nan; it must be a finite number"),
         ("--earlier_mean -inf", "--earlier_mean is -inf; it must be a finite number"),
