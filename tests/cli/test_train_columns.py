@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.prompts import Axis, cells_of
 from rectified_flow.load import load_flow
 from tests import programs
 from tests.networks.tiny_encoder import write_encoder
@@ -125,8 +126,17 @@ def test_cells_of_a_grid_differ_in_its_axes_alone(runs: Path, tmp_path: Path) ->
     alone = [np.asarray(Image.open(tmp_path / f"alone/{number:05}.png")).astype(int) for number in range(2)]
     assert np.abs(cells[2] - alone[0]).max() <= 1
     assert np.abs(cells[3] - alone[1]).max() <= 1
-    assert not np.array_equal(cells[0], cells[2])
     assert Image.open(tmp_path / "grid/grid.png").size == (3 * 112, 42 + 2 * 112)
+
+
+def test_the_cells_of_a_grid_row_by_row() -> None:
+    rows, columns = Axis("size", ["1", "30"]), Axis("seed", ["0", "1", "2"])
+    cells, draws = cells_of([rows, columns], {"text": ["a", "b"], "size": ["7"]})
+    assert cells == {"text": ["a"] * 6, "size": ["1"] * 3 + ["30"] * 3}
+    assert draws == [0, 1, 2, 0, 1, 2]
+    cells, draws = cells_of([Axis("text", ["a", "b"]), rows], {})
+    assert cells == {"text": ["a", "a", "b", "b"], "size": ["1", "30", "1", "30"]}
+    assert draws == [0] * 4
 
 
 def test_guidance_of_one_condition(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
