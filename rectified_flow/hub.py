@@ -12,13 +12,15 @@ from typing import Any
 
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
 
+from rectified_flow.condition import chosen
 from rectified_flow.data.build import data_arguments
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
-from rectified_flow.flows.flow import Flow, network_of
+from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
+from rectified_flow.networks.captions import Caption
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run, program_flags
@@ -27,12 +29,19 @@ from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
-TASKS = {False: "unconditional-image-generation", True: "image-to-image"}
-"""Task of a model on the hub, by whether it takes source pictures."""
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
 OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
 """Flags for places on this machine, which the card's command leaves out."""
-NAMES_OR_PATHS = {"autoencoder", "dataset", "dataset_path", "init_from", "reflow_from", "source_path", "teacher"}
+NAMES_OR_PATHS = {
+    "autoencoder",
+    "dataset",
+    "dataset_path",
+    "init_from",
+    "reflow_from",
+    "source_path",
+    "teacher",
+    "text_encoder",
+}
 """Flags whose path on this machine need not be public; its last part names the data or the run."""
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""
@@ -123,9 +132,10 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         texts: further values of the template: those of :func:`card_of_run`, ``repo_id``, the id of the model on the
             hub, and ``grid``, the name of a picture in the same folder.
     """
+    columns = {name: kind for name, kind in chosen(flow.conditions).items() if name not in ("labels", SOURCE)}
     module = None if type(flow).__module__.startswith("rectified_flow.") else type(flow).__module__
     return ModelCard.from_template(
-        ModelCardData(library_name=LIBRARY, pipeline_tag=TASKS[flow.takes_source], **(metadata or {})),
+        ModelCardData(library_name=LIBRARY, pipeline_tag=task_of(flow), **(metadata or {})),
         template_path=str(CARD_TEMPLATE),
         kind=type(flow).__name__,
         module=module,
@@ -133,10 +143,19 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         shape=["b", *(flow.space.shape or ())],
         sources=flow.takes_source,
         classes=getattr(flow.conditions.get("labels"), "num_classes", None),
+        columns=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in columns.items()),
         parameters=f"{sum(p.numel() for p in flow.network.parameters()) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
         **texts,
     )
+
+
+def task_of(flow: Flow) -> str:
+    """Return the task of a flow, as the hub names it."""
+    if flow.takes_source:
+        return "image-to-image"
+    reads = any(isinstance(kind, Caption) for kind in flow.conditions.values())
+    return "text-to-image" if reads else "unconditional-image-generation"
 
 
 def card_of_run(
@@ -161,7 +180,7 @@ def card_of_run(
     ]
     measured = [
         EvalResult(
-            task_type=TASKS[trained.flow.takes_source],
+            task_type=task_of(trained.flow),
             dataset_type=hub_dataset or "imagefolder",
             dataset_name=dataset or "unknown",
             dataset_split=result.get("split"),

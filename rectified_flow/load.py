@@ -15,7 +15,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
-from rectified_flow.networks.captions import Caption  # noqa: F401
+from rectified_flow.networks.captions import Caption, PretrainedTextEncoder
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
@@ -92,13 +92,21 @@ class Trained:
         return f"{type(self.flow).__name__}, {millions:.1f} M parameters, {self.weights} of {self.source}"
 
 
-def load_trained(path: Path, state: PartialState, *, autoencoder: str | None = None, precision: str = "no") -> Trained:
+def load_trained(
+    path: Path,
+    state: PartialState,
+    *,
+    autoencoder: str | None = None,
+    text_encoder: str | None = None,
+    precision: str = "no",
+) -> Trained:
     """Load a trained flow on this process's device, from the same checkpoint on all processes.
 
     Args:
         path: a checkpoint or a run's folder.
         state: the processes, which all call this function together.
         autoencoder: the folder or hub id of the flow's autoencoder, if it has moved since the training.
+        text_encoder: the folder or hub id of the encoder of the flow's captions, if it has moved since the training.
         precision: the precision of the network: ``no`` or ``bf16``.
 
     Raises:
@@ -116,9 +124,24 @@ def load_trained(path: Path, state: PartialState, *, autoencoder: str | None = N
         if not (isinstance(space, Latents) and isinstance(space.autoencoder, PretrainedAutoencoder)):
             raise UsageError(f"--autoencoder has no effect: {trained.source} holds no flow of an autoencoder's latents")
         space.autoencoder = PretrainedAutoencoder(autoencoder, space.autoencoder.fingerprint)
+    if text_encoder is not None:
+        _move_text_encoder(trained, text_encoder)
     space.prepare(state.device)
     to_device(trained.flow, state.device, precision)
     return trained
+
+
+def _move_text_encoder(trained: Trained, source: str) -> None:
+    """Let the captions of a flow be encoded by the same encoder in another place."""
+    moved = 0
+    for name, kind in trained.flow.conditions.items():
+        if isinstance(kind, Caption) and isinstance(kind.encoder, PretrainedTextEncoder):
+            encoder = PretrainedTextEncoder(source, kind.encoder.fingerprint)
+            conditions: Any = trained.flow.network.conditions
+            conditions[name] = replace(kind, encoder=encoder)
+            moved += 1
+    if not moved:
+        raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
 
 
 def read_trained(source: Path) -> Trained:

@@ -1,6 +1,5 @@
 """From flags to the parts of a run: dataset, space, network and flow."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from inspect import signature
 from pathlib import Path
@@ -84,7 +83,8 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     """
     state, model = join(config), config.model
     set_seed(config.samples.seed)
-    trained = load_trained(model.checkpoint, state, autoencoder=model.autoencoder, precision=model.mixed_precision)
+    moved: dict[str, Any] = {"autoencoder": model.autoencoder, "text_encoder": model.text_encoder}
+    trained = load_trained(model.checkpoint, state, precision=model.mixed_precision, **moved)
     return state, trained, _solver_options(config.solver, trained)
 
 
@@ -266,16 +266,14 @@ def picture_space(config: DataConfig) -> Pixels:
     return Pixels(config.framing.shape, horizontal_flip=config.horizontal_flip, augmentation=config.augment)
 
 
-def build_flow(
-    config: TrainConfig, conditions: Kinds, space: Space | None = None, columns: Collection[str] = ()
-) -> Flow:
+def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> Flow:
     """Build the network and flow of the flags.
 
     Args:
         config: all flags.
-        conditions: conditions of the data. The network takes labels, and those of items, with ``--use_cfg``.
+        conditions: conditions of the data. The network takes columns, and with ``--use_cfg`` also labels and those of
+            items.
         space: the space of the flow; :func:`build_space` if not given.
-        columns: names of the conditions from columns, which the network takes in any case.
 
     Raises:
         UsageError: if a name is not registered, an argument does not fit, or ``--use_cfg`` is given and there are no
@@ -283,13 +281,13 @@ def build_flow(
     """
     network, flow = choose_network(config.network), choose_flow(config)
     space, given = space or build_space(config.data), config.network
-    taken = conditions if given.use_cfg else {name: conditions[name] for name in conditions if name in columns}
+    columns = {name: kind for name, kind in conditions.items() if config.columns.condition_on and name != "labels"}
     if given.use_cfg and not conditions.keys() - columns:
         raise UsageError(
             "--use_cfg needs labels, and these pictures have none: put each class in a subfolder of its own"
         )
     shape, source = space.shape or (), config.source
-    kinds = {**taken, **space.conditions}
+    kinds = {**(conditions if given.use_cfg else columns), **space.conditions}
     if source.is_given and not source.as_start:
         kinds[SOURCE] = Picture(shape)
     module: nn.Module = network.build(

@@ -183,13 +183,13 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     config = plan.with_plan(config, len(pictures), pictures.conditions, latents)
     space = latents or parts.build_space(config.data)  # the recipe may add augmentation
     if dry_run:
-        flow = parts.build_flow(config, pictures.conditions, space, pictures.columns)
+        flow = parts.build_flow(config, pictures.conditions, space)
         plan.print_plan(config, flow, len(pictures))
         return True
     check_sides(config, space)
     config.check_held_out(recipe.proposed_share(len(pictures)))
     require_room_for_batch(config, space)
-    flow = parts.build_flow(config, pictures.conditions, space, pictures.columns)
+    flow = parts.build_flow(config, pictures.conditions, space)
     taught = config.teacher_data
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))

@@ -5,6 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
+import torch
 from accelerate import PartialState
 from torch import Tensor
 
@@ -75,5 +76,7 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
 
     with claimed(writer, state) as missing:
         if missing:
+            encoder.to_device(state.device)
             fill(writer, state, make, finish, doing="encoding", batch_size=TEXTS_AT_ONCE)
+            encoder.to_device(torch.device("cpu"))  # prompts are few
     return StoreDataset(writer.path)

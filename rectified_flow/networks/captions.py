@@ -142,6 +142,10 @@ class PretrainedTextEncoder(TextEncoder):
             )
         return _load(self.source)
 
+    def to_device(self, device: torch.device) -> None:
+        """Move the module, which all flows of this process share, to a device."""
+        self.parts[1].to(device)
+
     @property
     def pools(self) -> bool:
         """Whether the vector of a text is the module's pooled output."""
@@ -159,15 +163,16 @@ class PretrainedTextEncoder(TextEncoder):
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             some = list(texts[first : first + TEXTS_AT_ONCE])
             given = tokenizer(some, padding=True, truncation=True, max_length=self.most_tokens, return_tensors="pt")
-            with torch.autocast("cpu", enabled=False):
+            given = given.to(module.device)
+            with torch.autocast(module.device.type, enabled=False):
                 output = module(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
             hidden, known = output.last_hidden_state.float(), given["attention_mask"].bool()[..., None]
             mean = hidden.masked_fill(~known, 0).sum(dim=1) / known.sum(dim=1)
             pooled = output.pooler_output.float() if self.pools else mean
             row = torch.full((len(some), 1 + tokens, hidden.shape[-1]), torch.nan)
-            row[:, 0] = torch.nn.functional.normalize(pooled, dim=1)
+            row[:, 0] = torch.nn.functional.normalize(pooled, dim=1).cpu()
             sequence = hidden.masked_fill(~known, torch.nan)[:, :tokens]
-            row[:, 1 : 1 + sequence.shape[1]] = sequence
+            row[:, 1 : 1 + sequence.shape[1]] = sequence.cpu()
             rows.append(row)
         return torch.cat(rows) if rows else torch.empty(0, 1 + tokens, self.size)
 
