@@ -109,6 +109,9 @@ class Evaluator:
     def generate(self, flow: Flow, **how: Any) -> Tensor:
         """Generate all samples, and return their features as :meth:`sample_features` does. Collective.
 
+        Their conditions are those of training data, whose copies they may be, except from sources, see
+        :meth:`translated`.
+
         Raises:
             Interrupted: on every process, if a stop was requested on one.
         """
@@ -121,12 +124,14 @@ class Evaluator:
         Args:
             flow: the flow to sample from.
             numbers: the numbers of the samples.
-            how: options of ``flow.sample``.
+            how: options of ``flow.sample``; without ``conditions``, these are those of :meth:`generate`.
 
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        how = {"steps": flow.default_steps, "conditions": self._conditions(flow), **how}
+        how = {"steps": flow.default_steps, **how}
+        if "conditions" not in how:
+            how["conditions"] = self._conditions(flow)
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
         parts = []
         with interruptible(flow):
@@ -172,12 +177,12 @@ class Evaluator:
             return self.translated(flow)[2]
         if not flow.conditions:
             return {}
-        return conditions_of(flow, self.dataset, self._order(self.dataset), self.seed)
+        return conditions_of(flow, self.dataset, self.order(self.dataset, self.num_samples), self.seed)
 
-    def _order(self, data: ImageDataset | RenderedItems) -> list[int]:
-        """Return the numbers of some data in a random order, at most one for each sample."""
+    def order(self, data: ImageDataset | RenderedItems, most: int) -> list[int]:
+        """Return the numbers of some data, the first ``most`` in a random order."""
         order = torch.randperm(len(data), generator=randomness.generator("cpu", self.seed, "labels"))
-        return order[: self.num_samples].tolist()
+        return order[:most].tolist()
 
     def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], dict[str, Tensor]]:
         """Return the data whose sources samples start from, the numbers of these data, and their conditions.
@@ -185,7 +190,7 @@ class Evaluator:
         They are held-out data, if there are any, since training showed the targets of the training data.
         """
         data = self.dataset if self.held_out is None else self.held_out
-        rows = self._order(data)
+        rows = self.order(data, self.num_samples)
         if not self._translated:
             self._translated = conditions_of(flow, data, rows, self.seed)
         return data, rows, self._translated

@@ -89,8 +89,8 @@ def structure_of(colours: Tensor) -> Tensor:
     return torch.cat([grey.diff(dim=side).abs().flatten(1) for side in (1, 2)], dim=1)
 
 
-def found(queries: Tensor, answers: Tensor) -> float:
-    """Return the share of queries ``[n, d]`` whose own answer, of ``[n, d]``, is among the nearest answers."""
+def found(queries: Tensor, answers: Tensor, nearest: int = NEAREST) -> float:
+    """Return the share of queries ``[..., n, d]`` whose own answer, of ``[..., n, d]``, is among the nearest ones."""
     distances = torch.cdist(queries, answers)
-    nearer = (distances < distances.diagonal()[:, None]).sum(dim=1)
-    return (nearer < NEAREST).float().mean().item()
+    nearer = (distances < distances.diagonal(dim1=-2, dim2=-1)[..., None]).sum(dim=-1)
+    return (nearer < nearest).float().mean().item()

@@ -1,0 +1,130 @@
+"""Scores of how well samples meet their conditions, beside the same scores of real pictures.
+
+A distance between distributions does not measure whether a sample suits its own condition. Ridge regression on the
+features of an evaluator does: it is fitted on real pictures, and predicts the labels and the numbers of samples.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rectified_flow.condition import Condition, Labels, Number, all_none
+from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.evaluation.evaluator import Evaluator, conditions_of
+from rectified_flow.evaluation.heldout import FEWEST
+from rectified_flow.evaluation.translation import found
+from rectified_flow.flows.flow import Flow
+from rectified_flow.networks.captions import Caption
+
+MOST_SAMPLES, MOST_FITTED, FOLDS = 500, 3000, 5
+"""Largest numbers of samples to score and of real pictures to fit on, and number of folds of cross-validation."""
+AMONG, NEAREST = 50, 5
+"""Number of pictures that one is retrieved from, and of the nearest ones that it has to be among."""
+PENALTIES = 10.0 ** torch.arange(-4, 3)
+"""Penalties to choose from, relative to the mean squared distance of the features from their mean."""
+
+
+@torch.no_grad()
+def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how: Any) -> dict[str, float]:
+    """Score how well samples meet their conditions; a condition with fewer than 8 known rows is left out. Collective.
+
+    The conditions are those of held-out rows, for which further samples are generated. Without held-out rows, they are
+    those of training rows, and a regression judges only rows that it was not fitted on, and their samples.
+
+    Args:
+        evaluator: the evaluator.
+        flow: the flow.
+        generated: the result of ``evaluator.generate``.
+        how: the options that ``evaluator.generate`` was given.
+
+    Returns:
+        On the main process: ``NAME_accuracy`` of labels, ``NAME_correlation`` between numbers and their predictions,
+        both as shares of the training data below them (0 if one is constant), and these scores ``_of_real`` pictures;
+        ``NAME_retrieval_at_5`` of captions: the share of samples for which the picture of their caption is among the 5
+        nearest of 50. ``_by_chance``: the expected score of samples in random order.
+    """
+    kinds = {name: kind for name, kind in flow.conditions.items() if isinstance(kind, Labels | Number | Caption)}
+    if not kinds:
+        return {}
+    dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MOST_SAMPLES)
+    data = dataset if held_out is None else held_out
+    rows = evaluator.order(data, count)
+    asked = conditions_of(flow, data, rows, evaluator.seed)
+    if held_out is not None and not flow.takes_source:  # from sources, they were generated with these conditions
+        how = {**how, "conditions": asked}
+        generated = map_over_ranks(evaluator.state, count, lambda some: evaluator.sample_features(flow, some, **how))
+    if not evaluator.state.is_main_process:
+        return {}
+    fitted = evaluator.order(dataset, MOST_FITTED)  # begins with `rows` if nothing is held out
+    real, unseen = evaluator.real.features[0][fitted], evaluator.real.held_out
+    samples = generated[: count - count % len(rows), : real.shape[1]].cpu().unflatten(0, (-1, len(rows)))
+    pictures = torch.cat(((real[: len(rows)] if unseen is None else unseen[rows])[None], samples))
+    values, scores = dataset.condition_values(fitted), dict[str, float]()
+    for name in [name for name in kinds if name in asked]:
+        kind, known, fit = kinds[name], *(_known(kinds[name], each[name]) for each in (asked, values))
+        if isinstance(kind, Caption):
+            scores |= _retrieved(name, asked[name][known], pictures[:, known])
+        elif min(len(known), len(fit)) >= FEWEST:
+            folds, targets = [(fit, known)], _targets(kind, values[name])
+            if held_out is None:
+                folds = [(fit[~torch.isin(fit, part)], part) for part in (known[i::FOLDS] for i in range(FOLDS))]
+            predicted = [ridge(real[some], targets[some], pictures[:, part]) for some, part in folds]
+            wanted = _targets(kind, asked[name])[torch.cat([part for _, part in folds])]
+            scores |= _compared(name, kind, wanted, torch.cat(predicted, dim=1))
+    return scores
+
+
+def ridge(features: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
+    """Predict targets ``[..., k]`` by ridge regression; its penalty is the one of the least leave-one-out error."""
+    mean, offset = features.double().mean(dim=0), targets.mean(dim=0)
+    centred, wanted = features.double() - mean, targets - offset
+    left, size, axes = torch.linalg.svd(centred, full_matrices=False)
+
+    def error(penalty: Tensor) -> float:
+        shrunk = left * (size**2 / (size**2 + penalty))
+        leverage = 1 / len(left) + (shrunk * left).sum(dim=1, keepdim=True)
+        return ((wanted - shrunk @ (left.T @ wanted)) / (1 - leverage)).square().sum().item()
+
+    scale = centred.square().sum(dim=1).mean().clamp(min=torch.finfo(size.dtype).tiny)
+    penalty = min(PENALTIES * scale, key=error)
+    return offset + (queries.double() - mean) @ axes.T @ ((size / (size**2 + penalty))[:, None] * (left.T @ wanted))
+
+
+def _targets(kind: Labels | Number, values: Tensor) -> Tensor:
+    """Return indicators of labels and of "none", or the share of the training data below a number, ``[n, k]``."""
+    if isinstance(kind, Labels):
+        return F.one_hot(values, kind.num_classes + 1).double()
+    return torch.from_numpy(np.interp(values, kind.quantiles, np.linspace(0, 1, len(kind.quantiles))))[:, None]
+
+
+def _compared(name: str, kind: Condition, wanted: Tensor, predicted: Tensor) -> dict[str, float]:
+    """Compare targets ``[n, k]`` with those that are predicted ``[1 + v, n, k]``, first from real pictures."""
+    real, samples = predicted[:1], predicted[1:]
+    if isinstance(kind, Labels):
+        own, of_real = ((each.argmax(dim=2) == wanted.argmax(dim=1)).double().mean() for each in (samples, real))
+        chance = F.one_hot(samples.argmax(dim=2), wanted.shape[1]).double().mean(dim=(0, 1)) @ wanted.mean(dim=0)
+        scores = {"accuracy": own, "accuracy_of_real": of_real, "accuracy_by_chance": chance}
+    else:
+        pairs = ((wanted.expand_as(each) - wanted.mean(), each - each.mean()) for each in (samples, real))
+        own, of_real = (F.cosine_similarity(one.flatten(), other.flatten(), dim=0) for one, other in pairs)
+        scores = {"correlation": own, "correlation_of_real": of_real}
+    return {f"{name}_{score}": value.item() for score, value in scores.items()}
+
+
+def _retrieved(name: str, captions: Tensor, pictures: Tensor) -> dict[str, float]:
+    """Retrieve real pictures by their samples, which come after them in features ``[1 + v, n, d]``."""
+    number = {caption.numpy().tobytes(): row for row, caption in enumerate(captions)}  # one row for each caption
+    if len(number) < FEWEST:
+        return {}
+    size = min(AMONG, len(number))
+    groups = torch.tensor([*number.values()][: len(number) // size * size]).unflatten(0, (-1, size))
+    scores = {f"at_{NEAREST}": found(pictures[1:, groups], pictures[0, groups], NEAREST), "by_chance": NEAREST / size}
+    return {f"{name}_retrieval_{score}": value for score, value in scores.items()}
+
+
+def _known(kind: Condition, values: Tensor) -> Tensor:
+    """Return the numbers of the rows with a value."""
+    return (~all_none({"": kind}, {"": values})).nonzero()[:, 0]
