@@ -9,15 +9,23 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.flags.data import DataConfig, SourceConfig
+from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.parts import add_source, check_classes, open_pictures, open_registered, open_trained
-from rectified_flow.data.build import data_arguments, open_dataset
+from rectified_flow.cli.parts import (
+    add_columns,
+    add_source,
+    check_classes,
+    open_pictures,
+    open_registered,
+    open_trained,
+)
+from rectified_flow.data.build import ImageSource, data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.agreement import agreement_scores
 from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
@@ -86,10 +94,11 @@ def evaluate(config: EvaluateConfig) -> None:
         with autocast(config.model.mixed_precision, state.device):
             generated = evaluator.generate(flow, **options)
             losses = {} if compared is None else compared.measure(flow)
+            scores = agreement_scores(evaluator, flow, generated, **options)
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(flow, generated, **options)
-            scores = translation_scores(evaluator, flow, generated) if flow.takes_source else {}
+            scores |= translation_scores(evaluator, flow, generated) if flow.takes_source else {}
         result = {
             "checkpoint": str(source),
             "weights": trained.weights,
@@ -164,7 +173,7 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
         items, source = open_registered(data)
         if items is not None:
             return RenderedItems(items, flow.space, data.dataset)
-        return _with_source(open_pictures(data, source), data, measure, trained)
+        return _with_conditions(open_pictures(data, source), data, measure, trained, source)
     arguments = data_arguments(trained.config, path)
     if arguments is None:
         shape = flow.space.picture_shape
@@ -175,18 +184,29 @@ def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | R
         arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
     pictures = open_dataset(**arguments | moved)
     data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
-    return _with_source(pictures, data, measure, trained)
+    return _with_conditions(pictures, data, measure, trained)
 
 
-def _with_source(pictures: ImageDataset, data: DataConfig, measure: MeasureConfig, trained: Trained) -> ImageDataset:
-    """Return the pictures with the sources of the run, if it has a folder of them."""
+def _with_conditions(
+    pictures: ImageDataset,
+    data: DataConfig,
+    measure: MeasureConfig,
+    trained: Trained,
+    source: ImageSource | None = None,
+) -> ImageDataset:
+    """Return the pictures with the columns and with the sources of the run, if it has a folder of these."""
     flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
+    seed = checked(TrainConfig, {"seed": 0} | flags, path)["seed"]
+    columns = replaced(ColumnConfig(), checked(ColumnConfig, flags, path))
+    try:
+        pictures = add_columns(pictures, columns, source=source, kinds=trained.flow.conditions, seed=seed)
+    except UsageError as error:
+        raise UsageError(f"the columns of {trained.source} cannot be read again: {error}") from error
     known = checked(SourceConfig, {"source_path": None} | flags, path)
     if known["source_path"] is None:
         refuse({"source_path": measure.source_path}, f"has no effect: {trained.source} has no folder to start from")
         return pictures
     folder = {"source_path": measure.source_path} if measure.source_path else {}
-    seed = checked(TrainConfig, {"seed": 0} | flags, path)["seed"]
     return add_source(pictures, data, replaced(SourceConfig(), known | folder), seed)
 
 
