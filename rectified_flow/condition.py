@@ -37,16 +37,20 @@ class Condition(Protocol):
         """
         return self.none(count, device)
 
-    def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the values ``[n, ...]`` that a user wrote.
-
-        Raises:
-            UsageError: if a text is no value of this kind, or values of this kind cannot be written.
-        """
-        raise UsageError(f"values of the kind {type(self).__name__} cannot be written as text")
-
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
+
+
+@runtime_checkable
+class WrittenCondition(Condition, Protocol):
+    """A kind of condition whose values a user can write."""
+
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the values ``[n, ...]`` of texts.
+
+        Raises:
+            UsageError: if a text is no value of this kind.
+        """
 
 
 @runtime_checkable
@@ -66,7 +70,7 @@ Values = dict[str, Tensor]
 
 @register
 @dataclass(frozen=True)
-class Labels(Condition):
+class Labels(WrittenCondition):
     """Class labels, int64 ``[b]``; the label ``num_classes`` stands for "none".
 
     Args:
@@ -117,7 +121,7 @@ FREQUENCIES = 4
 
 @register
 @dataclass(frozen=True)
-class Number(Condition):
+class Number(WrittenCondition):
     """Numbers, float32 ``[b]``; NaN stands for "none".
 
     The network gets the share of the training data below a number, by their quantiles. Numbers outside of the range of

@@ -121,7 +121,6 @@ def test_values_are_read_as_a_user_writes_them() -> None:
     for kind, text, sentence in (
         (Number((0.0, 1.0)), "big", "big is not a number"),
         (Labels(2, ("cat", "dog")), "dg", r"perhaps dog\?"),
-        (Vector(2), "1", "cannot be written"),
     ):
         with pytest.raises(UsageError, match=sentence):
             kind.parse([text])

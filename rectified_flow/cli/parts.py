@@ -14,7 +14,7 @@ from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow
-from rectified_flow.condition import Kinds, Picture, chosen
+from rectified_flow.condition import Kinds, Picture, WrittenCondition, chosen
 from rectified_flow.data.build import ImageSource, open_dataset, read_table
 from rectified_flow.data.captions import read_column
 from rectified_flow.data.metadata import Column, choose_columns
@@ -214,14 +214,12 @@ def add_columns(
     types = dict(option.partition("=")[::2] for option in flags.condition_types)
     table = read_table(pictures, source)
     for found in choose_columns(table, flags.condition_on, types, pictures.info.source):
-        if kinds is not None and found.name not in kinds:
-            continue
+        kind = None if kinds is None else kinds.get(found.name)
         if kinds is None:
             kind = found.build_kind(flags.text_encoder, flags.text_tokens)
             state.print(line(found.column, found.summary(kind)))
-        else:
-            kind = kinds[found.name]
-        columns[found.name] = read_column(found, kind, pictures, state)
+        if isinstance(kind, WrittenCondition):
+            columns[found.name] = read_column(found, kind, pictures, state)
     if flags.text_encoder and not any(isinstance(each.kind, Caption) for each in columns.values()):
         raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
     return pictures.with_columns(columns, seed=seed)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
-from rectified_flow.condition import Condition, Kinds, Labels, Number, chosen
+from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.networks.captions import Caption
@@ -54,12 +54,14 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     return written
 
 
-def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> Condition:
+def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> WrittenCondition:
     """Return the kind of a condition that a user names."""
-    if name not in kinds or name == SOURCE:
-        known = ", ".join(each for each in kinds if each != SOURCE) or "none; train with --condition_on"
+    kind = kinds.get(name)
+    if not isinstance(kind, WrittenCondition):
+        known = ", ".join(each for each in kinds if isinstance(kinds[each], WrittenCondition))
+        known = known or "none; train with --condition_on"
         raise UsageError(f"{flag} names no condition of {source}: its conditions are {known}")
-    return kinds[name]
+    return kind
 
 
 def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
@@ -70,7 +72,7 @@ def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
     return names if text.strip() == "all" and names else [each.strip() for each in text.split(",")]
 
 
-def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
+def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
     """Return the values of a condition that a user wrote."""
     try:
         parsed = kind.parse(values)
@@ -91,7 +93,11 @@ def _parse(name: str, values: list[str], kind: Condition) -> Tensor:
 def conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor]:
     """Return the values of conditions as written; if any is given, the other columns are "none"."""
     kinds = chosen(flow.conditions)
-    values = {name: _parse(name, texts, kinds[name]) for name, texts in written.items()}
+    values = {}
+    for name, texts in written.items():
+        kind = kinds[name]
+        if isinstance(kind, WrittenCondition):
+            values[name] = _parse(name, texts, kind)
     others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE, "labels")}
     if any(name != "labels" for name in written):
         values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Labels, Number
+from rectified_flow.condition import Condition, Labels, Number, WrittenCondition
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.registry import describe
@@ -130,7 +130,7 @@ class Column:
             they are read.
     """
 
-    kind: Condition
+    kind: WrittenCondition
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: Sequence[str]
     values: Any = None
@@ -218,7 +218,7 @@ class Chosen:
                 )
         return [number for number in found if number is not None]
 
-    def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> Condition:
+    def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> WrittenCondition:
         """Return the kind of condition, with what the values of the column determine.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import LARGEST, SequenceCondition
+from rectified_flow.condition import LARGEST, SequenceCondition, WrittenCondition
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
 
@@ -179,7 +179,7 @@ class PretrainedTextEncoder(TextEncoder):
 
 @register
 @dataclass(frozen=True)
-class Caption(SequenceCondition):
+class Caption(WrittenCondition, SequenceCondition):
     """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
 
     NaN stands for padding, and for "none" throughout.

@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.evaluate import _split, _training_data, evaluate
-from rectified_flow.cli.run_flags import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
+from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.train_flags import TrainRectifiedFlow
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -92,7 +92,7 @@ def test_samples_have_the_conditions_of_training_rows_where_copies_are_counted(r
     assert training.fingerprint == trained.run.dataset
     evaluator = Evaluator(training, "efficientnet_lite0", num_samples=31, held_out=held_out)
     texts = training.condition_texts(evaluator.order(training, 31))
-    kind = trained.flow.conditions["story"]
+    kind = training.columns["story"].kind
     given = evaluator._conditions(trained.flow)
     assert given["story"].shape[0] == len(texts["story"])
     np.testing.assert_array_equal(given["story"], kind.parse(texts["story"]))

@@ -89,7 +89,7 @@ def test_one_of_several_captions_in_each_epoch(folder: Path) -> None:
     assert set(drawn) == {"one 4", "two 4", "three 4"}
     again = [pictures.condition_texts([4 + COUNT * epoch])["text"][0] for epoch in range(40)]
     assert drawn == again, "a function of the seed and the epoch"
-    kind = pictures.conditions["text"]
+    kind = pictures.columns["text"].kind
     assert torch.equal(pictures.read_batch([4])["text"], kind.parse([drawn[0]]))
 
 
@@ -97,7 +97,7 @@ def test_encoded_captions_are_kept(folder: Path, tmp_path: Path, monkeypatch: py
     encoder = str(write_encoder(tmp_path / "encoder"))
     first = opened(folder, "text", rows=rows_of(), text_encoder=encoder, text_tokens=5)
     values = first.read_batch([7, 2])["text"]
-    kind = first.conditions["text"]
+    kind = first.columns["text"].kind
     torch.testing.assert_close(
         values, kind.parse(["a picture of number 7", "a picture of number 2"]).half().float(), equal_nan=True
     )
