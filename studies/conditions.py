@@ -106,7 +106,12 @@ STUDY = Study(
         "tokens": case("retrieval at 5 of four times chance", "text", "category", tokens=12),
         "numbers": case("correlations of at least 0.9", "size", "hue", "petals"),
     },
-    Flags(data=("emoji-pairs/fluent",), budget=(24_000,), num_samples=500, figures=("text_retrieval_at_5", "category_accuracy")),
+    Flags(
+        data=("emoji-pairs/fluent",),
+        budget=(24_000,),
+        num_samples=500,
+        figures=("text_retrieval_at_5", "category_accuracy"),
+    ),
     unit="images",
 )
 

@@ -116,6 +116,15 @@ def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.trained["images"] == 64
 
 
+def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("studies.conditions.SCALES", (1.5,))
+    rows = [f"{'ab'[i % 2]}/{i}.png,a {['red', 'blue'][i % 2]} square number {i},kind {i // 8}" for i in range(16)]
+    (tmp_path / "data/toy/metadata.csv").write_text("\n".join(["file_name,text,category", *rows]))
+    figures = compute(row_of("conditions", "words", tmp_path, budget=160))
+    assert figures["guidance 1.5"]["frechet_distance"] > 0
+    assert len(list((tmp_path / "runs").rglob("guidance 1.5.png"))) == 1
+
+
 @pytest.mark.parametrize("study", ["quality", pytest.param("one_step", marks=pytest.mark.slow)])
 def test_the_peer(study: str, tmp_path: Path) -> None:
     pytest.importorskip("rectified_flow_pytorch")
