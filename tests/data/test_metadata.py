@@ -191,3 +191,58 @@ def test_flowers_have_a_known_size() -> None:
     sizes = [table.columns["size"][index] for index in chosen]
     assert np.corrcoef(sizes, areas)[0, 1] > 0.8
     assert table.columns["petals"][0] == 13
+
+
+def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:
+    """Columns of datasets: names of classes, numbers, texts, and None where there is nothing."""
+    import datasets
+
+    pictures = [Image.new("RGB", (8, 8), (10 * i, 0, 0)) for i in range(COUNT)]
+    features = datasets.Features(
+        {
+            "image": datasets.Image(),
+            "label": datasets.ClassLabel(names=["cat", "dog"]),
+            "age": datasets.Value("float32"),
+            "text": datasets.Value("string"),
+        }
+    )
+    rows = {
+        "image": pictures,
+        "label": [i % 2 for i in range(COUNT)],
+        "age": [None if i == 4 else float(i) for i in range(COUNT)],
+        "text": [f"a picture of number {i}" for i in range(COUNT)],
+    }
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "saved"))
+    opened_again = open_dataset("", tmp_path / "saved", image_size=8, cache_dir=tmp_path / "cache")
+    dataset = add_columns(opened_again, ColumnConfig(condition_on=("label", "age", "text")))
+    assert dataset.conditions["label"] == Labels(2, ("cat", "dog"))
+    batch = dataset.read_batch([3, 4])
+    assert batch["label"].tolist() == [1, 0]
+    assert batch["age"][0] == 3
+    assert batch["age"][1].isnan()
+    assert dataset.condition_texts([4]) == {"label": ["cat"], "age": [""], "text": ["a picture of number 4"]}
+
+
+def test_encoding_resumes_after_a_kill(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of finished blocks are not encoded again."""
+    encoder, parse, encoded = str(write_encoder(tmp_path / "encoder")), Caption.parse, list[str]()
+    monkeypatch.setattr("rectified_flow.data.captions.TEXTS_AT_ONCE", 4)
+
+    def until(limit: int, kind: Caption, texts: list[str]) -> torch.Tensor:
+        if len(encoded) == limit:
+            raise KeyboardInterrupt
+        encoded.extend(texts)
+        return parse(kind, texts)
+
+    monkeypatch.setattr(Caption, "parse", lambda *arguments: until(12, *arguments))
+    with pytest.raises(KeyboardInterrupt):
+        opened(folder, "text", rows=rows_of(), text_encoder=encoder)
+    killed = list(encoded)
+    encoded.clear()
+    monkeypatch.setattr(Caption, "parse", lambda *arguments: until(COUNT, *arguments))
+    pictures = opened(folder, "text", text_encoder=encoder)
+    assert killed + encoded == [f"a picture of number {i}" for i in range(COUNT)]
+    monkeypatch.undo()
+    kind = pictures.columns["text"].kind
+    values = pictures.read_batch(range(COUNT))["text"]
+    torch.testing.assert_close(values, kind.parse(killed + encoded), rtol=1e-2, atol=1e-3)
