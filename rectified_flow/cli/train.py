@@ -160,6 +160,11 @@ def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[Tra
 def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageSource | None) -> ImageDataset:
     """Return the pictures with the conditions of columns, and with their sources. Collective."""
     pictures = parts.add_columns(pictures, config.columns, source=source, seed=config.run.seed)
+    unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
+    if config.flow.coupling == "ot" and unequal:
+        raise UsageError(
+            f"--coupling ot pairs rows with equal conditions, and {unequal[0]} has few of them: leave it out"
+        )
     return parts.add_source(pictures, config.data, config.source, config.run.seed)
 
 

@@ -181,5 +181,6 @@ def test_flags_without_columns_are_refused(folder: Path, tmp_path: Path) -> None
         ("--condition_types text=label", "--condition_types has no effect without --condition_on"),
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
+        ("--condition_on size --coupling ot", "--coupling ot pairs rows with equal conditions, and size has few"),
     ):
         programs.assert_refused("train_oxford.py", 1, f"{start} {flags}", sentence)
