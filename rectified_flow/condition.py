@@ -174,7 +174,7 @@ class _NumberEmbedding(nn.Module):
         super().__init__()
         table = torch.tensor(quantiles, dtype=torch.float32)
         # Parameters without gradient: a buffer would be sent to every process at every step.
-        self.low = nn.Parameter(table[:-1], requires_grad=False)
+        self.low = nn.Parameter(table[:-1].clone(), requires_grad=False)
         self.width = nn.Parameter(table.diff().clamp(min=torch.finfo(torch.float32).tiny), requires_grad=False)
         self.linear = nn.Linear(1 + 2 * FREQUENCIES, dim)
         self.none = nn.Parameter(torch.zeros(dim))

@@ -155,22 +155,32 @@ class PretrainedTextEncoder(TextEncoder):
         """Return the number of tokens of each text."""
         return [len(each) for each in self.parts[0](list(texts))["input_ids"]]
 
+    def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
+        """Return the inputs of the module for texts: ``input_ids`` and ``attention_mask``, int64 ``[n, tokens]``."""
+        settings: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.most_tokens}
+        given = self.parts[0](list(texts), return_tensors="pt", **settings)
+        return {name: given[name] for name in ("input_ids", "attention_mask")}
+
+    def vectors(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the vectors of texts ``[n, size]``, of length 1, and the last hidden states ``[n, tokens, size]``."""
+        output = self.parts[1](input_ids=input_ids, attention_mask=attention_mask)
+        hidden, known = output.last_hidden_state.float(), attention_mask.bool()[..., None]
+        mean = hidden.masked_fill(~known, 0).sum(dim=1) / known.sum(dim=1)
+        pooled = output.pooler_output.float() if self.pools else mean
+        return torch.nn.functional.normalize(pooled, dim=1), hidden
+
     @torch.no_grad()
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
         """Return the vectors of texts and of their tokens, see :meth:`TextEncoder.encode`."""
-        tokenizer, module = self.parts
         rows = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
-            some = list(texts[first : first + TEXTS_AT_ONCE])
-            given = tokenizer(some, padding=True, truncation=True, max_length=self.most_tokens, return_tensors="pt")
-            given = given.to(module.device)
-            with torch.autocast(module.device.type, enabled=False):
-                output = module(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
-            hidden, known = output.last_hidden_state.float(), given["attention_mask"].bool()[..., None]
-            mean = hidden.masked_fill(~known, 0).sum(dim=1) / known.sum(dim=1)
-            pooled = output.pooler_output.float() if self.pools else mean
-            row = torch.full((len(some), 1 + tokens, hidden.shape[-1]), torch.nan)
-            row[:, 0] = torch.nn.functional.normalize(pooled, dim=1).cpu()
+            device = self.parts[1].device
+            given = {name: each.to(device) for name, each in self.tokenize(texts[first : first + TEXTS_AT_ONCE]).items()}
+            with torch.autocast(device.type, enabled=False):
+                vectors, hidden = self.vectors(**given)
+            row = torch.full((len(vectors), 1 + tokens, hidden.shape[-1]), torch.nan)
+            row[:, 0] = vectors.cpu()
+            known = given["attention_mask"].bool()[..., None]
             sequence = hidden.masked_fill(~known, torch.nan)[:, :tokens]
             row[:, 1 : 1 + sequence.shape[1]] = sequence.cpu()
             rows.append(row)

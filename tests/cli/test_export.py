@@ -4,7 +4,7 @@ import hashlib
 import json
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
 from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.condition import AugmentationLabels, Labels, Picture, Vector, with_map
+from rectified_flow.condition import LARGEST, AugmentationLabels, Condition, Labels, Number, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder, TextEncoder
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoders import Haar
@@ -162,6 +163,130 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
     assert (found - expected).abs().max() <= 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["onnx", "torch"])
+def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path, form: str) -> None:
+    """Where they have no value, the flow takes NaN and the program 1e30."""
+    names = {"kind": "class", "size": "größe"} if form == "onnx" else {"kind": "kind", "size": "size"}
+    encoder = BagOfWords(("red", "flower", "two"))
+    conditions: dict[str, Condition] = {
+        "text": Caption(encoder, 3, 0, ("a red flower", "two")),
+        names["size"]: Number((0.0, 1.5, 8.0)),
+        names["kind"]: Labels(2, ("cat", "dog")),
+    }
+    flow = RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
+    call, said = written(flow, tmp_path, "--format", form)
+    assert said["inputs"] == {
+        "x": {"type": "float32", "shape": ["b", 3, 8, 8]},
+        "t": {"type": "float32", "shape": ["b"]},
+        "text": {"type": "float32", "shape": ["b", 1, 3]},
+        names["size"]: {"type": "float32", "shape": ["b"]},
+        names["kind"]: {"type": "int64", "shape": ["b"]},
+    }
+    words = {"kind": "words", "words": ["red", "flower", "two"]}
+    caption = {"kind": "caption", "size": 3, "tokens": 0, "examples": ["a red flower", "two"], "encoder": words}
+    assert said["conditions"] == [
+        {"name": "text"} | caption,
+        {"name": names["size"], "kind": "number", "quantiles": [0.0, 1.5, 8.0]},
+        {"name": names["kind"], "kind": "label", "names": ["cat", "dog"], "none": 2},
+    ]
+    assert (said["classes"], said["no_label"]) == ([], None)
+    values = {
+        "text": conditions["text"].parse(["Two red flowers", "a flower!", "", ""]),
+        names["size"]: torch.tensor([9.0, torch.nan, 0.7, torch.nan]),
+        names["kind"]: torch.tensor([0, 2, 1, 2]),
+    }
+    x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
+    expected = flow.eval().exact_velocity(x, t, **values)
+    found = call(x=x, t=t, **{name: each.nan_to_num(nan=LARGEST) for name, each in values.items()})
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    differences = (expected - flow.exact_velocity(x, t)).abs().amax(dim=(1, 2, 3))
+    assert (differences > 1e-3).tolist() == [True, True, True, False], "they matter"
+
+
+def test_a_name_that_a_torch_program_cannot_have_is_refused(tmp_path: Path) -> None:
+    write(RectifiedFlow(small(**{"class": Labels(2)}), space=Pixels((3, 8, 8))), tmp_path)
+    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "torch"]
+    with pytest.raises(UsageError, match="cannot have an input with the name class: pass --format onnx"):
+        export(parse(ExportConfig, "Export."))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("half", [False, True])
+def test_a_text_encoder_is_exported_beside_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], half: bool
+) -> None:
+    encoder = tiny_encoder(tmp_path / "encoder")
+    caption = Caption(encoder, encoder.size, 3, ("a red flower",))
+    flow = RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8)))
+    call, said = written(flow, tmp_path, *["--half"] * half)
+    assert "text_encoder.onnx, 0." in capsys.readouterr().out
+    [described] = said["conditions"]  # type: ignore[misc]
+    files = {"file": "text_encoder.onnx", "tokenizer": "tokenizer.json"}
+    assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
+    texts = ["Two red flowers, and a cat", "cat"]
+    run = exporting._session((tmp_path / "exported/text_encoder.onnx").read_bytes())
+    vectors, hidden = run(encoder.tokenize(texts))
+    expected = encoder.encode(texts, hidden.shape[1])
+    largest = 2e-2 if half else 1e-5
+    assert (vectors - expected[:, 0]).abs().max() < largest
+    assert (hidden - expected[:, 1:]).abs().nan_to_num(0).max() < largest * 5
+    kept = json.loads((tmp_path / "exported/tokenizer.json").read_text())
+    assert (kept["truncation"], kept["padding"]) == (None, None)
+    x, t, text = torch.randn(2, 3, 8, 8), torch.rand(2), caption.parse(["a red flower", ""])
+    velocity = flow.eval().exact_velocity(x, t, text=text)
+    found = call(x=x, t=t, text=text.nan_to_num(nan=LARGEST))
+    assert (found - velocity).abs().max() <= largest * velocity.abs().max()
+
+
+def test_a_text_encoder_that_a_page_cannot_run_is_refused(tmp_path: Path) -> None:
+    captions = [Caption(Lengths(), 1, 0, ("a",)), *(Caption(tiny_encoder(tmp_path / str(i), i), 8) for i in range(2))]
+    for named, sentence in (
+        ({"text": captions[0]}, "cannot run the text encoder the lengths: pass --format onnx"),
+        ({"text": captions[1], "title": captions[2]}, "has captions of several encoders"),
+    ):
+        write(RectifiedFlow(small(**named), space=Pixels((3, 8, 8))), tmp_path)
+        sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
+        with pytest.raises(UsageError, match=sentence):
+            export(parse(ExportConfig, "Export."))
+
+
+@register
+class Lengths(TextEncoder):
+    """An encoder that the page does not know."""
+
+    name, fingerprint, size, most_tokens = "the lengths", "lengths", 1, 0
+
+    def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
+        return torch.tensor([[len(text)] for text in texts]).float()[:, None]
+
+
+def tiny_encoder(folder: Path, seed: int = 0) -> PretrainedTextEncoder:
+    """A BERT of random weights, with its tokenizer in WordPiece, written to ``folder``."""
+    transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *"a the red blue two flower cat dog in and , . ! ##s".split(),
+    ]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=12, **names)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=16, initializer_range=0.5, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return PretrainedTextEncoder(str(folder))
+
+
 @register
 class Mirrored(Degradation):
     """A projection that the page does not know."""
@@ -209,7 +334,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
     latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
     with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels can be exported"):
         NetworkCall(latents)
-    with pytest.raises(UsageError, match="has a network with caption: only labels and a source can be exported"):
+    with pytest.raises(UsageError, match="condition caption, a Vector: only labels, numbers, captions and a"):
         NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
     NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
 
