@@ -1,5 +1,6 @@
 // The page: controls make a job, the worker draws it, and its pictures are shown as they come.
 
+import { makeControls } from "./controls.mjs";
 import { Comparison, paint, readPicture } from "./picture.mjs";
 import { degraded, fromPixels, isGuidable } from "./sampler.mjs";
 
@@ -21,6 +22,7 @@ const worker = new Worker(workerSource(), { type: "module" });
 let begun; // to be called when there is a model
 const beginning = new Promise((resolve) => { begun = resolve; });
 let model = null;
+let values = null; // the function that returns the values of the conditions
 let shape = null; // [channels, height, width]
 let newest = 0;
 let latest = 0; // the job whose pictures are shown; of older ones nothing is shown any more
@@ -34,11 +36,16 @@ let revealing = false; // whether the big pictures are painted on their way, too
 worker.onerror = (event) => fail(event.message || "The browser could not start the model.");
 worker.onmessage = ({ data }) => {
   if (data.error) fail(data.error);
-  else if (data.progress) say(data.progress);
+  else if (data.progress) load(data);
   else if (data.backend) nameBackend(data);
   else if (data.model) begin(data.model);
   else if (data.id === newest || (data.id > latest && data.interval === data.steps)) show(data);
 };
+
+function load({ progress, share = 1 }) {
+  say(progress);
+  at("progress").value = share;
+}
 
 /** A worker that starts from a blob has this page's Content-Security-Policy; one that starts from a file has none. */
 function workerSource() {
@@ -64,10 +71,11 @@ function begin(description) {
   const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
   const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
   at("about").textContent = `A ${way}: ${side}${classes}.`;
-  at("class").replaceChildren(new Option("drawn by the seed", ""), ...model.classes.map((name, i) => new Option(name, i)));
-  at("class-row").hidden = !model.classes.length;
+  values = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
+  at("conditions").hidden = !at("conditions").children.length;
+  if (at("texts").children.length) document.title = at("title").textContent = "Pictures from a text";
   at("guidance-row").hidden = map || !isGuidable(model);
-  for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !model.classes.length;
+  for (const name of ["seed-row", "seeds", "seed-keys"]) at(name).hidden = !isRandom() && !drawsLabels();
   at("walk-row").hidden = !map || at("seed-row").hidden;
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
@@ -95,6 +103,9 @@ function beginWithSource() {
 /** Whether the source is a picture with a part painted over; earlier exports do not say so for masks of other names. */
 const isMask = () => model.source?.paints ?? model.source?.degradation?.kind === "Mask";
 
+/** Whether labels are drawn by the seed. */
+const drawsLabels = () => model.conditions.some(({ kind }) => kind === "label");
+
 /** Whether results differ between seeds. */
 const isRandom = () => !model.source || model.source.as === "condition" || model.source.noise > 0 || isMask();
 
@@ -110,6 +121,7 @@ function arrange(reveal = false) {
   document.body.classList.toggle("waiting", isWaiting());
   document.body.classList.toggle("comparing", Boolean(picture));
   at("call").hidden = !calling;
+  at("texts").hidden = calling || !at("texts").children.length;
   at("controls").hidden = calling;
   const place = at(calling ? "call-choice" : "drop-choice");
   if (at("choice").parentElement !== place) place.append(at("choice"));
@@ -198,7 +210,7 @@ function draw(reveal = false) {
     id: newest,
     numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),
     ...place(),
-    label: at("class").value === "" ? null : Number(at("class").value),
+    conditions: values(),
     steps: Number(at("steps").value),
     guidance: model.kind === "map" ? 1 : Number(at("guidance").value),
     picture: comparison.picture,
@@ -282,7 +294,7 @@ function forget() {
 }
 
 at("controls").onsubmit = (event) => event.preventDefault();
-for (const id of ["class", "steps", "guidance", "level"]) at(id).oninput = () => draw();
+for (const id of ["steps", "guidance", "level"]) at(id).oninput = () => draw();
 at("seed").oninput = () => go(seed());
 at("walk").oninput = () => { held.mixing = false; draw(); };
 at("mix").oninput = () => { held.mixing = true; draw(); };

@@ -130,8 +130,8 @@ function boxMuller(block) {
 /** The noise that sample.py starts picture `number` of a seed from. */
 export const sampleNoise = (seed, number, size) => normal(generator(seed, "sample noise", number), size);
 
-/** The label that sample.py draws for picture `number` of a seed. */
-export const sampleLabel = (seed, number, classes) => generator(seed, "sample labels", number).next() % classes;
+/** The label of the condition `name` that sample.py draws for picture `number` of a seed. */
+export const sampleLabel = (seed, name, number, count) => generator(seed, `sample ${name}`, number).next() % count;
 
 /** Spherical interpolation from `a` to `b` (Shoemake 1985), which keeps the length of noise. */
 export function slerp(a, b, share) {

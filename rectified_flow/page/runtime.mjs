@@ -6,7 +6,7 @@ const RUNTIMES = {
 };
 
 /**
- * A function of {x, t, r, labels, source, unknown}, of which t and r are single times, that evaluates the network.
+ * A function of {x, t, r, ...conditions}, of which t and r are single times, that evaluates the network.
  *
  * `wanted` is "webgpu", "wasm" or null. Where WebGPU fails, at the start or later, WASM takes its place. `tell(backend, reason)`
  * is called with what draws from now on, and why it is not WebGPU.
@@ -14,24 +14,24 @@ const RUNTIMES = {
 export async function openNetwork(model, program, wanted, tell) {
   let network = null;
 
-  async function start(backend, reason) {
+  async function open(backend, reason) {
     network = await load(backend, model, program);
     tell(backend, reason);
   }
 
   const reason = await whyNoWebGPU(wanted);
   try {
-    await start(reason ? "wasm" : "webgpu", reason);
+    await open(reason ? "wasm" : "webgpu", reason);
   } catch (error) {
     if (reason) throw error;
-    await start("wasm", failure(error));
+    await open("wasm", failure(error));
   }
   return async (inputs) => {
     if (network.backend === "wasm") return network.call(inputs);
     try {
       return checked(await network.call(inputs));
     } catch (error) {
-      await start("wasm", failure(error));
+      await open("wasm", failure(error));
       return network.call(inputs);
     }
   };
@@ -56,24 +56,46 @@ function checked(output) {
 }
 
 async function load(backend, model, program) {
+  const ort = await runtime(backend);
+  const session = await start(ort, program, backend);
+  return { backend, call: (inputs) => evaluate(ort, session, model, inputs) };
+}
+
+async function runtime(backend) {
   const files = RUNTIMES[backend];
   const ort = await import(files.module);
   ort.env.wasm.numThreads = 1; // more need headers that static hosts do not send
   ort.env.wasm.wasmPaths = { wasm: new URL(files.program, import.meta.url).href };
-  const session = await ort.InferenceSession.create(program, { executionProviders: [backend], logSeverityLevel: 3 });
-  return { backend, call: (inputs) => evaluate(ort, session, model, inputs) };
+  return ort;
 }
 
-async function evaluate(ort, session, model, { x, t, r, labels, ...pictures }) {
+const start = (ort, program, backend) =>
+  ort.InferenceSession.create(program, { executionProviders: [backend], logSeverityLevel: 3 });
+
+/**
+ * A function from the ids of tokens to the outputs of a text encoder. A text is short, so that the processor encodes it; the
+ * runtime is that of `backend`, which is loaded already.
+ */
+export async function openTextEncoder(program, backend) {
+  const ort = await runtime(backend);
+  const session = await start(ort, program, "wasm");
+  return async (ids) => {
+    const row = (values) => new ort.Tensor("int64", BigInt64Array.from(values, BigInt), [1, values.length]);
+    const outputs = await session.run({ input_ids: row(ids), attention_mask: row(ids.map(() => 1)) });
+    return session.outputNames.map((name) => outputs[name].data);
+  };
+}
+
+async function evaluate(ort, session, model, { x, t, r, ...conditions }) {
   const shape = model.inputs.x.shape.slice(1);
   const rows = x.length / shape.reduce((a, b) => a * b);
   const given = { x: new ort.Tensor("float32", x, [rows, ...shape]) };
   for (const [name, time] of Object.entries({ t, r })) {
     if (name in model.inputs) given[name] = new ort.Tensor("float32", new Float32Array(rows).fill(time), [rows]);
   }
-  if ("labels" in model.inputs) given.labels = new ort.Tensor("int64", BigInt64Array.from(labels, BigInt), [rows]);
-  for (const [name, values] of Object.entries(pictures)) {
-    given[name] = new ort.Tensor("float32", values, [rows, ...model.inputs[name].shape.slice(1)]);
+  for (const [name, values] of Object.entries(conditions)) {
+    const { type, shape: [, ...sides] } = model.inputs[name];
+    given[name] = new ort.Tensor(type, type === "int64" ? BigInt64Array.from(values, BigInt) : values, [rows, ...sides]);
   }
   const outputs = await session.run(given);
   return outputs[session.outputNames[0]].data;

@@ -1,6 +1,7 @@
 // Sampling as rectified_flow/flows does it: from noise at time 1 to data at time 0, a network call at a time.
 
-import { sampleLabel, sampleNoise, slerp } from "./noise.mjs";
+import { conditionInputs, noneOf } from "./conditions.mjs";
+import { sampleNoise, slerp } from "./noise.mjs";
 
 const [RED, GREEN, BLUE] = [0.299, 0.587, 0.114]; // weights in the brightness of a pixel (ITU-R BT.601)
 
@@ -10,8 +11,8 @@ export const timeGrid = (steps, start = 1) => Array.from({ length: steps + 1 }, 
 /**
  * Where the sampling of a job starts, and the conditions of the network: {x, noise, conditions}.
  *
- * A job is {numbers, from, to, mix, label, steps, guidance, picture, level, unknown}: the noise lies at `mix` of the way from
- * that of the seed `from` to that of `to`. A label of null is drawn as sample.py draws it. `picture` is null, or values in
+ * A job is {numbers, from, to, mix, conditions, steps, guidance, picture, level, unknown}: the noise lies at `mix` of the way
+ * from that of the seed `from` to that of `to`. `conditions` are those of conditionInputs. `picture` is null, or values in
  * [-1, 1]: the source of a model that has sources; other models start from it, with noise up to `level`. `unknown` is null, or
  * has a 1 for each pixel that is to be generated, and a 0 for each that is kept; the level is then 1.
  */
@@ -25,12 +26,7 @@ export function begin(model, job) {
       : slerp(sampleNoise(job.from, number, size), sampleNoise(job.to, number, size), job.mix);
     noise.set(one, row * size);
   });
-  const conditions = {};
-  const classes = model.classes.length;
-  if (classes) {
-    const drawn = (number) => sampleLabel(job.mix > 0.5 ? job.to : job.from, number, classes);
-    conditions.labels = job.numbers.map((number) => job.label ?? drawn(number));
-  }
+  const conditions = conditionInputs(model, job);
   if (model.source?.as === "condition") Object.assign(conditions, sourceInputs(model, job, rows));
   return { x: noise.map(startOf(model, job, size)), noise, conditions };
 }
@@ -71,7 +67,7 @@ export function keeping(model, { picture, unknown }, noise) {
 /**
  * Sample, calling `watch(interval, x)` at the start and after each interval, until it returns false.
  *
- * `call(inputs)` evaluates the network: {x, t, r, labels, source, unknown}, of which t and r are single times.
+ * `call(inputs)` evaluates the network: {x, t, r, ...conditions}, of which t and r are single times.
  */
 export async function sample(model, job, call, watch) {
   let { x, noise, conditions } = begin(model, job);
@@ -103,12 +99,10 @@ async function midpointStep(field, x, t, next, conditions) {
 /** The velocity under classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598), in one call on twice the rows. */
 function guided(model, job, call) {
   if (job.guidance === 1 || !isGuidable(model)) return call;
-  return async ({ x, t, labels, source, unknown }) => {
+  return async ({ x, t, ...conditions }) => {
     const both = { x: joined(x, x), t };
-    if (labels) both.labels = [...labels, ...labels.map(() => model.no_label)];
-    if (source) {
-      both.source = joined(source, new Float32Array(source.length));
-      both.unknown = joined(unknown, new Float32Array(unknown.length).fill(1));
+    for (const [name, values] of Object.entries(conditions)) {
+      both[name] = joined(values, new Float32Array(values.length).fill(noneOf(model, name)));
     }
     const v = await call(both);
     const unconditional = v.subarray(x.length);
@@ -117,7 +111,7 @@ function guided(model, job, call) {
 }
 
 /** Whether the network has a condition that guidance can use. */
-export const isGuidable = (model) => model.classes.length > 0 || model.source?.as === "condition";
+export const isGuidable = (model) => model.conditions.length > 0 || model.source?.as === "condition";
 
 function joined(a, b) {
   const both = new Float32Array(a.length + b.length);

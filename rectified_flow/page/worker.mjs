@@ -1,7 +1,9 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
-import { openNetwork } from "./runtime.mjs";
+import { conditionsOf } from "./conditions.mjs";
+import { openNetwork, openTextEncoder } from "./runtime.mjs";
 import { sample } from "./sampler.mjs";
+import { programEncoder, wordEncoder } from "./text.mjs";
 
 let newest = 0;
 let queue = Promise.resolve();
@@ -12,10 +14,25 @@ ready.then(({ model }) => postMessage({ model }), report);
 async function load() {
   const wanted = new URL(import.meta.url).searchParams.get("backend");
   const model = await (await fetched("model.json")).json();
-  const program = await download(await fetched(model.file));
+  model.conditions = conditionsOf(model);
+  const captions = model.conditions.filter(({ kind }) => kind === "caption");
+  const texts = captions.find(({ encoder }) => encoder.kind === "program")?.encoder;
+  const [program, encoder] = await download(texts ? [model.file, texts.file] : [model.file]);
   postMessage({ progress: "Starting the model …" });
-  const call = await openNetwork(model, program, wanted, (backend, reason) => postMessage({ backend, reason }));
-  return { model, call };
+  let drawing;
+  const call = await openNetwork(model, program, wanted, (backend, reason) => {
+    drawing = backend;
+    postMessage({ backend, reason });
+  });
+  const run = texts && await openTextEncoder(encoder, drawing);
+  const tokenizer = texts && await openTokenizer(texts.tokenizer);
+  const encodes = (caption) => caption.encoder.kind === "words" ? wordEncoder(caption) : programEncoder(caption, tokenizer, run);
+  return { model, call, encoders: captions.map((caption) => [caption.name, encodes(caption)]) };
+}
+
+async function openTokenizer(name) {
+  const { Tokenizer } = await import("./tokenizers/tokenizers.min.mjs");
+  return new Tokenizer(await (await fetched(name)).json(), {});
 }
 
 async function fetched(name) {
@@ -24,19 +41,27 @@ async function fetched(name) {
   return answer;
 }
 
-async function download(answer) {
-  const total = Number(answer.headers.get("Content-Length"));
-  const parts = [];
+/** The contents of files, which are loaded at once. */
+async function download(names) {
+  const answers = await Promise.all(names.map(fetched));
+  const total = answers.reduce((sum, { headers }) => sum + Number(headers.get("Content-Length")), 0);
   let received = 0;
-  for (const reader = answer.body.getReader(); ; ) {
-    const { done, value } = await reader.read();
-    if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
-    parts.push(value);
-    received += value.length;
-    const share = total >= received ? ` ${Math.floor((100 * received) / total)}%` : ""; // of what the host has compressed
-    postMessage({ progress: `Loading the model …${share}` });
-  }
+  const read = async (answer) => {
+    const parts = [];
+    for (const reader = answer.body.getReader(); ; ) {
+      const { done, value } = await reader.read();
+      if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
+      parts.push(value);
+      received += value.length;
+      const known = total >= received; // not if the host has compressed the files
+      const size = `${megabytes(received)} ${known ? `of ${megabytes(total)} ` : ""}MB`;
+      postMessage({ progress: `Loading the model … ${size}`, share: known ? received / total : 0 });
+    }
+  };
+  return Promise.all(answers.map(read));
 }
+
+const megabytes = (bytes) => (bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0);
 
 onmessage = ({ data: job }) => {
   newest = job.id;
@@ -44,9 +69,10 @@ onmessage = ({ data: job }) => {
 };
 
 async function draw(job) {
-  const { model, call } = await ready;
+  const { model, call, encoders } = await ready;
   if (job.id !== newest || !job.numbers.length) return; // a job of no pictures only ends the one before
   const began = performance.now();
+  for (const [name, encode] of encoders) job.conditions[name] = await encode(job.conditions[name]);
   await sample(model, job, call, async (interval, x) => {
     postMessage({ id: job.id, interval, steps: job.steps, x, milliseconds: performance.now() - began });
     await new Promise((resume) => setTimeout(resume)); // for a newer job to come in

@@ -167,12 +167,12 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
 @pytest.mark.parametrize("form", ["onnx", "torch"])
 def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path, form: str) -> None:
     """Where they have no value, the flow takes NaN and the program 1e30."""
-    names = {"kind": "class", "size": "größe"} if form == "onnx" else {"kind": "kind", "size": "size"}
+    names = {"species": "class", "size": "größe"} if form == "onnx" else {"species": "species", "size": "size"}
     encoder = BagOfWords(("red", "flower", "two"))
     conditions: dict[str, Condition] = {
         "text": Caption(encoder, 3, 0, ("a red flower", "two")),
         names["size"]: Number((0.0, 1.5, 8.0)),
-        names["kind"]: Labels(2, ("cat", "dog")),
+        names["species"]: Labels(2, ("cat", "dog")),
     }
     flow = RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
     call, said = written(flow, tmp_path, "--format", form)
@@ -181,20 +181,20 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
         "t": {"type": "float32", "shape": ["b"]},
         "text": {"type": "float32", "shape": ["b", 1, 3]},
         names["size"]: {"type": "float32", "shape": ["b"]},
-        names["kind"]: {"type": "int64", "shape": ["b"]},
+        names["species"]: {"type": "int64", "shape": ["b"]},
     }
     words = {"kind": "words", "words": ["red", "flower", "two"]}
     caption = {"kind": "caption", "size": 3, "tokens": 0, "examples": ["a red flower", "two"], "encoder": words}
     assert said["conditions"] == [
         {"name": "text"} | caption,
         {"name": names["size"], "kind": "number", "quantiles": [0.0, 1.5, 8.0]},
-        {"name": names["kind"], "kind": "label", "names": ["cat", "dog"], "none": 2},
+        {"name": names["species"], "kind": "label", "names": ["cat", "dog"], "none": 2},
     ]
     assert (said["classes"], said["no_label"]) == ([], None)
     values = {
         "text": conditions["text"].parse(["Two red flowers", "a flower!", "", ""]),
         names["size"]: torch.tensor([9.0, torch.nan, 0.7, torch.nan]),
-        names["kind"]: torch.tensor([0, 2, 1, 2]),
+        names["species"]: torch.tensor([0, 2, 1, 2]),
     }
     x, t = torch.randn(4, 3, 8, 8), torch.rand(4)
     expected = flow.eval().exact_velocity(x, t, **values)
@@ -221,8 +221,8 @@ def test_a_text_encoder_is_exported_beside_the_model(
     flow = RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8)))
     call, said = written(flow, tmp_path, *["--half"] * half)
     assert "text_encoder.onnx, 0." in capsys.readouterr().out
-    [described] = said["conditions"]  # type: ignore[misc]
     files = {"file": "text_encoder.onnx", "tokenizer": "tokenizer.json"}
+    described: dict[str, Any] = said["conditions"][0]  # type: ignore[index]
     assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
     texts = ["Two red flowers, and a cat", "cat"]
     run = exporting._session((tmp_path / "exported/text_encoder.onnx").read_bytes())
@@ -264,14 +264,8 @@ class Lengths(TextEncoder):
 def tiny_encoder(folder: Path, seed: int = 0) -> PretrainedTextEncoder:
     """A BERT of random weights, with its tokenizer in WordPiece, written to ``folder``."""
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")
-    words = [
-        "[PAD]",
-        "[UNK]",
-        "[CLS]",
-        "[SEP]",
-        "[MASK]",
-        *"a the red blue two flower cat dog in and , . ! ##s".split(),
-    ]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "the", "red", "blue", "two", "flower", "cat", "dog"]
+    words += ["in", "and", ",", ".", "!", "##s"]
     vocabulary = {word: number for number, word in enumerate(words)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
     backend.normalizer = tokenizers.normalizers.BertNormalizer()

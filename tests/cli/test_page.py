@@ -174,7 +174,7 @@ def test_webgpu_draws_the_pictures_of_sample(exported: tuple[Flow, str], on_card
     for seed in SEEDS[:2]:
         on_card.set("seed", seed)
         assert np.abs(on_card.picture() - drawn(flow, seed)[0]).max() <= 2
-    on_card.set("class", 1)
+    on_card.set("condition-labels", 1)
     dog = drawn(flow, SEEDS[1], conditions={"labels": torch.tensor([1])})[0]
     assert np.abs(on_card.picture() - dog).max() <= 2
     assert on_card.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
@@ -258,7 +258,7 @@ def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Sh
     flow, _ = exported
     is_map = hasattr(flow, "average_velocity")
     shown.set("seed", 3)
-    shown.set("class", 1)
+    shown.set("condition-labels", 1)
     shown.set("steps", 5)
     dog: dict[str, Any] = {"conditions": {"labels": torch.tensor([1])}, "steps": 5}
     assert np.abs(shown.picture() - drawn(flow, 3, **dog)[0]).max() <= 2

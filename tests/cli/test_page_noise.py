@@ -18,7 +18,7 @@ DRAWS = [(0, 0, 16), (1, 3, 50), (2**32 - 1, 15, 3 * 8 * 8), (7, 0, 3 * 32 * 32)
 PROGRAM = """
 import { blake2b64, sampleLabel, sampleNoise, slerp } from FILE;
 const draws = DRAWS.map(([seed, number, size]) => [...sampleNoise(seed, number, size)]);
-const labels = DRAWS.map(([seed, number]) => sampleLabel(seed, number, 7));
+const labels = DRAWS.map(([seed, number]) => sampleLabel(seed, "species", number, 7));
 const texts = ["", "a".repeat(128), "b".repeat(129), "c".repeat(300)].map((text) => String(blake2b64(text)));
 const quarter = slerp(new Float32Array([1, 0]), new Float32Array([0, 1]), 0.5);
 console.log(JSON.stringify({ draws, labels, texts, quarter: [...quarter] }));
@@ -37,7 +37,7 @@ def test_noise_labels_and_hashes_are_those_of_python() -> None:
     for (seed, number, size), values, label in zip(DRAWS, found["draws"], found["labels"], strict=True):
         with deterministic(Samples(seed, [number])):
             expected = randomness.randn("sample noise", (1, size), "cpu")[0]
-            assert label == randomness.randint("sample labels", 7, (1,), "cpu").item()
+            assert label == randomness.randint("sample species", 7, (1,), "cpu").item()
         assert (torch.tensor(values) - expected).abs().max() < 1e-5
     for text, digest in zip(["", "a" * 128, "b" * 129, "c" * 300], found["texts"], strict=True):
         assert int(digest) == int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -88,7 +88,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(kind: type[Flow], source: s
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
     picture, level, is_map = flow.space.encode(images), 0.4, kind is MeanFlow
-    job = {"numbers": NUMBERS, "from": 7, "to": 8, "mix": 0, "label": 1, "steps": 3, "level": level}
+    job = {"numbers": NUMBERS, "from": 7, "to": 8, "mix": 0, "conditions": {"labels": 1}, "steps": 3, "level": level}
     job |= {"guidance": 1 if is_map else 2.5, "picture": picture.flatten().tolist()}
     found = run(SAMPLE, model=model, job=job | {"unknown": mask.int().flatten().tolist() if painted else None})
 

@@ -1,0 +1,72 @@
+// The conditions of a model, as model.json lists them: their values as inputs of the program, and the range of numbers.
+
+import { sampleLabel } from "./noise.mjs";
+
+export const NONE = 1e30; // a number that stands for "none": graphics cards do not handle NaN reliably
+const BINS = 40;
+const NO_PICTURE = { source: 0, unknown: 1 };
+
+/** The conditions of a model; earlier exports only have classes. */
+export const conditionsOf = (model) => model.conditions
+  ?? (model.classes.length ? [{ name: "labels", kind: "label", names: model.classes, none: model.no_label }] : []);
+
+/** The number that fills a row of the input `name` that has no condition. */
+export const noneOf = (model, name) => NO_PICTURE[name] ?? model.conditions.find((each) => each.name === name).none ?? NONE;
+
+/**
+ * The values of each condition for the rows of a job, by name.
+ *
+ * `job.conditions` has a value for each: a label or a number, or the numbers of an encoded caption. A label of null is drawn as
+ * sample.py draws it; another value of null is "none".
+ */
+export function conditionInputs(model, job) {
+  const seed = job.mix > 0.5 ? job.to : job.from;
+  const inputs = {};
+  for (const { name, kind, names } of model.conditions) {
+    const size = model.inputs[name].shape.slice(1).reduce((a, b) => a * b, 1);
+    inputs[name] = new Float32Array(job.numbers.length * size).fill(NONE);
+    job.numbers.forEach((number, row) => {
+      const drawn = kind === "label" ? sampleLabel(seed, name, number, names.length) : NONE;
+      const value = job.conditions[name] ?? drawn;
+      inputs[name].set(typeof value === "number" ? [value] : value, row * size);
+    });
+  }
+  return inputs;
+}
+
+/** The input of a program for one caption: the vector of its text, and the vectors of its first tokens with padding. */
+export function captionInput({ size, tokens }, vector, sequence = new Float32Array()) {
+  const values = new Float32Array((1 + tokens) * size).fill(NONE);
+  values.set(vector);
+  values.set(sequence.subarray(0, tokens * size), size);
+  return values;
+}
+
+/** The range of a slider over the training data with quantiles: round numbers, and how many decimals they have. */
+export function rangeOf(quantiles) {
+  const [low, high] = [quantiles[0], quantiles[quantiles.length - 1]];
+  const power = high > low ? Math.floor(Math.log10((high - low) / 50)) : 0;
+  const decimals = Math.max(0, -power);
+  const step = 10 ** power;
+  const rounded = (value) => Number(value.toFixed(decimals));
+  const [min, max] = [rounded(Math.floor(low / step + 1e-6) * step), rounded(Math.ceil(high / step - 1e-6) * step)];
+  const middle = quantiles[Math.floor(quantiles.length / 2)];
+  const start = rounded(Math.round(middle / step) * step);
+  return { min, max: Math.max(max, min), step: rounded(step), decimals, start };
+}
+
+/** The shares of the training data in `bins` equal parts of the range from `min` to `max`: constant between two quantiles. */
+export function histogram(quantiles, min, max, bins = BINS) {
+  const shares = new Array(bins).fill(0);
+  const at = (value) => (max > min ? (bins * (value - min)) / (max - min) : 0);
+  for (let i = 0; i + 1 < quantiles.length; i++) {
+    const [low, high] = [at(quantiles[i]), at(quantiles[i + 1])];
+    const part = 1 / (quantiles.length - 1);
+    for (let bin = Math.min(bins - 1, Math.floor(low)); bin < bins && bin <= high; bin++) {
+      const covered = high > low ? Math.max(0, Math.min(high, bin + 1) - Math.max(low, bin)) / (high - low) : 1;
+      shares[bin] += part * covered;
+      if (high === low) break;
+    }
+  }
+  return shares;
+}

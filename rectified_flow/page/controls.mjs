@@ -1,0 +1,118 @@
+// The controls of the conditions: a text box for a caption, a slider for a number, and a menu for labels.
+
+import { histogram, rangeOf } from "./conditions.mjs";
+import { sorted } from "./text.mjs";
+
+const PAUSE = 250; // after which a text counts as typed [ms]
+const NAMED = 8; // of unknown words
+const SVG = "http://www.w3.org/2000/svg";
+
+/** Build the controls, texts into one element and the others into another, and return a function that returns their values. */
+export function makeControls(conditions, texts, others, changed) {
+  const make = { caption, number, label };
+  const controls = conditions.map((condition) => make[condition.kind](condition, changed));
+  const ofKind = (isCaption) => controls.filter((_, i) => (conditions[i].kind === "caption") === isCaption);
+  texts.replaceChildren(...ofKind(true).map(({ element }) => element));
+  others.replaceChildren(...ofKind(false).map(({ element }) => element));
+  return () => Object.fromEntries(controls.map(({ value }, i) => [conditions[i].name, value()]));
+}
+
+/** An element with properties and children. */
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}
+
+const idOf = ({ name }) => `condition-${name}`;
+const titleOf = ({ name }) => (name[0].toUpperCase() + name.slice(1)).replaceAll("_", " ");
+
+function label(condition, changed) {
+  const drawn = new Option("drawn by the seed", "");
+  const options = condition.names.map((name, i) => new Option(name, i));
+  const menu = element("select", { id: idOf(condition), oninput: changed }, drawn, new Option("any", condition.none), ...options);
+  const title = condition.name === "labels" ? "Class" : titleOf(condition);
+  return {
+    element: element("label", { htmlFor: menu.id }, title, menu),
+    value: () => (menu.value === "" ? null : Number(menu.value)),
+  };
+}
+
+function number(condition, changed) {
+  const { min, max, step, decimals, start } = rangeOf(condition.quantiles);
+  const slider = element("input", { id: idOf(condition), type: "range", min, max, step, value: start });
+  const any = element("input", { id: `${slider.id}-any`, type: "checkbox", ariaLabel: `Any ${titleOf(condition)}` });
+  const output = element("output", { htmlFor: slider.id });
+  const bars = chart(histogram(condition.quantiles, min, max));
+  const show = () => {
+    const at = Math.floor((bars.children.length * (slider.value - min)) / (max - min || 1));
+    output.value = any.checked ? "any" : Number(slider.value).toFixed(decimals);
+    made.classList.toggle("any", any.checked);
+    [...bars.children].forEach((bar, i, { length }) => bar.classList.toggle("at", i === Math.min(at, length - 1)));
+  };
+  const title = element("label", { htmlFor: slider.id }, titleOf(condition));
+  const made = element("div", { className: "number" }, title, output, element("label", { htmlFor: any.id }, any, "Any"), bars, slider);
+  slider.oninput = () => { any.checked = false; show(); changed(); };
+  any.oninput = () => { show(); changed(); };
+  show();
+  return { element: made, value: () => (any.checked ? null : Number(slider.value)) };
+}
+
+/** Bars of the given heights, which only say what the slider's place says, too. */
+function chart(heights) {
+  const made = document.createElementNS(SVG, "svg");
+  const highest = Math.max(...heights);
+  made.setAttribute("viewBox", `0 0 ${heights.length} 1`);
+  made.setAttribute("preserveAspectRatio", "none");
+  made.setAttribute("aria-hidden", "true");
+  heights.forEach((height, i) => {
+    const bar = document.createElementNS(SVG, "rect");
+    const sides = { x: i + 0.05, width: 0.9, y: 1 - height / highest, height: height / highest };
+    for (const [name, value] of Object.entries(sides)) bar.setAttribute(name, value);
+    made.append(bar);
+  });
+  return made;
+}
+
+function caption(condition, changed) {
+  const { encoder, examples } = condition;
+  let usable = examples[0] ?? ""; // the latest text of which the model knows a word
+  let typing = 0;
+  let example = 0;
+  const box = element("input", { id: idOf(condition), type: "text", value: usable, placeholder: usable, autocomplete: "off" });
+  const note = element("p", { id: `${box.id}-note`, role: "status", className: "note" });
+  const another = element("button", { type: "button", title: "Another text of the training", hidden: examples.length < 2 }, "Example");
+  const take = () => {
+    clearTimeout(typing);
+    const text = box.value.trim();
+    const { known, unknown } = sorted(encoder, text);
+    const isUsable = !text || encoder.kind !== "words" || known.length > 0;
+    note.textContent = noteOf(encoder, text, unknown, isUsable ? null : usable);
+    note.classList.toggle("failed", !isUsable);
+    if (!isUsable || text === usable) return;
+    usable = text;
+    changed();
+  };
+  box.setAttribute("aria-describedby", note.id);
+  box.enterKeyHint = "go";
+  box.oninput = () => { clearTimeout(typing); typing = setTimeout(take, PAUSE); };
+  box.onchange = take;
+  another.onclick = () => {
+    example = (example + 1) % examples.length;
+    box.value = examples[example];
+    take();
+  };
+  const row = element("div", { className: "pair" }, box, another);
+  return {
+    element: element("div", { className: "caption" }, element("label", { htmlFor: box.id }, titleOf(condition)), row, note),
+    value: () => usable,
+  };
+}
+
+/** What there is to say about a text; `kept` is the text whose picture is still shown. */
+function noteOf(encoder, text, unknown, kept) {
+  const listed = unknown.slice(0, NAMED).join(", ") + (unknown.length > NAMED ? ", …" : "");
+  if (!text) return "Without a text, the model draws any picture.";
+  if (kept !== null) return `No word of this text is in the texts of the training, whose words are ${encoder.words.slice(0, 5).join(", ")}, … The picture is still of “${kept}”.`;
+  return unknown.length ? `Not in the texts of the training, and left out: ${listed}.` : "";
+}

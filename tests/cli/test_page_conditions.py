@@ -1,0 +1,240 @@
+"""The conditions of an exported page: words, ranges and inputs are those of Python, and the controls work."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rectified_flow.cli.export import export, write_page
+from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.condition import Condition, Labels, Number
+from rectified_flow.flags import parse
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
+from rectified_flow.networks.captions import BagOfWords, Caption, words_of
+from rectified_flow.spaces.pixels import Pixels
+from tests.cli.test_export import small, tiny_encoder
+from tests.cli.test_page import Quiet, Shown, drawn, looking_at
+from tests.cli.test_page_source import UNNAMED
+from tests.patience import PATIENCE
+from tests.test_load import write
+
+SHAPE = (3, 8, 8)
+EXAMPLES = ("a red flower", "two blue flowers, and a cat")
+QUANTILES = (0.0, 1.5, 3.0, 8.0, 20.0)
+WORDS = [
+    "Two RED flowers, and 3 cats!",
+    "Ärger im Café — ΟΔΟΣ",
+    "snake_case don't x2",
+    "日本 Ёлка ½",
+    "",
+    "...",
+    "İstanbul ß",
+]
+HAS_NODE = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+LATER = "document.body.dataset.drawn = ''"
+
+
+@pytest.fixture(scope="module")
+def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of a page, unpacked."""
+    folder = tmp_path_factory.mktemp("page")
+    write_page(folder)
+    return folder
+
+
+def run(folder: Path, body: str, **given: Any) -> Any:
+    """Run a program in JavaScript, in which there are the modules of the page, and return its result."""
+    modules = {"conditions": "conditions.mjs", "text": "text.mjs", "tokenizers": "tokenizers/tokenizers.min.mjs"}
+    lines = [f"import * as {name} from {json.dumps((folder / file).as_uri())};" for name, file in modules.items()]
+    lines.append(f"const given = JSON.parse({json.dumps(json.dumps(given))});")
+    lines.append(f"console.log(JSON.stringify(await (async () => {{{body}}})()));")
+    command = ["node", "--input-type=module", "-"]
+    source = "\n".join(lines)
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@HAS_NODE
+def test_words_and_their_vectors_are_those_of_python(page_folder: Path) -> None:
+    encoder = BagOfWords.of(EXAMPLES)
+    caption = {"size": encoder.size, "tokens": 0, "encoder": {"kind": "words", "words": encoder.words}}
+    texts = [*EXAMPLES, "a cat and a cat and a RED dog", "nothing known", ""]
+    body = """
+    const encode = text.wordEncoder(given.caption);
+    const values = (each) => { const found = encode(each); return found && [...found]; };
+    const unknown = given.texts.map((each) => text.sorted(given.caption.encoder, each).unknown);
+    return { words: given.words.map(text.wordsOf), vectors: given.texts.map(values), unknown };
+    """
+    found = run(page_folder, body, caption=caption, texts=texts, words=WORDS)
+    assert found["words"] == [words_of(each) for each in WORDS]
+    for vector, expected in zip(found["vectors"], encoder.encode(texts)[:, 0], strict=True):
+        if vector is None:
+            assert expected.isnan().all()
+        else:
+            assert (torch.tensor(vector) - expected).abs().max() < 1e-6
+    assert found["unknown"] == [[], [], ["dog"], ["nothing", "known"], []]
+
+
+@HAS_NODE
+@pytest.mark.parametrize(
+    ("quantiles", "bounds"),
+    [
+        (QUANTILES, (0, 20, 0.1, 3)),
+        ((1899.0, 1950.0, 2024.0), (1899, 2024, 1, 1950)),
+        ((-0.31234, 0.0, 0.69871), (-0.32, 0.7, 0.01, 0)),
+        ((5.0, 5.0, 5.0), (5, 5, 1, 5)),
+    ],
+)
+def test_sliders_have_round_ends_and_a_histogram(
+    page_folder: Path, quantiles: tuple[float, ...], bounds: tuple[float, ...]
+) -> None:
+    body = """
+    const range = conditions.rangeOf(given.quantiles);
+    return { ...range, bars: conditions.histogram(given.quantiles, range.min, range.max, 10) };
+    """
+    found = run(page_folder, body, quantiles=quantiles)
+    assert (found["min"], found["max"], found["step"], found["start"]) == bounds
+    assert sum(found["bars"]) == pytest.approx(1)
+    if quantiles is QUANTILES:  # a quarter of the data lies between two quantiles
+        assert found["bars"][0] == pytest.approx(0.25 + 0.25 * 0.5 / 1.5)
+        assert found["bars"][5:] == pytest.approx([0.25 / 6] * 5)
+
+
+@HAS_NODE
+def test_ids_of_tokens_are_those_of_python(page_folder: Path, tmp_path: Path) -> None:
+    """Also of a text that is cut off."""
+    encoder = tiny_encoder(tmp_path / "encoder")
+    tokenizer = encoder.parts[0]
+    texts = [*WORDS[:-2], *EXAMPLES, "flowers " * 20, "a red, blue cat.", "[SEP] the dog"]
+    body = """
+    const tokenizer = new tokenizers.Tokenizer(given.tokenizer, {});
+    return given.texts.map((each) => text.idsOf(tokenizer, each, given.most));
+    """
+    document = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
+    found = run(page_folder, body, tokenizer=document, texts=texts, most=encoder.most_tokens)
+    assert found == [encoder.tokenize([each])["input_ids"][0].tolist() for each in texts]
+
+
+@contextmanager
+def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
+            shown.open()
+            yield shown
+        server.shutdown()
+
+
+def columns() -> dict[str, Condition]:
+    encoder = BagOfWords.of(EXAMPLES)
+    return {
+        "text": Caption(encoder, encoder.size, 0, EXAMPLES),
+        "petal_length": Number(QUANTILES),
+        "class": Labels(2, ("cat", "dog")),
+    }
+
+
+def values_of(flow: Flow, **texts: str | None) -> dict[str, torch.Tensor]:
+    """The values of a written condition; None is "none"."""
+    kinds = flow.conditions
+    return {
+        name.removesuffix("_"): kinds[name.removesuffix("_")].none(1, torch.device("cpu"))
+        if text is None
+        else kinds[name.removesuffix("_")].parse([text])
+        for name, text in texts.items()
+    }
+
+
+def differs(shown: Shown, flow: Flow, values: dict[str, torch.Tensor], number: int = 0, **options: Any) -> int:
+    pictures = drawn(flow, 0, number + 1, conditions=values, **options)
+    return int(np.abs(shown.picture(number) - pictures[number]).max())
+
+
+@pytest.mark.page
+@pytest.mark.parametrize("kind", [MeanFlow, RectifiedFlow])
+def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path, browser: Any) -> None:
+    """The pictures are those of sample.py for the same values, and also where one has none."""
+    flow = kind(small(**columns()), space=Pixels(SHAPE))
+    with exported(flow, tmp_path, browser) as shown:
+        page = shown.page
+        assert page.evaluate(UNNAMED) == []
+        assert page.get_by_label("Text", exact=True).input_value() == EXAMPLES[0]
+        chosen: dict[str, str | None] = {"text": EXAMPLES[0], "petal_length": "3.0"}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2, "the label is drawn by the seed"
+        if kind is MeanFlow:
+            assert differs(shown, flow, values_of(flow, **chosen), 15) <= 2
+
+        shown.set("condition-class", 1)
+        shown.set("condition-petal_length", 12.5)
+        assert shown.text("conditions").split("\n")[:2] == ["Petal length", "12.5"]
+        page.evaluate(LATER)
+        page.get_by_label("Text", exact=True).fill("Two cats and a CAT")
+        shown.wait()
+        chosen = {"text": "two cats and a cat", "petal_length": "12.5", "class_": "dog"}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2
+        note = "Not in the texts of the training, and left out: cats."
+        assert page.inner_text("#condition-text-note") == note
+
+        before = shown.picture()
+        page.get_by_label("Text", exact=True).fill("nothing known")
+        page.keyboard.press("Enter")
+        note = page.inner_text("#condition-text-note")
+        assert note.startswith("No word of this text is in the texts of the training, whose words are ")
+        assert note.endswith("The picture is still of “Two cats and a CAT”.")
+        assert np.array_equal(shown.picture(), before)
+        shown.set("condition-class", "2")
+        assert differs(shown, flow, values_of(flow, **chosen | {"class_": None})) <= 2
+
+        page.evaluate(LATER)
+        page.get_by_label("Any Petal length").check()
+        shown.wait()
+        chosen |= {"class_": None, "petal_length": None}
+        assert differs(shown, flow, values_of(flow, **chosen)) <= 2
+        page.evaluate(LATER)
+        page.get_by_label("Text", exact=True).fill("")
+        shown.wait()
+        assert differs(shown, flow, values_of(flow, **chosen | {"text": ""})) <= 2
+        shown.page.evaluate(LATER)
+        page.get_by_role("button", name="Example").click()
+        shown.wait()
+        chosen["text"] = EXAMPLES[1]
+        assert page.get_by_label("Text", exact=True).input_value() == EXAMPLES[1]
+        if kind is RectifiedFlow:
+            shown.set("guidance", 2.5)
+            assert differs(shown, flow, values_of(flow, **chosen), guidance=Guidance(2.5)) <= 2
+
+
+@pytest.mark.page
+def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any) -> None:
+    """The network attends to its tokens, of which some texts have more and some have fewer than it takes."""
+    encoder = tiny_encoder(tmp_path / "encoder")
+    caption = Caption(encoder, encoder.size, 6, EXAMPLES)
+    flow = RectifiedFlow(small(text=caption), space=Pixels(SHAPE))
+    with exported(flow, tmp_path, browser) as shown:
+        assert differs(shown, flow, values_of(flow, text=EXAMPLES[0])) <= 2
+        for text in ("A cat.", "The red, blue flowers and the two dogs in the red flower, and a cat!", "unseen"):
+            shown.page.evaluate(LATER)
+            shown.page.get_by_label("Text", exact=True).fill(text)
+            shown.wait()
+            assert differs(shown, flow, values_of(flow, text=text)) <= 2
+        assert shown.page.inner_text("#condition-text-note") == ""
+        shown.set("guidance", 2)
+        assert differs(shown, flow, values_of(flow, text="unseen"), guidance=Guidance(2.0)) <= 2
