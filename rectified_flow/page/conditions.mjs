@@ -45,7 +45,8 @@ export function captionInput({ size, tokens }, vector, sequence = new Float32Arr
 /** The range of a slider over the training data with quantiles: round numbers, and how many decimals they have. */
 export function rangeOf(quantiles) {
   const [low, high] = [quantiles[0], quantiles[quantiles.length - 1]];
-  const power = high > low ? Math.floor(Math.log10((high - low) / 50)) : 0;
+  const areWhole = quantiles.filter(Number.isInteger).length > quantiles.length / 2; // some lie between two numbers of the data
+  const power = high > low ? Math.max(areWhole ? 0 : -Infinity, Math.floor(Math.log10((high - low) / 50))) : 0;
   const decimals = Math.max(0, -power);
   const step = 10 ** power;
   const rounded = (value) => Number(value.toFixed(decimals));

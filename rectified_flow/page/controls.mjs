@@ -46,7 +46,7 @@ function number(condition, changed) {
   const bars = chart(histogram(condition.quantiles, min, max));
   const show = () => {
     const at = Math.floor((bars.children.length * (slider.value - min)) / (max - min || 1));
-    output.value = any.checked ? "any" : Number(slider.value).toFixed(decimals);
+    output.value = any.checked ? "" : Number(slider.value).toFixed(decimals);
     made.classList.toggle("any", any.checked);
     [...bars.children].forEach((bar, i, { length }) => bar.classList.toggle("at", i === Math.min(at, length - 1)));
   };
@@ -79,9 +79,11 @@ function caption(condition, changed) {
   let usable = examples[0] ?? ""; // the latest text of which the model knows a word
   let typing = 0;
   let example = 0;
-  const box = element("input", { id: idOf(condition), type: "text", value: usable, placeholder: usable, autocomplete: "off" });
+  const texts = { value: usable, placeholder: usable };
+  const box = element("input", { id: idOf(condition), type: "text", autocomplete: "off", enterKeyHint: "go", ...texts });
   const note = element("p", { id: `${box.id}-note`, role: "status", className: "note" });
-  const another = element("button", { type: "button", title: "Another text of the training", hidden: examples.length < 2 }, "Example");
+  const another = element("button", { type: "button", title: "Another text of the training" }, "Example");
+  another.hidden = examples.length < 2;
   const take = () => {
     clearTimeout(typing);
     const text = box.value.trim();
@@ -94,7 +96,6 @@ function caption(condition, changed) {
     changed();
   };
   box.setAttribute("aria-describedby", note.id);
-  box.enterKeyHint = "go";
   box.oninput = () => { clearTimeout(typing); typing = setTimeout(take, PAUSE); };
   box.onchange = take;
   another.onclick = () => {
@@ -109,10 +110,13 @@ function caption(condition, changed) {
   };
 }
 
-/** What there is to say about a text; `kept` is the text whose picture is still shown. */
+/** What there is to say about a text; `kept` is the text that is still shown in its place, or null. */
 function noteOf(encoder, text, unknown, kept) {
   const listed = unknown.slice(0, NAMED).join(", ") + (unknown.length > NAMED ? ", …" : "");
   if (!text) return "Without a text, the model draws any picture.";
-  if (kept !== null) return `No word of this text is in the texts of the training, whose words are ${encoder.words.slice(0, 5).join(", ")}, … The picture is still of “${kept}”.`;
+  if (kept !== null) {
+    const words = encoder.words.slice(0, 5).join(", ");
+    return `No word of this text is in the texts of the training, whose words are ${words}, … Still shown: “${kept}”.`;
+  }
   return unknown.length ? `Not in the texts of the training, and left out: ${listed}.` : "";
 }

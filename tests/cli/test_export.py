@@ -311,17 +311,21 @@ def test_a_program_that_differs_is_not_written(
     assert [path.name for path in (tmp_path / "exported").iterdir()] == [RECORD]
 
 
-def test_a_page_has_the_pinned_runtime_unpacked_and_its_licence(tmp_path: Path) -> None:
+def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Path) -> None:
     write_page(tmp_path)
-    runtime = tmp_path / "ort"
-    version, *pinned = (runtime / "VERSION").read_text().splitlines()
-    hashes = {name: digest for digest, name in (line.split() for line in pinned)}
-    assert version.startswith("onnxruntime-web ")
-    assert {file.name for file in runtime.iterdir()} == {"LICENSE", "ThirdPartyNotices.txt", "VERSION", *hashes}
-    for name, digest in hashes.items():
-        assert hashlib.sha256((runtime / name).read_bytes()).hexdigest() == digest
-    assert "MIT License" in (runtime / "LICENSE").read_text()
-    assert len((runtime / "ThirdPartyNotices.txt").read_text()) > 300_000
+    for folder, package, licence, notices in (
+        ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
+        ("tokenizers", "@huggingface/tokenizers", "Apache License", []),
+    ):
+        unpacked = tmp_path / folder
+        version, *pinned = (unpacked / "VERSION").read_text().splitlines()
+        hashes = {name: digest for digest, name in (line.split() for line in pinned)}
+        assert version.startswith(f"{package} ")
+        assert {file.name for file in unpacked.iterdir()} == {"LICENSE", "VERSION", *notices, *hashes}
+        for name, digest in hashes.items():
+            assert hashlib.sha256((unpacked / name).read_bytes()).hexdigest() == digest
+        assert licence in (unpacked / "LICENSE").read_text()
+    assert len((tmp_path / "ort/ThirdPartyNotices.txt").read_text()) > 300_000
 
 
 def test_what_cannot_be_exported_is_refused() -> None:

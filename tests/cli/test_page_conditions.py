@@ -27,11 +27,12 @@ from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.captions import BagOfWords, Caption, words_of
 from rectified_flow.spaces.pixels import Pixels
 from tests.cli.test_export import small, tiny_encoder
-from tests.cli.test_page import Quiet, Shown, drawn, looking_at
+from tests.cli.test_page import HAS_CARD, Quiet, Shown, browser_with_card, drawn, looking_at
 from tests.cli.test_page_source import UNNAMED
 from tests.patience import PATIENCE
 from tests.test_load import write
 
+__all__ = ["browser_with_card"]
 SHAPE = (3, 8, 8)
 EXAMPLES = ("a red flower", "two blue flowers, and a cat")
 QUANTILES = (0.0, 1.5, 3.0, 8.0, 20.0)
@@ -94,7 +95,8 @@ def test_words_and_their_vectors_are_those_of_python(page_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("quantiles", "bounds"),
     [
-        (QUANTILES, (0, 20, 0.1, 3)),
+        (QUANTILES, (0, 20, 1, 3)),
+        ((0.05, 1.25, 3.1, 20.0), (0, 20, 0.1, 3.1)),
         ((1899.0, 1950.0, 2024.0), (1899, 2024, 1, 1950)),
         ((-0.31234, 0.0, 0.69871), (-0.32, 0.7, 0.01, 0)),
         ((5.0, 5.0, 5.0), (5, 5, 1, 5)),
@@ -132,13 +134,13 @@ def test_ids_of_tokens_are_those_of_python(page_folder: Path, tmp_path: Path) ->
 
 @contextmanager
 def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
+    """The page of a flow, which is not opened."""
     write(flow, folder)
     sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
     export(parse(ExportConfig, "Export."))
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
-            shown.open()
             yield shown
         server.shutdown()
 
@@ -174,21 +176,22 @@ def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path
     """The pictures are those of sample.py for the same values, and also where one has none."""
     flow = kind(small(**columns()), space=Pixels(SHAPE))
     with exported(flow, tmp_path, browser) as shown:
+        shown.open()
         page = shown.page
         assert page.evaluate(UNNAMED) == []
         assert page.get_by_label("Text", exact=True).input_value() == EXAMPLES[0]
-        chosen: dict[str, str | None] = {"text": EXAMPLES[0], "petal_length": "3.0"}
+        chosen: dict[str, str | None] = {"text": EXAMPLES[0], "petal_length": "3"}
         assert differs(shown, flow, values_of(flow, **chosen)) <= 2, "the label is drawn by the seed"
         if kind is MeanFlow:
             assert differs(shown, flow, values_of(flow, **chosen), 15) <= 2
 
         shown.set("condition-class", 1)
-        shown.set("condition-petal_length", 12.5)
-        assert shown.text("conditions").split("\n")[:2] == ["Petal length", "12.5"]
+        shown.set("condition-petal_length", 12)
+        assert shown.text("conditions").split("\n")[:2] == ["Petal length", "12"]
         page.evaluate(LATER)
         page.get_by_label("Text", exact=True).fill("Two cats and a CAT")
         shown.wait()
-        chosen = {"text": "two cats and a cat", "petal_length": "12.5", "class_": "dog"}
+        chosen = {"text": "two cats and a cat", "petal_length": "12", "class_": "dog"}
         assert differs(shown, flow, values_of(flow, **chosen)) <= 2
         note = "Not in the texts of the training, and left out: cats."
         assert page.inner_text("#condition-text-note") == note
@@ -198,7 +201,7 @@ def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path
         page.keyboard.press("Enter")
         note = page.inner_text("#condition-text-note")
         assert note.startswith("No word of this text is in the texts of the training, whose words are ")
-        assert note.endswith("The picture is still of “Two cats and a CAT”.")
+        assert note.endswith("Still shown: “Two cats and a CAT”.")
         assert np.array_equal(shown.picture(), before)
         shown.set("condition-class", "2")
         assert differs(shown, flow, values_of(flow, **chosen | {"class_": None})) <= 2
@@ -229,6 +232,7 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
     caption = Caption(encoder, encoder.size, 6, EXAMPLES)
     flow = RectifiedFlow(small(text=caption), space=Pixels(SHAPE))
     with exported(flow, tmp_path, browser) as shown:
+        shown.open()
         assert differs(shown, flow, values_of(flow, text=EXAMPLES[0])) <= 2
         for text in ("A cat.", "The red, blue flowers and the two dogs in the red flower, and a cat!", "unseen"):
             shown.page.evaluate(LATER)
@@ -238,3 +242,23 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
         assert shown.page.inner_text("#condition-text-note") == ""
         shown.set("guidance", 2)
         assert differs(shown, flow, values_of(flow, text="unseen"), guidance=Guidance(2.0)) <= 2
+
+
+@pytest.mark.page
+def test_webgpu_draws_beside_a_text_encoder_and_takes_what_is_none(tmp_path: Path, browser_with_card: Any) -> None:
+    encoder = tiny_encoder(tmp_path / "encoder")
+    conditions: dict[str, Condition] = {"text": Caption(encoder, 8, 6, EXAMPLES), "petal_length": Number(QUANTILES)}
+    flow = RectifiedFlow(small(**conditions), space=Pixels(SHAPE))
+    with exported(flow, tmp_path, browser_with_card) as shown:
+        shown.page.goto(shown.address)
+        if not shown.page.evaluate(HAS_CARD):
+            pytest.skip("this chromium has no WebGPU adapter, not even of software")
+        shown.open("?backend=webgpu")
+        assert differs(shown, flow, values_of(flow, text=EXAMPLES[0], petal_length="3.0")) <= 2
+        shown.page.evaluate(LATER)
+        shown.page.get_by_label("Any Petal length").check()
+        shown.wait()
+        shown.set("guidance", 2)
+        values = values_of(flow, text=EXAMPLES[0], petal_length=None)
+        assert differs(shown, flow, values, guidance=Guidance(2.0)) <= 2
+        assert shown.page.evaluate("document.body.dataset.backend") == "webgpu", "to the end"
