@@ -179,6 +179,8 @@ INPUT_KINDS = (Labels, Number, Caption)
 UNKNOWN = "unknown"
 """Name of the input with the map of the unknown pixels of a source."""
 TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"
+MOST_BYTES = 2_000_000_000
+"""Largest size of the weights of a text encoder in float32: a file in ONNX has less than 2 GiB."""
 SENTENCE = "A red flower, and 2 blue ones!"
 """Text that an exported text encoder is checked with, beside the examples."""
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
@@ -244,13 +246,17 @@ def _text_encoder(kinds: Kinds, form: Format) -> PretrainedTextEncoder | None:
     """Return the text encoder that is to be exported, too.
 
     Raises:
-        UsageError: if captions have several of them, or the page cannot run one.
+        UsageError: if captions have several of them, one is too large for a file, or the page cannot run one.
     """
     encoders = [kind.encoder for kind in kinds.values() if isinstance(kind, Caption)]
     found = {each.fingerprint: each for each in encoders if isinstance(each, PretrainedTextEncoder)}
     if len(found) > 1:
         names = ", ".join(each.name for each in found.values())
         raise UsageError(f"--checkpoint has captions of several encoders ({names}): only one can be exported")
+    for each in found.values():
+        size = sum(parameter.numel() * 4 for parameter in each.parts[1].parameters())
+        if size > MOST_BYTES:
+            raise UsageError(f"the text encoder {each.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
     for each in encoders:
         if form == "page" and not isinstance(each, BagOfWords | PretrainedTextEncoder):
             raise UsageError(f"--format page cannot run the text encoder {each.name}: pass --format onnx")
