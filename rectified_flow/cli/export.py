@@ -253,10 +253,10 @@ def _text_encoder(kinds: Kinds, form: Format) -> PretrainedTextEncoder | None:
     if len(found) > 1:
         names = ", ".join(each.name for each in found.values())
         raise UsageError(f"--checkpoint has captions of several encoders ({names}): only one can be exported")
-    for each in found.values():
-        size = sum(parameter.numel() * 4 for parameter in each.parts[1].parameters())
+    for large in found.values():
+        size = sum(parameter.numel() * 4 for parameter in large.parts[1].parameters())
         if size > MOST_BYTES:
-            raise UsageError(f"the text encoder {each.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
+            raise UsageError(f"the text encoder {large.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
     for each in encoders:
         if form == "page" and not isinstance(each, BagOfWords | PretrainedTextEncoder):
             raise UsageError(f"--format page cannot run the text encoder {each.name}: pass --format onnx")
