@@ -30,7 +30,21 @@ from rectified_flow.system.files import printable
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
 Kind = Literal["caption", "label", "number"]
-RESERVED = ("x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "labels", "time", "kind")
+RESERVED = (
+    "x",
+    "t",
+    "r",
+    "images",
+    "latents",
+    "noise",
+    "noise_rows",
+    "path",
+    "source",
+    "labels",
+    "time",
+    "kind",
+    "unknown",
+)
 """Names of other entries of a batch, of inputs of a network, and of the entry of a description with its class."""
 MOST_LABELS, ROWS_PER_LABEL = 1000, 5
 """Largest number of labels, and least number of rows for each on average, of a column that is taken for labels."""

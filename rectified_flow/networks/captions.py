@@ -175,7 +175,9 @@ class PretrainedTextEncoder(TextEncoder):
         rows = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             device = self.parts[1].device
-            given = {name: each.to(device) for name, each in self.tokenize(texts[first : first + TEXTS_AT_ONCE]).items()}
+            given = {
+                name: each.to(device) for name, each in self.tokenize(texts[first : first + TEXTS_AT_ONCE]).items()
+            }
             with torch.autocast(device.type, enabled=False):
                 vectors, hidden = self.vectors(**given)
             row = torch.full((len(vectors), 1 + tokens, hidden.shape[-1]), torch.nan)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
 from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.condition import LARGEST, AugmentationLabels, Condition, Labels, Number, Picture, Vector, with_map
+from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
@@ -169,7 +169,7 @@ def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path
     """Where they have no value, the flow takes NaN and the program 1e30."""
     names = {"species": "class", "size": "größe"} if form == "onnx" else {"species": "species", "size": "size"}
     encoder = BagOfWords(("red", "flower", "two"))
-    conditions: dict[str, Condition] = {
+    conditions: dict[str, Any] = {
         "text": Caption(encoder, 3, 0, ("a red flower", "two")),
         names["size"]: Number((0.0, 1.5, 8.0)),
         names["species"]: Labels(2, ("cat", "dog")),

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from rectified_flow.cli.export import export, write_page
-from rectified_flow.cli.run_flags import ExportConfig
+from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Condition, Labels, Number
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
@@ -156,7 +156,7 @@ def columns() -> dict[str, Condition]:
 
 def values_of(flow: Flow, **texts: str | None) -> dict[str, torch.Tensor]:
     """The values of a written condition; None is "none"."""
-    kinds = flow.conditions
+    kinds: Any = flow.conditions
     return {
         name.removesuffix("_"): kinds[name.removesuffix("_")].none(1, torch.device("cpu"))
         if text is None
