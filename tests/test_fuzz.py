@@ -326,6 +326,7 @@ def test_damaged_runs(
     assert_in_words(run_on_ranks(1, run_limited, folder, trained, script, words.split(), damaged)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("script", "flag"), [(script, flag) for script, (_, flags) in ENDS.items() for flag in flags])
 def test_each_flag_of_the_examples_at_both_ends(script: str, flag: str, trained: Path, tmp_path: Path) -> None:
     own, flags = ENDS[script]
