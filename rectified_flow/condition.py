@@ -1,7 +1,7 @@
 """Conditions: named inputs of a network beside ``x`` and the time, each with a value that stands for "none".
 
-A network says which conditions it takes by an attribute ``conditions``, a mapping of names to kinds. A dataset offers
-them in the same way. Training drops them, sampling guides by them, and neither knows what they mean.
+A network has an attribute ``conditions``, a mapping of names to kinds, and so has a dataset. Dropping conditions in
+training and guidance in sampling are the same for all kinds.
 """
 
 import difflib
@@ -154,12 +154,10 @@ class Number(WrittenCondition):
 
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the numbers that are written."""
-        values = []
-        for text in texts:
-            try:
-                values.append(float(text))
-            except ValueError as error:
-                raise UsageError(f"{text} is not a number") from error
+        values = [as_number(text) for text in texts]
+        for value, text in zip(values, texts, strict=True):
+            if value is None:
+                raise UsageError(f"{text} is not a number")
         return torch.tensor(values)
 
     def embedding(self, dim: int) -> nn.Module:
@@ -167,15 +165,27 @@ class Number(WrittenCondition):
         return _NumberEmbedding(self.quantiles, dim)
 
 
+def as_number(text: str) -> float | None:
+    """Return a number as written; None if it is none, or its magnitude is :data:`LARGEST` or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if abs(number) < LARGEST else None
+
+
 class _NumberEmbedding(nn.Module):
     """A linear map of the share of the training data below a number, and of its waves; a learned one of "none"."""
+
+    low: Tensor
+    width: Tensor
 
     def __init__(self, quantiles: Sequence[float], dim: int) -> None:
         super().__init__()
         table = torch.tensor(quantiles, dtype=torch.float32)
-        # Parameters without gradient: a buffer would be sent to every process at every step.
-        self.low = nn.Parameter(table[:-1].clone(), requires_grad=False)
-        self.width = nn.Parameter(table.diff().clamp(min=torch.finfo(torch.float32).tiny), requires_grad=False)
+        # They belong to the data: no checkpoint has them, and a run that starts from another one keeps its own.
+        self.register_buffer("low", table[:-1].clone(), persistent=False)
+        self.register_buffer("width", table.diff().clamp(min=torch.finfo(torch.float32).tiny), persistent=False)
         self.linear = nn.Linear(1 + 2 * FREQUENCIES, dim)
         self.none = nn.Parameter(torch.zeros(dim))
 
@@ -301,17 +311,19 @@ def chosen(kinds: Kinds) -> Kinds:
 def drop(kinds: Kinds, values: Values, probability: float) -> Values:
     """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598).
 
-    If there are several, each is then replaced on its own with ``probability``, so that sampling can leave out some.
+    If columns are among several conditions, each condition is then replaced on its own with ``probability``, so that
+    sampling can leave out some.
     """
     if not values or probability == 0:
         return values
     first = next(iter(values.values()))
     # The stream has its name from the time when labels were the only condition; another name would be another run.
     every = randomness.rand("label dropout", (len(first),), first.device) < probability
-    single = len(chosen(kinds).keys() & values.keys()) < 2
+    free = chosen(kinds).keys() & values.keys()
+    separate = len(free) > 1 and any(isinstance(kinds[name], WrittenCondition) for name in free - {"labels"})
 
     def dropped(name: str) -> Tensor:
-        if single:
+        if not separate:
             return every
         return every | (randomness.rand(f"dropout of {name}", (len(first),), first.device) < probability)
 

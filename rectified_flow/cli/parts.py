@@ -17,7 +17,7 @@ from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow
 from rectified_flow.condition import Kinds, Picture, WrittenCondition, chosen
 from rectified_flow.data.build import ImageSource, open_dataset, read_table
 from rectified_flow.data.captions import read_column
-from rectified_flow.data.metadata import Column, choose_columns
+from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
@@ -230,6 +230,15 @@ def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedI
     if flow.class_names not in ([], pictures.class_names):
         differ = f"{source} was trained on different classes than {pictures.info.source}"
         raise UsageError(f"{differ}: pass the training pictures of the checkpoint with --dataset_path")
+
+
+def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
+    """Raise a UsageError if a column of the pictures has other values than those that the flow was trained on."""
+    for name, column in pictures.columns.items():
+        known = flow.conditions.get(name)
+        if known is None or identity_of(known) != identity_of(column.kind):
+            differ = f"{source} was trained on other values of the column {name} than {pictures.info.source} has"
+            raise UsageError(f"{differ}: train it again, or restore the metadata")
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

@@ -44,11 +44,13 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
         labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
         if not labels:
             raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
-        written[labels[0]] = _values_of("classes", flags.classes, kinds[labels[0]])
+        written[labels[0]] = _values_of(flags.classes, kinds[labels[0]])
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
-        written[name] = _values_of("set", text, _kind_of(name, kinds, source, f"--set {option}"))
-    if not written and captions and not flags.grid:
+        if name in written:
+            raise UsageError(f"--set {option} is the second value of {name}: separate several values by commas")
+        written[name] = _values_of(text, _kind_of(name, kinds, source, f"--set {option}"))
+    if not written and captions and not flags.grid and flags.from_images is None:
         examples = {name: kinds[name].examples for name in captions}  # type: ignore[attr-defined]
         written = {name: list(each) for name, each in examples.items() if each}
     return written
@@ -64,12 +66,13 @@ def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> WrittenConditi
     return kind
 
 
-def _values_of(flag: str, text: str, kind: Condition) -> list[str]:
-    """Return the values that a flag gives: a caption, or others separated by commas."""
+def _values_of(text: str, kind: Condition) -> list[str]:
+    """Return the values that a user gives: a caption, or others separated by semicolons or else by commas."""
     names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
     if isinstance(kind, Caption) or text in names:
         return [text]
-    return names if text.strip() == "all" and names else [each.strip() for each in text.split(",")]
+    separator = ";" if ";" in text else ","
+    return names if text.strip() == "all" and names else [each.strip() for each in text.split(separator)]
 
 
 def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
@@ -98,8 +101,8 @@ def conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor
         kind = kinds[name]
         if isinstance(kind, WrittenCondition):
             values[name] = _parse(name, texts, kind)
-    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE, "labels")}
-    if any(name != "labels" for name in written):
+    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE)}
+    if written:
         values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}
     return values
 
@@ -124,12 +127,14 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
         return Axis(name, [str(number) for number in range(int(values or SEEDS))])
     kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
     if values:
-        given = values.split(";") if isinstance(kind, Caption) else _values_of("grid", values, kind)
-        return Axis(name, [each.strip() for each in given][:MOST_CELLS])
+        given = values.split(";") if isinstance(kind, Caption) else _values_of(values, kind)
+        if len(given) > MOST_CELLS:
+            raise UsageError(f"--grid {name} has {len(given)} values, more than {MOST_CELLS}: pass fewer")
+        return Axis(name, [each.strip() for each in given])
     if isinstance(kind, Labels):
-        return Axis(name, _values_of("grid", "all", kind)[:MOST_CELLS])
+        return Axis(name, _values_of("all", kind)[:MOST_CELLS])
     if isinstance(kind, Number):
-        return Axis(name, [f"{value:g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
+        return Axis(name, [f"{value:.9g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
     examples = list(kind.examples) if isinstance(kind, Caption) else []
     if not examples:
         raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
@@ -139,6 +144,13 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
 def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str]], list[int]]:
     """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
     rows, columns = axes
+    if rows.name == columns.name:
+        raise UsageError(f"--grid {rows.name} {columns.name} has one axis twice: pass two different ones")
+    for name, texts in written.items():
+        if name in (rows.name, columns.name):
+            raise UsageError(f"--grid has the axis {name}, which another flag sets: leave one out")
+        if len(texts) > 1:
+            raise UsageError(f"--grid needs a single value of {name}, not {len(texts)}: make it an axis")
     count = len(rows.values) * len(columns.values)
     cells = {name: [texts[0]] * count for name, texts in written.items()}
     draws = [0] * count

@@ -251,9 +251,9 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
     if mask is not None:
         shown = shown.masked_fill(mask, GREY)
     if not flow.takes_source:
-        return Wanted(names, options | {"start": seen, "mask": mask}, shown, kept)
+        return Wanted(names, options | {"start": seen, "mask": mask}, shown, kept, written=written)
     options["conditions"] = options.get("conditions", {}) | {SOURCE: seen}
-    return Wanted(names, options, shown, kept, flags.reverse)
+    return Wanted(names, options, shown, kept, flags.reverse, written=written)
 
 
 def _numbered_pictures(
@@ -267,9 +267,9 @@ def _numbered_pictures(
     prompts = next(iter(written.values()))
     count = flags.num_samples or len(prompts)
     slugs = [re.sub(r"\W+", "-", prompts[number % len(prompts)]).strip("-")[:60] or "prompt" for number in range(count)]
-    digits = len(str(count - 1))
-    names = [slug if slugs.count(slug) == 1 else f"{slug}-{number:0{digits}d}" for number, slug in enumerate(slugs)]
-    return Wanted([f"{name}.png" for name in names], options, written=written)
+    if len({"grid", "path", *(slug.casefold() for slug in slugs)}) < 2 + count:  # two names would be the same
+        slugs = [f"{number:0{len(str(count - 1))}d}-{slug}" for number, slug in enumerate(slugs)]
+    return Wanted([f"{slug}.png" for slug in slugs], options, written=written)
 
 
 def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
-from rectified_flow.cli.parts import check_classes
+from rectified_flow.cli.parts import check_classes, check_columns
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
@@ -259,6 +259,7 @@ class _Generator:
         self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
         self.labels: Tensor | None = None
         check_classes(self.teacher, recipe.source, pictures)
+        check_columns(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
         if self.teacher.takes_source or pictures.columns:
             self.pictures = _seen_by(Path(recipe.source), pictures)

@@ -65,7 +65,7 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
     writer = StoreWriter(folder / f"captions-{key}", len(texts), row, "captions")
 
     def make(numbers: Sequence[int]) -> Mapping[str, Tensor]:
-        return {CAPTIONS_FILE: kind.parse([texts[number] for number in numbers])}
+        return {CAPTIONS_FILE: kind.encode([texts[number] for number in numbers])}
 
     def finish() -> None:
         long = max(encoder.count_tokens(texts))

@@ -3,7 +3,7 @@
 import io
 import logging
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +80,14 @@ class HuggingFaceSource:
         import datasets
 
         rows = self._rows.remove_columns(_image_columns(self._rows))
-        columns = dict[str, list[Any]]()
-        for name, values in rows.to_dict().items():
-            feature = rows.features[name]
-            is_class = isinstance(feature, datasets.ClassLabel)
-            columns[name] = [feature.int2str(value) if is_class and (value or 0) >= 0 else value for value in values]
+
+        def read(name: str) -> list[Any]:
+            feature, values = rows.features[name], list(rows[name])
+            if not isinstance(feature, datasets.ClassLabel):
+                return values
+            return [None if value is None or value < 0 else feature.int2str(value) for value in values]
+
+        columns = {name: partial(read, name) for name in rows.features}
         return Table(columns, [self.describe(row) for row in range(len(rows))])
 
     def _find_file(self, path: str | None) -> Path:

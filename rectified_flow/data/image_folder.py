@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 from tqdm.auto import tqdm
 
-from rectified_flow.data.metadata import Table, read_metadata
+from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
@@ -35,13 +35,14 @@ class ImageFolder:
     """
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
-        self.path, self.name = path, printable(path.name)
+        self.name = printable(path.name)
         unreadable = list[OSError]()
         everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder)
         if unreadable:
             first = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
         self.files = [file for file in everything if is_image(file)]
+        self._metadata = [file for file in everything if file.name in METADATA_FILES]
         kinds = Counter(file.suffix.lower() for file in everything).most_common()
         others = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds if suffix in OTHER_SUFFIXES)
         self.notes = [f"ignored {others} files in {self.name}: unsupported formats"] if others else []
@@ -76,7 +77,7 @@ class ImageFolder:
         Raises:
             UsageError: if a metadata file is damaged.
         """
-        return read_metadata(self.path, self.files)
+        return read_metadata(self._metadata, self.files)
 
 
 def find_images(folder: Path) -> list[Path]:

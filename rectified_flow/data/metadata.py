@@ -7,10 +7,12 @@ others. A value that is missing or empty is "none".
 import csv
 import io
 import json
+import os
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 from math import isfinite
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Labels, Number, WrittenCondition
+from rectified_flow.condition import Condition, Labels, Number, WrittenCondition, as_number
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.registry import describe
@@ -30,7 +32,7 @@ from rectified_flow.system.files import printable
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
 Kind = Literal["caption", "label", "number"]
-RESERVED = (
+RESERVED = {
     "x",
     "t",
     "r",
@@ -40,12 +42,12 @@ RESERVED = (
     "noise_rows",
     "path",
     "source",
+    "unknown",
     "labels",
     "time",
     "kind",
-    "unknown",
-)
-"""Names of other entries of a batch, of inputs of a network, and of the entry of a description with its class."""
+} | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode", "seed"}
+"""Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
 MOST_LABELS, ROWS_PER_LABEL = 1000, 5
 """Largest number of labels, and least number of rows for each on average, of a column that is taken for labels."""
 NUMERIC = 0.9
@@ -60,41 +62,49 @@ class Table:
     """The columns of a dataset.
 
     Args:
-        columns: the values of each row by column; None, an empty text or an empty list where there is none.
+        columns: the values of each row by column, or a function that reads them; None, an empty text or an empty list
+            where there is none.
         places: the place of each row, such as ``row 12 of metadata.csv``; empty for a picture without a row.
         notes: lines to print.
+        rows: numbers of the rows that belong to the table; None for all.
     """
 
-    columns: Mapping[str, Sequence[Any]]
+    columns: Mapping[str, Sequence[Any] | Callable[[], Sequence[Any]]]
     places: Sequence[str]
     notes: Sequence[str] = ()
+    rows: Sequence[int] | None = None
+
+    def read(self, column: str) -> list[tuple[Any, str]]:
+        """Return the value of each row of a column, with the place of the row."""
+        values = self.columns[column]
+        values = values() if callable(values) else values
+        return [(values[row], self.places[row]) for row in (range(len(values)) if self.rows is None else self.rows)]
 
     def subset(self, rows: Sequence[int]) -> "Table":
-        """Return some rows."""
-        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        return Table(columns, [self.places[row] for row in rows], self.notes)
+        """Return the table of some rows."""
+        return replace(self, rows=rows)
 
 
-def read_metadata(folder: Path, files: Sequence[Path]) -> Table:
-    """Read the metadata files in ``folder`` and its subfolders.
+def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
+    """Read metadata files.
 
     Args:
-        folder: the folder of the pictures.
+        metadata: the files to read, whose names are in :data:`METADATA_FILES`.
         files: the pictures, one for each row of the table.
 
     Raises:
         UsageError: if a file cannot be read, has no column ``file_name``, or names a picture twice.
     """
-    number = {file.resolve(): row for row, file in enumerate(files)}
+    number = {_normal(file): row for row, file in enumerate(files)}
     columns, places = dict[str, list[Any]](), [""] * len(files)
     absent, first_absent = 0, ""
-    for path in sorted(each for name in METADATA_FILES for each in folder.rglob(name)):
+    for path in metadata:
         for line, values in enumerate(_read(path), start=1):
             place = f"row {line} of {printable(path.name)}"
             name = values.pop(FILE_NAME, None)
             if not name:
                 raise UsageError(f"{place} has no {FILE_NAME}: name the picture in a column {FILE_NAME} ({path})")
-            row = number.get((path.parent / str(name)).resolve())
+            row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
             if row is None:
                 absent, first_absent = absent + 1, first_absent or str(name)
                 continue
@@ -103,11 +113,19 @@ def read_metadata(folder: Path, files: Sequence[Path]) -> Table:
             places[row] = place
             for column, value in values.items():
                 columns.setdefault(column, [None] * len(files))[row] = value
+    if absent and not any(places):
+        found = f"no row of {metadata[0]} names a picture in the folder, such as {first_absent}"
+        raise UsageError(f"{found}: write paths relative to the metadata file")
     notes = [f"{absent} rows of the metadata name no picture in the folder, such as {first_absent}"] * (absent > 0)
     alone = [file for file, place in zip(files, places, strict=True) if not place]
     if columns and alone:
         notes.append(f"{len(alone)} pictures have no row in the metadata, such as {printable(alone[0].name)}")
     return Table(columns, places, notes)
+
+
+def _normal(file: Path) -> str:
+    """Return a path by which two names of one file are equal, also in another Unicode normalisation."""
+    return unicodedata.normalize("NFC", os.path.normpath(os.path.abspath(file)))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -121,7 +139,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
             if extra is not None:
                 raise ValueError(f"row {extra} has more values than the header; put texts with commas in quotes")
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
         if not all(isinstance(row, dict) for row in rows):
             raise ValueError("a line is not a JSON object")
     except (OSError, ValueError, csv.Error) as error:
@@ -157,7 +175,7 @@ class Column:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of the kind and of the values."""
-        digest = blake2b(repr(describe(self.kind)).encode(), digest_size=16)
+        digest = blake2b(repr(identity_of(self.kind)).encode(), digest_size=16)
         digest.update(self.first.tobytes() + "\0".join(self.texts).encode())
         return digest.hexdigest()
 
@@ -170,10 +188,12 @@ class Column:
         """
         numbers = self.numbers(rows, draws)
         there = [number for number in numbers if number >= 0]
-        result = self.kind.none(len(rows), torch.device("cpu"))
-        if there:
-            mask = torch.tensor([number >= 0 for number in numbers])
-            result[mask] = self._values(there).to(result.dtype)
+        none = self.kind.none(len(rows), torch.device("cpu"))
+        if not there:
+            return none
+        values = self._values(there)
+        result = none.to(values.dtype)
+        result[torch.tensor([number >= 0 for number in numbers])] = values
         return result
 
     def texts_of(self, rows: Sequence[int], draws: Sequence[int]) -> list[str]:
@@ -190,12 +210,18 @@ class Column:
         return numbers
 
     def _values(self, numbers: Sequence[int]) -> Tensor:
-        if self.values is None:
-            return self.kind.parse([self.texts[number] for number in numbers])
+        if isinstance(self.kind, Caption) and self.values is None:
+            return self.kind.encode([self.texts[number] for number in numbers])
         if isinstance(self.values, Tensor):
             return self.values[list(numbers)]
         entries: dict[str, Tensor] = self.values.read_entries(numbers)
         return entries["captions"]
+
+
+def identity_of(kind: Condition) -> dict[str, Any]:
+    """Return a description of a kind that does not depend on the place of a text encoder."""
+    encoder = {"encoder": kind.encoder.fingerprint} if isinstance(kind, Caption) else {}
+    return describe(kind) | encoder
 
 
 @dataclass
@@ -277,7 +303,8 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
             f"--condition_on {' '.join(wanted)} needs columns, and {source} has none: write a metadata.csv with the "
             f"columns {FILE_NAME} and {wanted[0]} beside the pictures"
         )
-    columns = list(table.columns) if list(wanted) == ["all"] else list(dict.fromkeys(wanted))
+    every = list(wanted) == ["all"]
+    columns = list(table.columns) if every else list(dict.fromkeys(wanted))
     for column in (*columns, *types):
         if column not in table.columns:
             flag = "condition_on" if column in columns else "condition_types"
@@ -285,17 +312,34 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
     for column in types:
         if column not in columns:
             raise UsageError(f"--condition_types {column} is not in --condition_on: pass it there, too")
-    chosen = [_choose(column, table, types.get(column)) for column in columns]
+    chosen = [_choose(column, table, types.get(column)) for column in columns if not every or _suits(table, column)]
+    if not chosen:
+        raise UsageError(f"--condition_on all finds no suitable column in {source}: name one of {', '.join(columns)}")
     twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
     if twice:
         raise UsageError(f"--condition_on has two columns for the condition {twice[0]}: rename one")
     return chosen
 
 
+def _suits(table: Table, column: str) -> bool:
+    """Return whether ``all`` includes a column: one with values, neither nested nor of identifiers."""
+    values = [value for value, _place in table.read(column)]
+    nested = any(isinstance(value, dict) or _is_list_of_other(value) for value in values)
+    texts = [text for value in values for text in _texts_of(value)]
+    named = len({*texts}) == len(texts) > 1 and not any(" " in text for text in texts) and _guess(texts) == "caption"
+    return bool(texts) and not nested and not named
+
+
+def _is_list_of_other(value: Any) -> bool:
+    """Return whether a value is a list of anything but texts."""
+    return isinstance(value, list | tuple) and not all(isinstance(each, str) for each in value)
+
+
 def _choose(column: str, table: Table, kind: str | None) -> Chosen:
-    values = [_texts_of(value) for value in table.columns[column]]
+    cells = [(_texts_of(value), place) for value, place in table.read(column)]
+    values = [texts for texts, _place in cells]
     texts = [text for each in values for text in each]
-    places = [place for each, place in zip(values, table.places, strict=True) for _ in each]
+    places = [place for each, place in cells for _ in each]
     if not texts:
         raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
     for text, place in zip(texts, places, strict=True):
@@ -322,7 +366,7 @@ def _texts_of(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
         return [text for each in value for text in _texts_of(each)]
     missing = value is None or (isinstance(value, float) and not isfinite(value))
-    text = "" if missing else str(value).strip()
+    text = "" if missing else str(value).encode("utf-8", "replace").decode().strip()  # without halves of characters
     return [text] if text else []
 
 
@@ -332,15 +376,6 @@ def _guess(texts: Sequence[str]) -> Kind:
         return "number"
     few = len(different) <= min(MOST_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
     return "label" if few else "caption"
-
-
-def as_number(text: str) -> float | None:
-    """Return a finite number as written, or None."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if isfinite(number) else None
 
 
 def condition_name(column: str) -> str:

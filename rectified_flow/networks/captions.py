@@ -58,7 +58,7 @@ def words_of(text: str) -> list[str]:
 
 @register
 class BagOfWords(TextEncoder):
-    """An encoder that counts words, and ignores their order and all words that it does not know.
+    """An encoder that counts words, and ignores their order and all other words.
 
     Args:
         words: the known words.
@@ -215,9 +215,17 @@ class Caption(WrittenCondition, SequenceCondition):
         """Return ``count`` rows of "none"."""
         return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
 
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Return the encoded texts; a text without known words is "none"."""
+        return self.encoder.encode(texts, self.tokens)
+
     def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the encoded texts; an empty text is "none"."""
-        values = self.encoder.encode(texts, self.tokens)
+        """Return the encoded texts of a user; an empty text is "none".
+
+        Raises:
+            UsageError: if no word of a text is known.
+        """
+        values = self.encode(texts)
         for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
             if unknown and text.strip():
                 known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else "words"

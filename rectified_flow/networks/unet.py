@@ -80,11 +80,14 @@ class Unet(nn.Module):
 
         condition_dim = 4 * dim
         self.time_embedding = TimeEmbedding(dim, condition_dim)
+        self._embeddings = dict[str, str]()
+        """Names of the modules that embed the conditions; checkpoints contain them."""
         for name, kind in self.conditions.items():
-            if name in ("x", "t", "r") or hasattr(self, _embedding_name(name)):
+            free = [each for each in _embedding_names(name) if not hasattr(self, each)]
+            if name in ("x", "t", "r") or not free:
                 raise ValueError(f"the condition {name!r} has the name of another input of this Unet: rename it")
-            width = dim if isinstance(kind, Picture) else condition_dim
-            self.add_module(_embedding_name(name), kind.embedding(width))
+            self._embeddings[name] = free[0]
+            self.add_module(free[0], kind.embedding(dim if isinstance(kind, Picture) else condition_dim))
             if isinstance(kind, SequenceCondition) and kind.none(1, torch.device("cpu")).shape[1] > 1:
                 self.add_module(_sequence_name(name), kind.sequence_embedding(condition_dim))
         sequences = condition_dim if any(hasattr(self, _sequence_name(name)) for name in self.conditions) else 0
@@ -120,6 +123,10 @@ class Unet(nn.Module):
             if level > 0:
                 self.up.append(block(width, width, side, nn.Upsample(scale_factor=2.0)))
 
+        if sequences and not any(isinstance(module, Attention) for module in self.modules()):
+            sides = [side for _level, _width, side in levels]
+            raise ValueError(f"no level has attention, which reads the tokens of captions: add a side of {sides} to it")
+
         self.norm_out = GroupNorm(width)
         self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))
 
@@ -142,7 +149,7 @@ class Unet(nn.Module):
         embedding, pictures, sequences = self.time_embedding(t, t if r is None else r), [], []
         for name, kind in self.conditions.items():
             values = conditions.pop(name) if name in conditions else kind.none(len(x), x.device)
-            embedded = getattr(self, _embedding_name(name))(values)
+            embedded = getattr(self, self._embeddings[name])(values)
             if isinstance(kind, Picture):
                 pictures.append(embedded)
             else:
@@ -315,9 +322,9 @@ class Attention(nn.Module):
         return x + self.out(attended)
 
 
-def _embedding_name(condition: str) -> str:
-    """Return the name of the embedding module, such as ``label_embedding`` for ``labels``; checkpoints contain it."""
-    return f"{condition.removesuffix('s')}_embedding"
+def _embedding_names(condition: str) -> list[str]:
+    """Return possible names of the module that embeds a condition, such as ``label_embedding`` for ``labels``."""
+    return [f"{condition.removesuffix('s')}_embedding", f"{condition}_embedding", f"{condition}_value_embedding"]
 
 
 def _sequence_name(condition: str) -> str:

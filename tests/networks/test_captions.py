@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.func import jvp
 
-from rectified_flow.condition import LARGEST, all_none, drop, none_of
+from rectified_flow.condition import LARGEST, Labels, all_none, drop, none_of
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.networks.unet import Unet
@@ -134,6 +134,18 @@ def test_checkpointing_has_the_same_gradients(conditional: tuple[Unet, Caption])
     assert {"text_sequence.linear.weight", "text_embedding.inner.weight"} <= gradients[0].keys()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name)
+
+
+def test_tokens_need_attention(encoder: PretrainedTextEncoder) -> None:
+    kind = Caption(encoder, encoder.size, tokens=6)
+    with pytest.raises(ValueError, match="no level has attention"):
+        Unet(8, (1, 2), conditions={"text": kind}, image_size=8, attention_sides=())
+
+
+def test_columns_that_differ_by_an_s() -> None:
+    kinds = {"labels": Labels(2), "label": Labels(3), "colors": Labels(4), "color": Labels(5)}
+    names = {name.split(".")[0] for name in Unet(8, (1, 2), conditions=kinds, image_size=8).state_dict()}
+    assert {"label_embedding", "label_value_embedding", "color_embedding", "color_value_embedding"} <= names
 
 
 def test_dropping_removes_the_vector_and_the_tokens(encoder: PretrainedTextEncoder) -> None:

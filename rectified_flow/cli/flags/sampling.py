@@ -81,7 +81,7 @@ class PicturesConfig(Flags):
     prompt: str | None = None
     """Caption of the images, of a model that was trained on captions."""
     prompts: Path | None = None
-    """Text file with a caption in each line; each is an image, and names it."""
+    """Text file with a caption in each line; each line becomes an image with the name of the line."""
     set_: Annotated[
         tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
         tyro.conf.arg(name="set", metavar="NAME=VALUE", help_behavior_hint="(default: none)"),
