@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainConfig
+from rectified_flow.cli.likelihood import FILES, check_likelihood, measure_likelihood
 from rectified_flow.cli.parts import (
     add_columns,
     add_source,
@@ -54,6 +55,8 @@ LOCK_TIMEOUT = 60.0
 def evaluate(config: EvaluateConfig) -> None:
     """Compare samples with the training data, and print and save the results; each process takes a share.
 
+    With ``--likelihood``, measure the likelihood of pictures instead.
+
     Raises:
         UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
         RunError: if the results cannot be written.
@@ -62,11 +65,14 @@ def evaluate(config: EvaluateConfig) -> None:
     state, trained, options = open_trained(config)
     flow, source = trained.flow, trained.source
     # Flags that cannot work, and results that cannot be read, end here, before hours of sampling.
+    by_likelihood = measure.likelihood is not None
+    if by_likelihood:
+        check_likelihood(config, trained)
     snapshots = on_main(state, lambda: intact_snapshots(source)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    files = [RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE]
+    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE)
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), files, ours=is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
@@ -76,6 +82,9 @@ def evaluate(config: EvaluateConfig) -> None:
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):
         tqdm.write(f"warning: {dataset.info.source} is not, or no longer, what {source} was trained on")
+    if by_likelihood:
+        measure_likelihood(config, trained, dataset, held_out, folder)
+        return
     evaluator = Evaluator(
         dataset,
         measure.feature_network,

@@ -20,14 +20,14 @@ from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
-from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.image_folder import ImageFolder, find_images
 from rectified_flow.data.metadata import Table
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
 from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import Positive, as_plain
 from rectified_flow.system.artifact import Artifact
-from rectified_flow.system.files import check_document, usable_path
+from rectified_flow.system.files import check_document, printable, usable_path
 from rectified_flow.system.machine import processors, require_disk
 from rectified_flow.system.pictures import fit, upright_size
 from rectified_flow.system.terminal import progress_bar
@@ -247,6 +247,22 @@ def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Tab
     for note in table.notes:
         PartialState().print(f"note: {note}")
     return table.subset(rows)
+
+
+def picture_names(pictures: ImageDataset) -> list[str]:
+    """Return the path of each picture in its folder; for pictures of other sources the number of its row.
+
+    Args:
+        pictures: pictures, some or all of a store, with the arguments of :func:`open_dataset` that opened them.
+    """
+    names = [str(row) for row in range(pictures.info.length)]
+    folder, broken = pictures.arguments.get("dataset_path"), {*pictures.info.skipped}
+    if folder is not None and find_dataset_file(Path(folder)) is None:
+        path = Path(folder).resolve()
+        files = [file for file in find_images(path) if printable(file) not in broken]
+        if len(files) == len(names):  # else the folder has changed since its pictures were decoded
+            names = [printable(file.relative_to(path)) for file in files]
+    return names if pictures.rows is None else [names[row] for row in pictures.rows]
 
 
 def _framing_of(arguments: Mapping[str, Any]) -> tuple[int, int]:

@@ -193,6 +193,8 @@ class Panel:
     y_label: str
     log_x: bool = False
     log_y: bool = False
+    is_histogram: bool = False
+    """Whether x is the centre of a bin, of which all have the same width."""
 
 
 def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
@@ -215,7 +217,9 @@ def draw_panels(path: Path, panels: Sequence[Panel]) -> Path:
 def _draw(axes: Any, panel: Panel) -> None:
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label, title=panel.title)
     for name, points in panel.lines.items():
-        axes.plot([*points], [*points.values()], label=name, marker="." if len(points) < 40 else None)
+        marker = "." if len(points) < 40 and not panel.is_histogram else None
+        style = "steps-mid" if panel.is_histogram else "default"
+        axes.plot([*points], [*points.values()], label=name, marker=marker, drawstyle=style)
     if panel.log_x:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in panel.lines.values() for x in points})

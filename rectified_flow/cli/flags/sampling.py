@@ -157,6 +157,20 @@ class MeasureConfig(Flags):
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None
     """Folder for evaluation.json."""
+    likelihood: Annotated[
+        tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
+    ] = None
+    """Measure the likelihood of pictures instead: of training and held-out pictures, and of those in a folder."""
+    likelihood_steps: Annotated[Positive | None, default_is("16")] = None
+    """Steps of the solver for the likelihood, with 4 network calls and their gradients each."""
+    likelihood_probes: Annotated[Positive | None, default_is("1")] = None
+    """Independent estimates of the likelihood of each picture, which are averaged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.likelihood is None:
+            needs = {"likelihood_steps": self.likelihood_steps, "likelihood_probes": self.likelihood_probes}
+            refuse(needs, "has no effect without --likelihood: pass both")
 
 
 @dataclass(frozen=True)
