@@ -15,7 +15,7 @@ from rectified_flow.data.build import open_dataset, picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.join import check_equal
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.likelihood import Pictures, measure
 from rectified_flow.flags import flag_types, refuse
@@ -30,7 +30,7 @@ from rectified_flow.system.pictures import Panel, draw_panels, to_grid, with_tex
 from rectified_flow.system.terminal import lines
 
 LIKELIHOOD_FILE, HISTOGRAM_FILE, STRANGEST_FILE = FILES = ("likelihood.json", "likelihood.png", "strangest.png")
-STEPS, PROBES, BINS = 16, 1, 30
+STEPS, PROBES, BINS = 16, 1, 20
 MOST_PICTURES = 128
 """Largest number of training pictures, and of held-out pictures, that are measured."""
 SHOWN = 32
@@ -84,7 +84,7 @@ def measure_likelihood(
 
     Raises:
         UsageError: if there are no 8-bit pictures, they have transparency, or those of a folder cannot be read.
-        RunError: if the results cannot be written.
+        RunError: if an estimate is not finite, or the results cannot be written.
         Interrupted: on every process, if a stop was requested on one.
     """
     flags, flow, state = config.samples, trained.flow, PartialState()
@@ -94,6 +94,8 @@ def measure_likelihood(
     check_equal(state, lambda: {"the pictures of --likelihood": given and given.data.fingerprint})
     how = {"steps": flags.likelihood_steps or STEPS, "probes": flags.likelihood_probes or PROBES, "seed": flags.seed}
     estimates = measure(flow, list(groups.values()), batch_size=config.model.batch_size, **how)
+    if not all(each.isfinite().all() for each in estimates):
+        raise RunError(f"the ODE of {trained.source} diverges for some of the pictures: raise --likelihood_steps")
     if not state.is_main_process:
         return
     bits = dict(zip(groups, estimates, strict=True))
@@ -106,7 +108,9 @@ def measure_likelihood(
     last = list(groups)[-1]
     write_picture(folder / STRANGEST_FILE, _strangest(groups[last], bits[last]))
     texts = {name: _line(each) for name, each in summaries.items()}
-    texts["solver"] = f"{how['steps']} Runge-Kutta steps; {how['probes']} probes for each picture, seed {how['seed']}"
+    steps, probes = how["steps"], how["probes"]
+    counts = f"{steps} Runge-Kutta step{'s' * (steps > 1)}, {probes} probe{'s' * (probes > 1)} for each picture"
+    texts["solver"] = f"{counts}, seed {how['seed']}"
     texts |= {"results": str(folder / LIKELIHOOD_FILE), "histogram": str(folder / HISTOGRAM_FILE)}
     tqdm.write(lines(texts | {"strangest": f"{folder / STRANGEST_FILE}: {last} pictures, the least likely first"}))
 

@@ -176,7 +176,7 @@ def test_the_same_figures_on_two_processes(run: Path, tmp_path: Path, capfd: pyt
     assert names == {f"{'cat' if i < 7 else 'dog'}/{i}.png" for i in range(COUNT)}
     assert [each["name"] for each in alone["given"]["each"]] == ["deep/copy.png", "red.png"]
     told = capfd.readouterr().out
-    assert "2 Runge-Kutta steps; 2 probes for each picture, seed 0" in told
+    assert "2 Runge-Kutta steps, 2 probes for each picture, seed 0" in told
     assert "bits per dimension of 2 pictures, standard error" in told
 
 

@@ -156,7 +156,7 @@ class MeasureConfig(Flags):
     cache_dir: Path | None = None
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None
-    """Folder for evaluation.json."""
+    """Folder for the results, evaluation.json or likelihood.json."""
     likelihood: Annotated[
         tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
     ] = None
