@@ -354,6 +354,8 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "sample.py":
         steps = [] if "adaptive" in flags else ["--steps", "1"]
         return [*flags, "--num_samples", "2", *steps]
+    if name == "evaluate.py" and "--likelihood" in flags:
+        return [*flags, "--likelihood_steps", "1"]
     if name == "evaluate.py":
         lengths = ["--ema_lengths", "0.1"] if "--ema_lengths" in flags else []
         return [*flags, *TINY_EVALUATION.split(), *lengths]
