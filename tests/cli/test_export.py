@@ -39,7 +39,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def small(**conditions: object) -> Unet:
     torch.manual_seed(0)
-    network = Unet(8, (1,), conditions=conditions, image_size=8, attention_sides=(), blocks_per_level=1)  # type: ignore[arg-type]
+    sides = (8,) if any(getattr(kind, "tokens", 0) for kind in conditions.values()) else ()
+    kinds: Any = conditions
+    network = Unet(8, (1,), conditions=kinds, image_size=8, attention_sides=sides, blocks_per_level=1)
     for parameter in network.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     return network

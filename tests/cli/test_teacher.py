@@ -175,7 +175,7 @@ def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path:
     assert_refused("train_mean_flow.py", 1, flags, "predicts the clean: pass one that predicts the velocity")
     plain = train_teacher(tmp_path / "plain")
     flags = f"--teacher {plain} --guidance_scale 2 --output_dir {tmp_path / 'run'}"
-    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs labels")
+    assert_refused("train_mean_flow.py", 1, flags, "--guidance_scale needs conditions")
 
 
 def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
