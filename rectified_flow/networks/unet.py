@@ -317,7 +317,7 @@ class Attention(nn.Module):
             further = self.sequence(sequence).to(k.dtype).chunk(2, dim=2)
             more = [rearrange(each, "b m (n d) -> b n m d", n=self.heads) for each in further]
             k, v = torch.cat((k, more[0]), dim=2), torch.cat((v, more[1]), dim=2)
-            mask = torch.cat((known.new_ones(len(x), q.shape[2]), known), dim=1)[:, None, None]
+            mask = torch.cat((known.new_ones(x.shape[0], q.shape[2]), known), dim=1)[:, None, None]
         attended = rearrange(attend(q, k, v, mask), "b n (h w) d -> b (n d) h w", h=x.shape[-2])
         return x + self.out(attended)
 
