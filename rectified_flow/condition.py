@@ -124,8 +124,8 @@ FREQUENCIES = 4
 class Number(WrittenCondition):
     """Numbers, float32 ``[b]``; NaN stands for "none".
 
-    The network gets the share of the training data below a number, by their quantiles. Numbers outside of the range of
-    the training data count as its ends.
+    The network gets the quantile rank of a number in the training data. Numbers outside of the training range are
+    clamped to it.
 
     Args:
         quantiles: quantiles of the training data in ascending order, at equal distances from their minimum to their
@@ -175,7 +175,7 @@ def as_number(text: str) -> float | None:
 
 
 class _NumberEmbedding(nn.Module):
-    """A linear map of the share of the training data below a number, and of its waves; a learned one of "none"."""
+    """A linear embedding of the quantile rank of a number and its Fourier features, and a learned one of "none"."""
 
     low: Tensor
     width: Tensor
@@ -183,7 +183,7 @@ class _NumberEmbedding(nn.Module):
     def __init__(self, quantiles: Sequence[float], dim: int) -> None:
         super().__init__()
         table = torch.tensor(quantiles, dtype=torch.float32)
-        # They belong to the data: no checkpoint has them, and a run that starts from another one keeps its own.
+        # Not persistent: the quantiles come from the data, so that --init_from does not overwrite them.
         self.register_buffer("low", table[:-1].clone(), persistent=False)
         self.register_buffer("width", table.diff().clamp(min=torch.finfo(torch.float32).tiny), persistent=False)
         self.linear = nn.Linear(1 + 2 * FREQUENCIES, dim)
@@ -311,13 +311,13 @@ def chosen(kinds: Kinds) -> Kinds:
 def drop(kinds: Kinds, values: Values, probability: float) -> Values:
     """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598).
 
-    If columns are among several conditions, each condition is then replaced on its own with ``probability``, so that
-    sampling can leave out some.
+    If there are several conditions and at least one comes from a column, each condition is also replaced on its own
+    with ``probability``, so that sampling can use any subset.
     """
     if not values or probability == 0:
         return values
     first = next(iter(values.values()))
-    # The stream has its name from the time when labels were the only condition; another name would be another run.
+    # The stream is named after labels, which were once the only condition. Renaming it would change every run.
     every = randomness.rand("label dropout", (len(first),), first.device) < probability
     free = chosen(kinds).keys() & values.keys()
     separate = len(free) > 1 and any(isinstance(kinds[name], WrittenCondition) for name in free - {"labels"})

@@ -132,7 +132,7 @@ def load_trained(
 
 
 def _move_text_encoder(trained: Trained, source: str) -> None:
-    """Let the captions of a flow be encoded by the same encoder in another place."""
+    """Load the text encoder of the captions of a flow from another place."""
     moved = 0
     for name, kind in trained.flow.conditions.items():
         if isinstance(kind, Caption) and isinstance(kind.encoder, PretrainedTextEncoder):

@@ -101,10 +101,10 @@ def case(about: str, *columns: str, tokens: int | None = None, **settings: Any) 
 STUDY = Study(
     __doc__ or "",
     {
-        "words": case("retrieval at 5 of twice chance", "text", "category"),
-        "vector": case("retrieval at 5 of three times chance", "text", "category", tokens=0),
-        "tokens": case("retrieval at 5 of four times chance", "text", "category", tokens=12),
-        "numbers": case("correlations of at least 0.9", "size", "hue", "petals"),
+        "words": case("expected: retrieval at 5 twice as high as chance", "text", "category"),
+        "vector": case("expected: retrieval at 5 three times as high as chance", "text", "category", tokens=0),
+        "tokens": case("expected: retrieval at 5 four times as high as chance", "text", "category", tokens=12),
+        "numbers": case("expected: correlations of at least 0.9", "size", "hue", "petals"),
     },
     Flags(
         data=("emoji-pairs/fluent",),

@@ -43,7 +43,7 @@ def check_likelihood(config: EvaluateConfig, trained: Trained) -> None:
     """Check the flags and the flow before any picture is read.
 
     Raises:
-        UsageError: if a flag has no effect on the likelihood, or the flow gives 8-bit pictures none.
+        UsageError: if a flag has no effect, or the likelihood of 8-bit pictures is undefined for the flow.
     """
     given = config.program.given or ()
     refuse({name: name in given for name in UNUSED}, "has no effect with --likelihood: leave it out")
@@ -54,7 +54,7 @@ def check_likelihood(config: EvaluateConfig, trained: Trained) -> None:
 
 
 def _problem_with(flow: Flow) -> str | None:
-    """Return a sentence if a flow gives 8-bit pictures no likelihood, or else None."""
+    """Return the reason why a flow has no likelihood of 8-bit pictures, or None."""
     if not isinstance(flow, RectifiedFlow):
         return f"a {type(flow).__name__} has no ODE; pass a run of train_oxford.py"
     if flow.takes_source:
@@ -157,9 +157,9 @@ def _line(summary: Mapping[str, Any]) -> str:
     """Return the mean of a group, its standard error, and the mean standard error of one picture."""
     error, each = summary["standard_error"], [row["standard_error"] for row in summary["each"]]
     errors = [] if error is None else [f"standard error {error:.3f}"]
-    errors += [] if None in each else [f"of one picture {sum(each) / len(each):.4f}"]
+    errors += [] if None in each else [f"mean standard error of a picture {sum(each) / len(each):.4f}"]
     count = f"{len(each)} picture{'s' * (len(each) > 1)}"
-    return ", ".join((f"{summary['bits_per_dimension']:.3f} bits per dimension of {count}", *errors))
+    return ", ".join((f"{summary['bits_per_dimension']:.3f} bits per dimension (mean of {count})", *errors))
 
 
 def _histogram(bits: Mapping[str, Tensor]) -> Panel:

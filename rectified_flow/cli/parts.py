@@ -109,7 +109,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     known = chosen(flow.conditions)
     for name in flags.guidance_scales:
         if name not in known:
-            raise UsageError(f"--guidance {name} is no condition of {source}: pass {', '.join(known) or 'none'}")
+            raise UsageError(f"--guidance {name}: {source} has no condition {name}; pass {', '.join(known) or 'none'}")
     if "guidance" in options and not known:
         raise UsageError(f"--guidance_scale needs conditions: train {source} with --use_cfg or --condition_on")
     return options
@@ -196,13 +196,13 @@ def add_columns(
     kinds: Kinds | None = None,
     seed: int = 0,
 ) -> ImageDataset:
-    """Return the pictures with the columns of ``--condition_on`` as conditions, and print these. Collective.
+    """Add the columns of ``--condition_on`` to the pictures as conditions, and print a summary of each. Collective.
 
     Args:
         pictures: the pictures.
         flags: the flags of the columns.
         source: the image source of a registered ``--dataset``.
-        kinds: the conditions of a trained flow, whose kinds the columns get; the other columns are left out.
+        kinds: the conditions of a trained flow. Columns take their kinds from it, and other columns are left out.
         seed: seed of the choice among several captions.
 
     Raises:
@@ -237,8 +237,8 @@ def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
     for name, column in pictures.columns.items():
         known = flow.conditions.get(name)
         if known is None or identity_of(known) != identity_of(column.kind):
-            differ = f"{source} was trained on other values of the column {name} than {pictures.info.source} has"
-            raise UsageError(f"{differ}: train it again, or restore the metadata")
+            differ = f"the column {name} of {pictures.info.source} differs from the one that {source} was trained on"
+            raise UsageError(f"{differ}: restore the metadata, or train again")
 
 
 def build_space(data: DataConfig, items: Any = None) -> Space:

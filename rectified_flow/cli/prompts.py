@@ -62,7 +62,7 @@ def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> WrittenConditi
     if not isinstance(kind, WrittenCondition):
         known = ", ".join(each for each in kinds if isinstance(kinds[each], WrittenCondition))
         known = known or "none; train with --condition_on"
-        raise UsageError(f"{flag} names no condition of {source}: its conditions are {known}")
+        raise UsageError(f"{flag}: {source} has no such condition; its conditions are {known}")
     return kind
 
 

@@ -179,7 +179,7 @@ def _reversed(
 
 
 def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int) -> Any:
-    """Return a grid of results; of those made from pictures, each after its picture; with conditions in words."""
+    """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
     count, shown = len(files) // variants, wanted.shown
     across = 1 if shown is None else 1 + variants
     rows = range(count if wanted.axes else min(count, max(1, GRID_PICTURES // across)))

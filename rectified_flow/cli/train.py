@@ -163,7 +163,7 @@ def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageS
     unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
     if config.flow.coupling == "ot" and unequal:
         raise UsageError(
-            f"--coupling ot pairs rows with equal conditions, and {unequal[0]} has few of them: leave it out"
+            f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
         )
     return parts.add_source(pictures, config.data, config.source, config.run.seed)
 

@@ -78,5 +78,5 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
         if missing:
             encoder.to_device(state.device)
             fill(writer, state, make, finish, doing="encoding", batch_size=TEXTS_AT_ONCE)
-            encoder.to_device(torch.device("cpu"))  # prompts are few
+            encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
     return StoreDataset(writer.path)

@@ -49,9 +49,9 @@ RESERVED = {
 } | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode", "seed"}
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
 MOST_LABELS, ROWS_PER_LABEL = 1000, 5
-"""Largest number of labels, and least number of rows for each on average, of a column that is taken for labels."""
+"""Largest number of labels, and smallest average number of rows per label, in a column of labels."""
 NUMERIC = 0.9
-"""Share of numbers from which on a column is taken for numbers."""
+"""Smallest share of numeric values in a column of numbers."""
 LONGEST_CAPTION = 10_000
 QUANTILES, EXAMPLES = 33, 16
 """Number of quantiles that are kept of numbers, and of captions that are kept as examples."""
@@ -124,7 +124,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
 
 
 def _normal(file: Path) -> str:
-    """Return a path by which two names of one file are equal, also in another Unicode normalisation."""
+    """Return the path in a normal form, which is equal for all spellings and Unicode normalisations."""
     return unicodedata.normalize("NFC", os.path.normpath(os.path.abspath(file)))
 
 
@@ -253,16 +253,16 @@ class Chosen:
         for number, text, place in zip(found, self.texts, self.places, strict=True):
             if number is None:
                 raise UsageError(
-                    f"--condition_on {self.column} has numbers, but {text!r} in {place}: correct it, or pass "
+                    f"--condition_on {self.column} has numbers, but {place} has {text!r}: correct this value, or pass "
                     f"--condition_types {self.column}=label"
                 )
         return [number for number in found if number is not None]
 
     def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> WrittenCondition:
-        """Return the kind of condition, with what the values of the column determine.
+        """Build the kind of condition, with the quantiles, labels or vocabulary of the values.
 
         Args:
-            text_encoder: folder or hub id of the encoder of captions; by default their own words.
+            text_encoder: folder or hub id of the encoder of captions; a bag of words if not given.
             tokens: number of tokens of a caption that a network attends to.
         """
         if self.kind == "number":
@@ -275,7 +275,7 @@ class Chosen:
         return Caption(encoder, encoder.size, tokens, tuple(dict.fromkeys(examples)))
 
     def summary(self, kind: Condition) -> str:
-        """Describe the column in a line for a person."""
+        """Return a summary of the column in one line."""
         gaps = f", missing in {self.missing} of {len(self.first) - 1} rows" if self.missing else ""
         if isinstance(kind, Number):
             return f"number, {kind.quantiles[0]:g} to {kind.quantiles[-1]:g}, {len(set(self.texts))} different{gaps}"
@@ -311,7 +311,7 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
             raise UsageError(f"--{flag} {column} does not exist in {source}: pass {', '.join(table.columns)}")
     for column in types:
         if column not in columns:
-            raise UsageError(f"--condition_types {column} is not in --condition_on: pass it there, too")
+            raise UsageError(f"--condition_types {column} is missing from --condition_on: add it there")
     chosen = [_choose(column, table, types.get(column)) for column in columns if not every or _suits(table, column)]
     if not chosen:
         raise UsageError(f"--condition_on all finds no suitable column in {source}: name one of {', '.join(columns)}")
@@ -379,6 +379,6 @@ def _guess(texts: Sequence[str]) -> Kind:
 
 
 def condition_name(column: str) -> str:
-    """Return the name of the condition of a column: letters, digits and underscores, no name of another input."""
+    """Return the name of the condition of a column: letters, digits and underscores, unlike any other input."""
     name = re.sub(r"\W+", "_", column).strip("_") or "column"
     return f"{name}_column" if name in RESERVED or name[0].isdigit() else name

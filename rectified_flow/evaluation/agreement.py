@@ -1,7 +1,7 @@
 """Scores of how well samples meet their conditions, beside the same scores of real pictures.
 
-A distance between distributions does not measure whether a sample suits its own condition. Ridge regression on the
-features of an evaluator does: it is fitted on real pictures, and predicts the labels and the numbers of samples.
+A distance between distributions does not measure whether a sample suits its own condition. These scores do: ridge
+regression on the features of an evaluator is fitted on real pictures, and predicts the labels and numbers of samples.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from rectified_flow.networks.captions import Caption
 MOST_SAMPLES, MOST_FITTED, FOLDS = 500, 3000, 5
 """Largest numbers of samples to score and of real pictures to fit on, and number of folds of cross-validation."""
 AMONG, NEAREST = 50, 5
-"""Number of pictures that one is retrieved from, and of the nearest ones that it has to be among."""
+"""Number of candidates of a retrieval, and k of its top-k accuracy."""
 PENALTIES = 10.0 ** torch.arange(-4, 3)
 """Penalties to choose from, relative to the mean squared distance of the features from their mean."""
 
@@ -78,7 +78,7 @@ def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how:
 
 
 def ridge(features: Tensor, targets: Tensor, queries: Tensor) -> Tensor:
-    """Predict targets ``[..., k]`` by ridge regression; its penalty is the one of the least leave-one-out error."""
+    """Predict targets ``[..., k]`` by ridge regression; the penalty minimises the leave-one-out error."""
     mean, offset = features.double().mean(dim=0), targets.mean(dim=0)
     centred, wanted = features.double() - mean, targets - offset
     left, size, axes = torch.linalg.svd(centred, full_matrices=False)

@@ -154,7 +154,7 @@ class Guidance:
         scale: 1 is no guidance, 0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
         interval: first and last time at which it acts, as guidance helps in the middle of the way (Kynkaanniemi et al.
             2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
-        scales: further scales of single conditions by name, each from the velocity without this condition alone.
+        scales: additional scales by condition. Each extrapolates from the velocity without this condition.
     """
 
     scale: float = 1.0
@@ -166,7 +166,7 @@ NO_GUIDANCE = Guidance()
 
 
 def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
-    """Return the velocity field of ``predict`` under guidance, with one call a time.
+    """Return the velocity field of ``predict`` under guidance, with one call per time.
 
     For each scale ``w`` other than 1, the velocity is extrapolated by ``(w - 1)`` times its difference to the velocity
     without the conditions that the scale acts on (Ho & Salimans 2022, arXiv:2207.12598). Each such scale adds as many
@@ -180,7 +180,7 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
         guidance: scales and interval of the guidance.
 
     Raises:
-        ValueError: if guidance is used without conditions, or a scale is that of no condition.
+        ValueError: if guidance is used without conditions, or a scale names an unknown condition.
     """
     free = chosen(kinds).keys() & conditions.keys()
     groups = [(guidance.scale, free), *((scale, {name}) for name, scale in guidance.scales.items())]

@@ -29,7 +29,7 @@ class TextEncoder(ABC):
     fingerprint: str
     """A hash that differs between encoders that encode differently."""
     size: int
-    """Numbers of a vector."""
+    """Size of a vector."""
     most_tokens: int
     """Largest number of tokens that a text is encoded with; 0 for an encoder without tokens."""
 
@@ -64,7 +64,7 @@ class BagOfWords(TextEncoder):
         words: the known words.
     """
 
-    name = "the captions' own words"
+    name = "bag of words"
     most_tokens = 0
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ class BagOfWords(TextEncoder):
 class PretrainedTextEncoder(TextEncoder):
     """A text encoder of transformers, such as those of CLIP, T5 or a sentence model, in float32.
 
-    The vector of a text is the pooled output for CLIP and SigLIP, which were trained by it, and the mean of the last
+    The vector of a text is the pooled output for CLIP and SigLIP, which are trained with it, and the mean of the last
     hidden states over the tokens for others.
 
     Args:
@@ -120,7 +120,7 @@ class PretrainedTextEncoder(TextEncoder):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Numbers of a vector."""
+        """Size of a vector."""
         return int(self.parts[1].config.hidden_size)
 
     @property
@@ -194,7 +194,7 @@ class PretrainedTextEncoder(TextEncoder):
 class Caption(WrittenCondition, SequenceCondition):
     """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
 
-    NaN stands for padding, and for "none" throughout.
+    Padding tokens are NaN. A row that is NaN throughout is "none".
 
     Args:
         encoder: the encoder of the captions.
@@ -228,10 +228,9 @@ class Caption(WrittenCondition, SequenceCondition):
         values = self.encode(texts)
         for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
             if unknown and text.strip():
-                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else "words"
-                raise UsageError(
-                    f"no word of {text!r} is in the captions of the training, whose words are {known}, ..."
-                )
+                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else ""
+                hint = f"use words such as {known}" if known else "use other words"
+                raise UsageError(f"no word of {text!r} occurs in the training captions: {hint}")
         empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
         return values.masked_fill(empty[:, None, None], torch.nan)
 
@@ -273,7 +272,7 @@ class _TokenEmbedding(nn.Module):
 
 
 def _most_tokens(tokenizer: Any, module: Any) -> int:
-    """Return the length of the longest text that both take; an unknown limit of a tokenizer is a huge number."""
+    """Return the maximum number of tokens of both. A tokenizer without a limit reports a huge number."""
     positions = getattr(module.config, "max_position_embeddings", None) or 512
     return min(int(tokenizer.model_max_length), int(positions), 512)
 

@@ -125,7 +125,7 @@ class Unet(nn.Module):
 
         if sequences and not any(isinstance(module, Attention) for module in self.modules()):
             sides = [side for _level, _width, side in levels]
-            raise ValueError(f"no level has attention, which reads the tokens of captions: add a side of {sides} to it")
+            raise ValueError(f"tokens of captions need a level with attention: add one of {sides} to attention_sides")
 
         self.norm_out = GroupNorm(width)
         self.conv_out = zero_init(Conv2d(width, channels, 3, padding=1))

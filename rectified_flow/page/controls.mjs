@@ -82,7 +82,7 @@ function caption(condition, changed) {
   const texts = { value: usable, placeholder: usable };
   const box = element("input", { id: idOf(condition), type: "text", autocomplete: "off", enterKeyHint: "go", ...texts });
   const note = element("p", { id: `${box.id}-note`, role: "status", className: "note" });
-  const another = element("button", { type: "button", title: "Another text of the training" }, "Example");
+  const another = element("button", { type: "button", title: "Show another training caption" }, "Example");
   another.hidden = examples.length < 2;
   const take = () => {
     clearTimeout(typing);
@@ -110,13 +110,13 @@ function caption(condition, changed) {
   };
 }
 
-/** What there is to say about a text; `kept` is the text that is still shown in its place, or null. */
+/** The note below a text box. `kept` is the previous text if the picture still shows it, or null. */
 function noteOf(encoder, text, unknown, kept) {
   const listed = unknown.slice(0, NAMED).join(", ") + (unknown.length > NAMED ? ", …" : "");
   if (!text) return "Without a text, the model draws any picture.";
   if (kept !== null) {
     const words = encoder.words.slice(0, 5).join(", ");
-    return `No word of this text is in the texts of the training, whose words are ${words}, … Still shown: “${kept}”.`;
+    return `The model knows no word of this text. It knows words such as ${words}. The picture still shows “${kept}”.`;
   }
-  return unknown.length ? `Not in the texts of the training, and left out: ${listed}.` : "";
+  return unknown.length ? `Ignored, because the training captions do not contain them: ${listed}.` : "";
 }

@@ -27,7 +27,7 @@ export function wordEncoder(caption) {
 /**
  * A function from a text to the value of a caption whose encoder is a program; null for an empty text.
  *
- * `run(ids)` returns the vector of the text and those of its tokens. The latest text is kept, as other controls change, too.
+ * `run(ids)` returns the vector of the text and those of its tokens. The result for the latest text is cached, since changes of other controls reuse it.
  */
 export function programEncoder(caption, tokenizer, run) {
   const latest = { text: "", value: null };

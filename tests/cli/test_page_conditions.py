@@ -193,7 +193,7 @@ def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path
         shown.wait()
         chosen = {"text": "two cats and a cat", "petal_length": "12", "class_": "dog"}
         assert differs(shown, flow, values_of(flow, **chosen)) <= 2
-        note = "Not in the texts of the training, and left out: cats."
+        note = "Ignored, because the training captions do not contain them: cats."
         assert page.inner_text("#condition-text-note") == note
 
         before = shown.picture()
@@ -201,7 +201,7 @@ def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path
         page.keyboard.press("Enter")
         note = page.inner_text("#condition-text-note")
         assert note.startswith("No word of this text is in the texts of the training, whose words are ")
-        assert note.endswith("Still shown: “Two cats and a CAT”.")
+        assert note.endswith("The picture still shows “Two cats and a CAT”.")
         assert np.array_equal(shown.picture(), before)
         shown.set("condition-class", "2")
         assert differs(shown, flow, values_of(flow, **chosen | {"class_": None})) <= 2

@@ -159,12 +159,12 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--set colour=3", "--set colour=3 names no condition of"),
+        ("--set colour=3", "--set colour=3: "),
         ("--set parity=off", "--set parity: off does not exist"),
         ("--set size=large", "--set size: large is not a number"),
-        ("--guidance colour=3", "--guidance colour is no condition of"),
+        ("--guidance colour=3", "--guidance colour: "),
         ("--guidance size=x", "must be NAME=SCALE"),
-        ("--grid colour seed", "--grid colour names no condition of"),
+        ("--grid colour seed", "--grid colour: "),
         ("--grid size seed=0", "--grid seed=0 must be seed=COUNT"),
         ("--prompts nowhere.txt", "--prompts nowhere.txt cannot be read"),
         ("--prompt a --prompts b", "--prompts and --prompt exclude each other"),
@@ -186,6 +186,6 @@ def test_flags_without_columns_are_refused(folder: Path, tmp_path: Path) -> None
         ("--condition_types text=label", "--condition_types has no effect without --condition_on"),
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
-        ("--condition_on size --coupling ot", "--coupling ot pairs rows with equal conditions, and size has few"),
+        ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),
     ):
         programs.assert_refused("train_oxford.py", 1, f"{start} {flags}", sentence)

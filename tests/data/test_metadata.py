@@ -138,7 +138,7 @@ def test_names_of_conditions_fit_the_network(column: str, name: str) -> None:
         (
             lambda rows: [*rows[:11], rows[11].replace("1.1", "tall"), *rows[12:]],
             {},
-            "'tall' in row 12 of metadata.csv",
+            "row 12 of metadata.csv has 'tall'",
         ),
         (
             lambda rows: [*rows[:5], rows[5].replace("a picture", "x" * 100_000), *rows[6:]],
@@ -151,7 +151,11 @@ def test_names_of_conditions_fit_the_network(column: str, name: str) -> None:
             {"condition_types": ("size=colour",)},
             "size=colour is no type: pass caption, label, number",
         ),
-        (lambda rows: rows, {"condition_types": ("text=number",)}, "--condition_on text has numbers, but 'a picture"),
+        (
+            lambda rows: rows,
+            {"condition_types": ("text=number",)},
+            "--condition_on text has numbers, but row 1 of metadata.csv has 'a picture",
+        ),
         (lambda rows: rows, {"condition_types": ("shape=label",)}, "--condition_types shape does not exist"),
     ],
 )
@@ -294,7 +298,7 @@ def test_all_leaves_out_what_suits_no_condition(folder: Path) -> None:
 
 
 def test_numbers_that_float32_does_not_hold_are_none(folder: Path) -> None:
-    with pytest.raises(UsageError, match="'4e38' in row 3"):
+    with pytest.raises(UsageError, match="row 3 of metadata.csv has '4e38'"):
         opened(folder, "size", rows=[row.replace(",0.2,", ",4e38,") for row in rows_of()])
 
 

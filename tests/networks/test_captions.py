@@ -68,7 +68,7 @@ def test_captions_that_cannot_be_told_from_none() -> None:
     kind = Caption(BagOfWords.of(TEXTS), 6)
     values = kind.parse(["red", " "])
     assert all_none({"text": kind}, {"text": values}).tolist() == [False, True]
-    with pytest.raises(UsageError, match="no word of 'purple' is in the captions"):
+    with pytest.raises(UsageError, match="no word of 'purple' occurs in the training captions"):
         kind.parse(["red", "purple"])
 
 
@@ -138,7 +138,7 @@ def test_checkpointing_has_the_same_gradients(conditional: tuple[Unet, Caption])
 
 def test_tokens_need_attention(encoder: PretrainedTextEncoder) -> None:
     kind = Caption(encoder, encoder.size, tokens=6)
-    with pytest.raises(ValueError, match="no level has attention"):
+    with pytest.raises(ValueError, match="need a level with attention"):
         Unet(8, (1, 2), conditions={"text": kind}, image_size=8, attention_sides=())
 
 

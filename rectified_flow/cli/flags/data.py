@@ -124,7 +124,7 @@ class SourceConfig(Flags):
 
 @dataclass(frozen=True)
 class ColumnConfig(Flags):
-    """Columns beside the pictures, as conditions: what to draw, in words, numbers and labels."""
+    """Conditions from metadata columns: captions, numbers and labels."""
 
     condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
     """Columns of metadata.csv, metadata.jsonl or a dataset to train on as conditions; or all."""
@@ -132,10 +132,10 @@ class ColumnConfig(Flags):
         tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
     ] = ()
     """Types of columns, if their values are misjudged: caption, label or number."""
-    text_encoder: Annotated[str | None, default_is("the captions' own words")] = None
+    text_encoder: Annotated[str | None, default_is("bag of words")] = None
     """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
     text_tokens: Natural = 0
-    """Number of tokens of a caption that the attention levels also read; 0 for the caption's vector alone."""
+    """Number of caption tokens that attention levels attend to; 0 uses only the vector of the whole caption."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

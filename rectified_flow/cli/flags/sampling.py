@@ -41,9 +41,9 @@ class SolverConfig(Flags):
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: NonNegative = 1.0
-    """Classifier-free guidance scale, with labels or a source as a condition; above 1, images vary less."""
+    """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
-    """Further guidance scales of single conditions, such as category=2 text=3; each makes sampling slower."""
+    """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 
@@ -88,7 +88,7 @@ class PicturesConfig(Flags):
     ] = ()
     """Values of conditions by name, such as unicode_version=9; several, separated by commas, are used in turn."""
     grid: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
-    """Two axes of a labelled grid: NAME=VALUE,VALUE or NAME of a condition, or seed=4; cells differ in nothing else."""
+    """Generate a labelled grid; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0
     """Sample i depends only on the seed and i (not with --solver adaptive)."""
     ema_length: EmaLength | None = None
@@ -122,7 +122,7 @@ class PicturesConfig(Flags):
                 refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
         refuse({"prompts": self.prompt is not None and self.prompts}, "and --prompt exclude each other: pass one")
         grid = {"num_samples": self.num_samples, "from_images": self.from_images, "prompts": self.prompts}
-        refuse(grid if self.grid else {}, "excludes --grid, whose axes give the images: leave one out")
+        refuse(grid if self.grid else {}, "excludes --grid, whose axes determine the images: leave one out")
         if self.from_images is None:
             refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
         if self.mask is not None:
