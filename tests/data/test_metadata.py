@@ -298,7 +298,7 @@ def test_all_leaves_out_what_suits_no_condition(folder: Path) -> None:
 
 
 def test_numbers_that_float32_does_not_hold_are_none(folder: Path) -> None:
-    with pytest.raises(UsageError, match="row 3 of metadata.csv has '4e38'"):
+    with pytest.raises(UsageError, match=r"row 3 of metadata\.csv has '4e38'"):
         opened(folder, "size", rows=[row.replace(",0.2,", ",4e38,") for row in rows_of()])
 
 
