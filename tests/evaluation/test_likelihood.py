@@ -177,7 +177,7 @@ def test_the_same_figures_on_two_processes(run: Path, tmp_path: Path, capfd: pyt
     assert [each["name"] for each in alone["given"]["each"]] == ["deep/copy.png", "red.png"]
     told = capfd.readouterr().out
     assert "2 Runge-Kutta steps, 2 probes for each picture, seed 0" in told
-    assert "bits per dimension of 2 pictures, standard error" in told
+    assert "bits per dimension (mean of 2 pictures), standard error" in told
 
 
 def test_training_pictures_have_their_conditions_and_given_ones_have_none(run: Path) -> None:
