@@ -200,7 +200,7 @@ def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path
         page.get_by_label("Text", exact=True).fill("nothing known")
         page.keyboard.press("Enter")
         note = page.inner_text("#condition-text-note")
-        assert note.startswith("No word of this text is in the texts of the training, whose words are ")
+        assert note.startswith("The model knows no word of this text. It knows words such as ")
         assert note.endswith("The picture still shows “Two cats and a CAT”.")
         assert np.array_equal(shown.picture(), before)
         shown.set("condition-class", "2")
