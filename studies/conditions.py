@@ -49,7 +49,7 @@ def open_rows(row: Row, columns: Sequence[str], tokens: int | None) -> tuple[Ima
     return pictures.subset(np.flatnonzero(~held_out)), pictures.subset(np.flatnonzero(held_out))
 
 
-def train(row: Row, columns: Sequence[str], tokens: int | None, settings: dict[str, Any]) -> None:
+def train(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> None:
     """Train a case."""
     training, _ = open_rows(row, columns, tokens)
     parts, shape = grouped(settings), (3, row.image_size, row.image_size)
@@ -63,7 +63,7 @@ def train(row: Row, columns: Sequence[str], tokens: int | None, settings: dict[s
             **parts["network"],
         }
     )
-    times = LogitNormal(stratified=True)
+    times = LogitNormal(shift=shift, stratified=True)
     space = Pixels(shape, horizontal_flip=True)
     flow = RectifiedFlow(unet, space=space, condition_dropout=0.1, time_distribution=times, **parts["flow"])
     batch = parts["run"].get("batch_size", BATCH_SIZE)
@@ -71,9 +71,9 @@ def train(row: Row, columns: Sequence[str], tokens: int | None, settings: dict[s
     train_flow(row, flow, training, images=int(row.budget), **parts["run"])
 
 
-def measure(row: Row, columns: Sequence[str], tokens: int | None, settings: dict[str, Any]) -> Figures:
+def measure(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> Figures:
     """Measure the agreement and the distances for each guidance scale, and write samples of held-out rows."""
-    del settings
+    del shift, settings
     training, held_out = open_rows(row, columns, tokens)
     flow, figures = load_trained(row), {}
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "held_out": held_out}
@@ -92,9 +92,10 @@ def measure(row: Row, columns: Sequence[str], tokens: int | None, settings: dict
     return figures
 
 
-def case(about: str, *columns: str, tokens: int | None = None, **settings: Any) -> Case:
+def case(about: str, *columns: str, tokens: int | None = None, shift: float = 1.0, **settings: Any) -> Case:
     """Return a case on some columns, see :func:`studies.training.grouped` for the settings."""
-    every: dict[str, Any] = {"columns": columns, "tokens": tokens, "settings": {**CHOSEN, **settings}}
+    every: dict[str, Any] = {"columns": columns, "tokens": tokens, "shift": shift}
+    every["settings"] = {**CHOSEN, **settings}
     return Case(about, partial(train, **every), partial(measure, **every))
 
 
@@ -104,6 +105,12 @@ STUDY = Study(
         "words": case("expected: retrieval at 5 twice as high as chance", "text", "category"),
         "vector": case("expected: retrieval at 5 three times as high as chance", "text", "category", tokens=0),
         "tokens": case("expected: retrieval at 5 four times as high as chance", "text", "category", tokens=12),
+        "tokens, shift 3": case(
+            "expected: colours follow the captions, which decide them near the noise",
+            *("text", "category"),
+            tokens=12,
+            shift=3.0,
+        ),
         "numbers": case("expected: correlations of at least 0.9", "size", "hue", "petals"),
     },
     Flags(
