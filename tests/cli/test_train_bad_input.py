@@ -101,7 +101,7 @@ def test_batch_not_dividing(world_size: int) -> None:
         ("--dataset_path {tmp}/nowhere", "is not a folder"),
         ("--image_size 9", "--image_size 9 is not divisible by 2"),
         ("--mixed_precision fp16", "fp16 needs a GPU"),
-        ("--guidance_scale 2", "needs labels: pass --use_cfg"),
+        ("--guidance_scale 2", "needs conditions: pass --use_cfg or --condition_on"),
         ("--init_from {tmp}/nothing", "there is no checkpoint at"),
         ("--init_from {trained} --dim 16", "of another architecture"),
         ("--objective best", "invalid choice"),

@@ -116,6 +116,7 @@ def share_that_faces_left(kind: AugmentationLabels) -> float:
     return (pictures[..., :4].mean(dim=(1, 2, 3)) > pictures[..., 4:].mean(dim=(1, 2, 3)) + 0.4).float().mean().item()
 
 
+@pytest.mark.slow
 def test_augmentation_does_not_leak() -> None:
     """A set that always faces one way, mirrored, turned and moved nearly always, is generated facing that way."""
     assert share_that_faces_left(AugmentationLabels(NUMBERS)) > 0.9

@@ -116,6 +116,7 @@ def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.trained["images"] == 64
 
 
+@pytest.mark.usefixtures("free_precision")
 def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.conditions.SCALES", (1.5,))
     rows = [f"{'ab'[i % 2]}/{i}.png,a {['red', 'blue'][i % 2]} square number {i},kind {i // 8}" for i in range(16)]
@@ -125,7 +126,8 @@ def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((tmp_path / "runs").rglob("guidance 1.5.png"))) == 1
 
 
-@pytest.mark.parametrize("study", ["quality", pytest.param("one_step", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("study", ["quality", "one_step"])
 def test_the_peer(study: str, tmp_path: Path) -> None:
     pytest.importorskip("rectified_flow_pytorch")
     case = next(name for name in load_study(f"studies.{study}").cases if name.startswith("rectified-flow-pytorch"))
