@@ -81,7 +81,7 @@ def test_conditions_are_dropped_together_and_each_on_its_own() -> None:
 
 
 def test_labels_and_a_source_are_dropped_together() -> None:
-    """As in runs of earlier versions, which had no columns."""
+    """Runs of earlier versions, which had no columns, keep their random draws."""
     dropped = drop(BOTH, values(4000), 0.25)
     gone = [all_none(BOTH, {name: each}) for name, each in dropped.items()]
     assert torch.equal(*gone)

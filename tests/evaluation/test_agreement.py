@@ -148,7 +148,7 @@ def test_rows_without_a_value_are_left_out(kind: Any, holds_out: bool) -> None:
 
 
 def test_copies_of_training_pictures_gain_nothing() -> None:
-    """With more features than pictures, a regression would fit the labels of the pictures that it has seen."""
+    """Predict only rows outside of the fit, whose labels a regression with many features reproduces."""
     labels = torch.randint(4, (60,), generator=torch.Generator().manual_seed(0))
     real = random(60, 200) + 2 * F.pad(F.one_hot(labels, 4), (0, 196))
     seen = ridge(real, F.one_hot(labels, 4).double(), real).argmax(dim=1)

@@ -70,7 +70,7 @@ def probabilities(data: Gaussian, pictures: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("prediction", ["velocity", "noise"])
 def test_it_is_the_probability_of_an_8_bit_picture(prediction: Any) -> None:
-    """With a diagonal covariance a single probe gives the exact trace, so that only the levels are drawn."""
+    """Compare with a diagonal Gaussian, whose trace a single probe gives exactly: only the levels are drawn."""
     torch.manual_seed(0)
     data = gaussian()
     flow = RectifiedFlow(Optimal(data, prediction).float(), prediction=prediction, space=Pixels((3, 4, 4)))
