@@ -24,9 +24,9 @@ from training_speed import write_photographs
 from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_turns
 
 from rectified_flow.data.build import open_dataset, open_store
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches, StreamSampler
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.runs.config import GlobalBatch
 
 FLOWERS = 8189

@@ -32,7 +32,7 @@ from rectified_flow.cli.flags.data import DataConfig
 from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow, open_pictures
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.costs import multiplication_rate

@@ -14,7 +14,7 @@ from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_
 
 from rectified_flow.condition import chosen
 from rectified_flow.data.build import data_arguments
-from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
 from rectified_flow.flows.flow import SOURCE, Flow, network_of

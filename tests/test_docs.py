@@ -25,7 +25,7 @@ from PIL import Image
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.data import build as catalog
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse
 from tests.programs import constant_speed, program
@@ -53,7 +53,7 @@ CONSOLE_COMMANDS = {
 }
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {
-    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_from_another_folder",
+    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_and_torchrun",
     "scripts/validate_setup.py": "tests/launch/test_programs.py::test_validate_setup",
 }
 """Commands that need no mark, as that test runs them."""

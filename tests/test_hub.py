@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS
+from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
 from rectified_flow.hub import card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained

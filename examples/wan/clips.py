@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from rectified_flow.data.image_folder import IMAGE_SUFFIXES
+from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture

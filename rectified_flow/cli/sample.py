@@ -19,7 +19,7 @@ from rectified_flow.cli.flags.sampling import PicturesConfig, SampleConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import open_trained
 from rectified_flow.cli.prompts import Axis, Written, axis_of, cells_of, conditions_of, written_conditions
-from rectified_flow.data.image_folder import find_images
+from rectified_flow.data.sources.image_folder import find_images
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError, first_line

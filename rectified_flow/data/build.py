@@ -19,11 +19,11 @@ from PIL import Image
 from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Crop, Framing
-from rectified_flow.data.huggingface import HuggingFaceSource, find_dataset_file
-from rectified_flow.data.image_folder import ImageFolder, find_images
 from rectified_flow.data.metadata import Table
+from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
+from rectified_flow.data.sources.image_folder import ImageFolder, find_images
+from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import IMAGES_FILE, ImageDataset, OriginalInfo, StoreWriter
-from rectified_flow.data.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flags import Positive, as_plain
 from rectified_flow.system.artifact import Artifact

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from rectified_flow.data.huggingface import find_dataset_file
-from rectified_flow.data.image_folder import find_files, is_image
+from rectified_flow.data.sources.huggingface import find_dataset_file
+from rectified_flow.data.sources.image_folder import find_files, is_image
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable

@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from rectified_flow.data.build import default_cache_dir, open_dataset, open_store
-from rectified_flow.data.huggingface import HuggingFaceSource
-from rectified_flow.data.image_folder import ImageFolder, files_fingerprint
+from rectified_flow.data.sources.huggingface import HuggingFaceSource
+from rectified_flow.data.sources.image_folder import ImageFolder, files_fingerprint
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import DamageError, UsageError
 from tests.system.test_files import refusing
 

@@ -184,7 +184,7 @@ def test_columns_that_are_not_there(folder: Path) -> None:
 
 def test_flowers_have_a_known_size() -> None:
     """The share of pixels unlike the background grows with the radius in the table."""
-    from rectified_flow.data.synthetic_flowers import SyntheticFlowers
+    from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 
     flowers = SyntheticFlowers(64, count=240)
     table = flowers.read_table()

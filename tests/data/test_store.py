@@ -18,9 +18,9 @@ from PIL import Image
 
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import open_store
-from rectified_flow.data.image_folder import ImageFolder
+from rectified_flow.data.sources.image_folder import ImageFolder
+from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.system import artifact
 from tests.patience import PATIENCE, wait_for

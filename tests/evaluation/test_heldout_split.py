@@ -9,8 +9,8 @@ from PIL import Image
 from torch import Tensor
 
 from rectified_flow.data.build import open_store
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.evaluation.distances import count_near_duplicates, near_duplicates, perceptual_hashes
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.evaluation.heldout import hold_out, split_rows

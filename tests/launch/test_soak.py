@@ -12,6 +12,7 @@ from tests.ranks import run_on_ranks
 SHORT = ("fill_disk", "kill_launcher", "corrupt_checkpoint")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(8 * PATIENCE)
 def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> None:
     with two_runs(rank_timeout=PATIENCE) as (calm, soak):  # none hangs

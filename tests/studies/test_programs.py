@@ -95,6 +95,7 @@ def free_precision() -> Iterator[None]:
     AcceleratorState._reset_state()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("free_precision")
 def test_the_program_chooses_its_settings(tmp_path: Path) -> None:
     row = row_of("quality", "budget", tmp_path, budget=0.2, size=16)

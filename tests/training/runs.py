@@ -11,8 +11,8 @@ from accelerate.utils import set_seed
 from rectified_flow.cli.flags.training import EvaluationConfig
 from rectified_flow.cli.train import build_evaluations
 from rectified_flow.data.build import open_store
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.flows import Coupling, ObjectiveName
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow

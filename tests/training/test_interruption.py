@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rectified_flow.data.build import open_store
+from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import folder

@@ -44,6 +44,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("whole"), "--geometry sphere --coupling ot")
 
 
+@pytest.mark.slow
 def test_the_same_run_on_two_processes_with_accumulation(whole: Path, tmp_path: Path) -> None:
     flags = "--geometry sphere --coupling ot --gradient_accumulation_steps 2 --batch_size 4 --num_workers 1"
     two = run(tmp_path / "two", flags, world_size=2)

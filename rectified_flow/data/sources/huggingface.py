@@ -9,8 +9,8 @@ from typing import Any
 
 from PIL import Image
 
-from rectified_flow.data.image_folder import files_fingerprint, find_files, find_images
 from rectified_flow.data.metadata import Table
+from rectified_flow.data.sources.image_folder import files_fingerprint, find_files, find_images
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import open_picture
