@@ -38,10 +38,10 @@ from step_parts import synchronized
 from turns import describe_machine
 
 from rectified_flow.cli import parts
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.data import DataConfig
 from rectified_flow.cli.flags.model import MeanFlowConfig, NetworkConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches

@@ -28,7 +28,7 @@ from rectified_flow.cli.flags.data import DataConfig
 from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.open import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.evaluations import sample_preview

@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import PEER, Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
 
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.data import DataConfig
 from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow, open_pictures
+from rectified_flow.cli.parts import build_flow
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig

@@ -3,9 +3,9 @@
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
 from rectified_flow.condition import Vector as Vector
-from rectified_flow.data.build import open_dataset as open_dataset
 from rectified_flow.data.latents import LatentDataset as LatentDataset
 from rectified_flow.data.latents import encode_pictures as encode_pictures
+from rectified_flow.data.open import open_dataset as open_dataset
 from rectified_flow.data.oxford_flowers import OxfordFlowersDataset as OxfordFlowersDataset
 from rectified_flow.data.store import ImageDataset as ImageDataset
 from rectified_flow.errors import RunError as RunError

@@ -13,7 +13,7 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.build import data_arguments
+from rectified_flow.data.open import data_arguments
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line

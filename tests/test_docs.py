@@ -24,7 +24,7 @@ from PIL import Image
 
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.data import build as catalog
+from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse

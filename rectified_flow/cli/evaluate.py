@@ -2,26 +2,21 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.data import add_columns, add_source, check_classes, open_pictures, open_registered
 from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.likelihood import FILES, check_likelihood, measure_likelihood
-from rectified_flow.cli.parts import (
-    add_columns,
-    add_source,
-    check_classes,
-    open_pictures,
-    open_registered,
-    open_trained,
-)
-from rectified_flow.data.build import ImageSource, data_arguments, open_dataset
+from rectified_flow.cli.measures.fields import FIELDS_FILE, check_fields, measure_fields
+from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
+from rectified_flow.cli.parts import open_trained
+from rectified_flow.data.build import ImageSource
+from rectified_flow.data.open import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -37,6 +32,7 @@ from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run, program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -65,14 +61,16 @@ def evaluate(config: EvaluateConfig) -> None:
     state, trained, options = open_trained(config)
     flow, source = trained.flow, trained.source
     # Flags that cannot work, and results that cannot be read, end here, before hours of sampling.
-    by_likelihood = measure.likelihood is not None
+    by_likelihood, of_fields = measure.likelihood is not None, isinstance(flow.space, Fields)
     if by_likelihood:
         check_likelihood(config, trained)
+    elif of_fields:
+        check_fields(config)
     snapshots = on_main(state, lambda: intact_snapshots(source)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE)
+    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE, FIELDS_FILE)
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), files, ours=is_run(folder)))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
@@ -85,6 +83,14 @@ def evaluate(config: EvaluateConfig) -> None:
     if by_likelihood:
         measure_likelihood(config, trained, dataset, held_out, folder)
         return
+    settings = {"checkpoint": str(source), "weights": trained.weights, **plain(config.solver)}
+    settings["solver"] = config.solver.solver or "default"
+    if isinstance(dataset, ImageDataset) and dataset.info.fields is not None:
+        for found in measure_fields(config, trained, dataset, held_out, folder, options):
+            _write_down(folder, settings | found)
+            tqdm.write(_describe(settings | found | {"feature_network": "spectra and values", "resize": "never"}))
+        state.print(lines({"results": folder / RESULTS_FILE, "plot": folder / FIELDS_FILE}))
+        return
     evaluator = Evaluator(
         dataset,
         measure.feature_network,
@@ -95,39 +101,47 @@ def evaluate(config: EvaluateConfig) -> None:
         metrics=measure.metric or (*METRICS, "manifold"),
     )
     results = []
-    lengths, numbers = dict.fromkeys(measure.ema_lengths), dict.fromkeys(measure.steps)  # without duplicates
-    for length, steps in product(lengths or (None,), numbers or (flow.default_steps,)):
-        if length is not None:
-            trained = load_average(trained, snapshots, length)
-        options["steps"] = steps
-        with autocast(config.model.mixed_precision, state.device):
-            generated = evaluator.generate(flow, **options)
-            losses = {} if compared is None else compared.measure(flow)
-            scores = agreement_scores(evaluator, flow, generated, **options)
-            if not state.is_main_process:
-                continue
-            rows = evaluator.beside_neighbours(flow, generated, **options)
-            scores |= translation_scores(evaluator, flow, generated) if flow.takes_source else {}
-        result = {
-            "checkpoint": str(source),
-            "weights": trained.weights,
-            "steps": steps,
-            **plain(config.solver),
-            "solver": config.solver.solver or "default",
-            **evaluator.settings,
-            "distances": evaluator.compute(generated) | losses | scores,
-        }
-        results.append(result)
-        _write_down(folder, result)
-        write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
-        tqdm.write(_describe(result))
+    for length in dict.fromkeys(measure.ema_lengths) or (None,):
+        averaged = trained if length is None else load_average(trained, snapshots, length)
+        results += _compare(config, averaged, evaluator, compared, folder, settings, options)
     state.wait_for_everyone()
     if state.is_main_process:
         neighbours = "the pictures most like copies, each before the training pictures that are nearest to it"
         texts = {"results": f"{folder / RESULTS_FILE}", "neighbours": f"{folder / NEIGHBOURS_FILE}: {neighbours}"}
         if len(results) > 1:
-            texts["plot"] = str(_plot(folder, results, [*lengths], evaluator.headline))
+            lengths = list(dict.fromkeys(measure.ema_lengths))
+            texts["plot"] = str(_plot(folder, results, lengths, evaluator.headline))
         tqdm.write(lines(texts))
+
+
+def _compare(
+    config: EvaluateConfig,
+    trained: Trained,
+    evaluator: Evaluator,
+    compared: HeldOutPictures | None,
+    folder: Path,
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Compare samples for each number of steps, and print and save the results, which the main process returns."""
+    flow, state, results = trained.flow, evaluator.state, []
+    for steps in dict.fromkeys(config.samples.steps) or (flow.default_steps,):
+        how = {**options, "steps": steps}
+        with autocast(config.model.mixed_precision, state.device):
+            generated = evaluator.generate(flow, **how)
+            losses = {} if compared is None else compared.measure(flow)
+            scores = agreement_scores(evaluator, flow, generated, **how)
+            if not state.is_main_process:
+                continue
+            rows = evaluator.beside_neighbours(flow, generated, **how)
+            scores |= translation_scores(evaluator, flow, generated) if flow.takes_source else {}
+        distances = evaluator.compute(generated) | losses | scores
+        result = {**settings, "weights": trained.weights, "steps": steps, **evaluator.settings, "distances": distances}
+        results.append(result)
+        _write_down(folder, result)
+        write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
+        tqdm.write(_describe(result))
+    return results
 
 
 def _split(

@@ -28,6 +28,7 @@ from rectified_flow.registry import describe as describe_part
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.degradations import Downsample, Grey, Mask
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -43,7 +44,7 @@ class NetworkCall(nn.Module):
     input under its own name.
 
     Args:
-        flow: a flow of pixels whose shape is known.
+        flow: a flow of pixels or fields whose shape is known.
 
     Raises:
         UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
@@ -55,8 +56,10 @@ class NetworkCall(nn.Module):
         kind, space, conditions = type(flow).__name__, flow.space, chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
             raise UsageError(f"--checkpoint has a {kind}: only a rectified flow or a flow map can be exported")
-        if not isinstance(space, Pixels) or space.shape is None:
-            raise UsageError(f"--checkpoint has a flow of {type(space).__name__.lower()}: only pixels can be exported")
+        if not isinstance(space, Pixels | Fields) or space.shape is None:
+            raise UsageError(
+                f"--checkpoint has a flow of {type(space).__name__.lower()}: only pixels and fields can be exported"
+            )
         for name, each in conditions.items():
             if not isinstance(each, Picture if name == SOURCE else INPUT_KINDS) or name == UNKNOWN:
                 raise UsageError(
@@ -198,9 +201,12 @@ def export(config: ExportConfig) -> None:
     trained = checkpoint.read(flags.checkpoint, read_trained)
     call = NetworkCall(trained.flow)
     channels = call.shape[0]
-    if flags.format == "page" and channels not in (1, RGB):
+    is_field = isinstance(trained.flow.space, Fields)
+    if flags.format == "page" and channels not in (1, RGB) and not is_field:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     degradation = trained.flow.degradation
+    if flags.format == "page" and is_field and trained.flow.takes_source:
+        raise UsageError("--format page reads no measurements to translate: pass --format onnx")
     if flags.format == "page" and degradation and degradation.is_projection and type(degradation) not in ON_PAGE:
         kind = type(degradation).__name__
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
@@ -288,6 +294,7 @@ def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
         "half": call.in_half,
         "channels": call.shape[0],
         "range": [-1, 1],
+        "fields": _describe_fields(flow.space) if isinstance(flow.space, Fields) else None,
         "classes": flow.class_names,
         "no_label": labels.num_classes if isinstance(labels, Labels) else None,
         "conditions": [{"name": name} | _describe_condition(kind, form) for name, kind in call.kinds.items()],
@@ -302,6 +309,20 @@ def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
         }
         if flow.takes_source
         else None,
+    }
+
+
+def _describe_fields(space: Fields) -> dict[str, Any]:
+    """Return what a caller needs to convert the output to physical units, and how the page shows it."""
+    legend = space.legend
+    return {
+        "low": list(space.low),
+        "high": list(space.high),
+        "transform": describe_part(space.transform),
+        "files": space.files,
+        "shown": space.shown,
+        "colours": None if legend is None else legend.colours.tolist(),
+        "ends": None if legend is None else [legend.least, legend.greatest],
     }
 
 

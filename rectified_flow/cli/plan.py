@@ -16,9 +16,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import recipe
+from rectified_flow.cli.data import build_space
 from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
-from rectified_flow.cli.parts import build_flow, build_space
+from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.teacher import calls_for, files_of, flags_of_checkpoint, recipe_of
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import row_size
@@ -31,6 +32,7 @@ from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
 from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
 from rectified_flow.training.accelerator import build_accelerator, choose_precision
@@ -90,7 +92,7 @@ LARGEST_SIDE_MEASURED = 64
 """Sides of the largest images whose memory and time are measured [px]; beyond it both grow with the pixels."""
 
 
-def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Latents | None = None) -> TrainConfig:
+def with_plan(config: TrainConfig, count: int, conditions: Kinds, space: Space | None = None) -> TrainConfig:
     """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print the chosen ones.
 
     Collective.
@@ -99,7 +101,7 @@ def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Laten
         config: the flags, as returned by :func:`with_recipe`.
         count: number of pictures.
         conditions: conditions of the data.
-        latents: the space of latents, if the network works on them.
+        space: the space of the data, if it is not that of pictures.
 
     Raises:
         UsageError: if the budget is too short, a step exceeds the memory of a GPU, or there is no run to extend.
@@ -107,7 +109,7 @@ def with_plan(config: TrainConfig, count: int, conditions: Kinds, latents: Laten
     time = config.program.extend or recipe.budget_of(config)
     if time is None:
         return config
-    planner = _Planner(config, count, time, conditions, latents)
+    planner = _Planner(config, count, time, conditions, space)
     if config.program.extend is not None:
         return planner.extend()
     begun = on_main(planner.state, lambda: recipe.settings_of_run(config)) is not None
@@ -122,13 +124,13 @@ class _Planner:
         count: number of pictures.
         time: the time, as in ``--budget``.
         conditions: conditions of the data.
-        latents: the space of latents, if the network works on them.
+        space: the space of the data, if it is not that of pictures.
     """
 
-    def __init__(self, config: TrainConfig, count: int, time: str, conditions: Kinds, latents: Latents | None) -> None:
+    def __init__(self, config: TrainConfig, count: int, time: str, conditions: Kinds, space: Space | None) -> None:
         self.config, self.fixed, self.count = config, recipe.fixed_flags(config), count
-        self.conditions, self.latents = conditions, latents
-        shape = (latents.shape if latents else None) or config.data.framing.shape
+        self.conditions, self.space = conditions, space
+        shape = (space.shape if space else None) or config.data.framing.shape
         self.state, self.time, self.seconds, self.sides = PartialState(), time, seconds_of(time), shape[1:]
         self.rates: dict[TrainConfig, float] = {}
         """Measured images per second by flags, since the same flags are needed more than once."""
@@ -210,7 +212,7 @@ class _Planner:
     def _rate(self) -> float:
         """Measure the images per second of all processes, by the slowest of them. Collective."""
         if self.config not in self.rates:
-            rates = gather_object([training_rate(self.config, self.conditions, self.latents)])
+            rates = gather_object([training_rate(self.config, self.conditions, self.space)])
             self.rates[self.config] = self.state.num_processes * min(rates)
         return self.rates[self.config]
 
@@ -343,7 +345,8 @@ def chooses_network(config: TrainConfig) -> bool:
 def suits_starter(config: TrainConfig) -> bool:
     """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
     data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
-    return isinstance(config, TrainRectifiedFlow) and data.dataset_path is not None and not unlike
+    own_pictures = data.dataset_path is not None and data.space is None
+    return isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike
 
 
 def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
@@ -430,15 +433,15 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, flops, item, small)))
 
 
-def training_rate(config: TrainConfig, conditions: Kinds, latents: Latents | None = None) -> float:
+def training_rate(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> float:
     """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
 
     Args:
         config: all flags.
         conditions: conditions of the data.
-        latents: the space of latents, if the network works on them.
+        space: the space of the data, if it is not that of pictures.
     """
-    state, space = PartialState(), latents or build_space(config.data)
+    state, space = PartialState(), space or build_space(config.data)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
         flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)

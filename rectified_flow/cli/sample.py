@@ -2,10 +2,9 @@
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,24 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig, SampleConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.inputs import (
+    PREVIEW,
+    Axis,
+    Written,
+    axis_of,
+    cells_of,
+    conditions_of,
+    find_inputs,
+    load_inputs,
+    load_mask,
+    names_of_results,
+    written_conditions,
+)
 from rectified_flow.cli.parts import open_trained
-from rectified_flow.cli.prompts import Axis, Written, axis_of, cells_of, conditions_of, written_conditions
-from rectified_flow.data.sources.image_folder import find_images
+from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
-from rectified_flow.errors import UsageError, first_line
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import plain, refuse
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
@@ -33,29 +44,28 @@ from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.spaces.degradations import Degradation, Mask
-from rectified_flow.spaces.pixels import RGBA
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
 from rectified_flow.system.pictures import (
+    Legend,
     encode_picture,
-    fit,
     labelled_grid,
     open_picture,
     over_white,
     to_grid,
-    upright_size,
     with_texts,
     write_motion,
     write_picture,
 )
 from rectified_flow.system.signals import interruptible
-from rectified_flow.system.terminal import lines, progress_bar, size_text
+from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE = ".sample.lock"
 NUM_SAMPLES, GRID_PICTURES = 64, 100
-GREY, HALF = 127, 127
-"""Value of unknown pixels on a grid, and value above which a pixel of a mask is white."""
+GREY = 127
+"""Value of unknown pixels on a grid."""
 NOISE_LEVEL = 0.6
 PATH_PICTURES = 8
 PATH_STOPS = 9
@@ -102,6 +112,10 @@ def sample(config: SampleConfig) -> None:
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     wanted = _choose(flags, trained, options)
+    names, space = wanted.names, trained.flow.space
+    if isinstance(space, Fields):
+        wanted = replace(wanted, names=[f"{Path(name).stem}{PREVIEW}" for name in names])
+        names = [*wanted.names, *(measured_name(name, space) for name in wanted.names)]
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
@@ -110,7 +124,7 @@ def sample(config: SampleConfig) -> None:
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
         place = folder if flags.output_dir else trained.run_folder
-        on_main(state, lambda: _claim(folder, flags, wanted.names, held, ours=is_run(place)))
+        on_main(state, lambda: _claim(folder, flags, names, held, ours=is_run(place)))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
             tqdm.write(describe(config, trained, wanted, state))
@@ -124,7 +138,7 @@ def _write_samples(
     flags, count = config.samples, len(wanted.names)
     remedy = "lower it, or pass an --output_dir with more room"
     require_disk(count * BLOCK, folder, f"--num_samples {count}", remedy)
-    files = [folder / name for name in wanted.names]
+    space, files, outside = flow.space, [folder / name for name in wanted.names], list[float]()
     mine = range(state.process_index, count, state.num_processes)
     rows: list[int] = []
     with (
@@ -133,11 +147,17 @@ def _write_samples(
         autocast(config.model.mixed_precision, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
-        for numbers, pictures in _results(flow, mine, wanted):
-            for number, picture in zip(numbers, pictures.cpu(), strict=True):
+        for numbers, results, pictures in _results(flow, mine, wanted):
+            for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
                 # The names are already claimed: write_picture would read the record again for each picture.
-                with writing(files[number]):
-                    replace_file(files[number], encode_picture(picture.permute(1, 2, 0).numpy()), durable=False)
+                contents = {files[number]: encode_picture(picture.permute(1, 2, 0).numpy())}
+                if isinstance(space, Fields):
+                    measured = folder / measured_name(files[number].name, space)
+                    contents[measured] = encode_field(result.numpy(), FieldFormat(**space.files))
+                    outside.append(space.outside(result[None]))
+                for file, content in contents.items():
+                    with writing(file):
+                        replace_file(file, content, durable=False)
             bar.update(len(numbers))
         state.wait_for_everyone()
         if not state.is_main_process:
@@ -145,7 +165,12 @@ def _write_samples(
         texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
-    grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants))
+    grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
+    if isinstance(space, Fields):
+        texts["values"] = f"{sum(outside) / len(outside):.2%} lie outside of the training range"
+        texts["fields"] = (
+            f"{folder / measured_name(wanted.names[0], space)} to {measured_name(wanted.names[-1], space)}"
+        )
     texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
     if flags.save_pretrained is not None:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
@@ -155,30 +180,31 @@ def _write_samples(
     tqdm.write(lines(texts))
 
 
-def _results(flow: Flow, numbers: Sequence[int], wanted: Wanted) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers of results and the results, uint8 ``[b, c, h, w]``, a batch at a time."""
+def _results(flow: Flow, numbers: Sequence[int], wanted: Wanted) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+    """Yield numbers of results, generated data, and their pictures uint8 ``[b, c, h, w]``, a batch at a time."""
+    space, is_field = flow.space, isinstance(flow.space, Fields)
     batches = _reversed(flow, numbers, **wanted.options) if wanted.reverse else None
-    for some, pictures in batches or sample_batches(flow, numbers, with_alpha=True, **wanted.options):
+    for some, data in batches or sample_batches(flow, numbers, render=False, **wanted.options):
+        results = data if is_field else space.render_with_alpha(data)
         if wanted.kept is not None:
-            known, mask = (each.to(pictures.device) for each in wanted.kept)
-            yield some, torch.where(mask, pictures, known[[number % len(known) for number in some]])
-        else:
-            yield some, pictures
+            known, mask = (each.to(results.device) for each in wanted.kept)
+            results = torch.where(mask, results, known[[number % len(known) for number in some]])
+        yield some, results, space.render(results) if is_field else results
 
 
 def _reversed(
     flow: Flow, numbers: Sequence[int], *, seed: int, batch_size: int, conditions: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Yield numbers and pictures of the starts that lead to the given data; see :func:`sample_batches`."""
+    """Yield numbers of the starts that lead to the given data, and the starts, decoded; see :func:`sample_batches`."""
     data, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
         given = {name: values[[number % len(values) for number in some]] for name, values in others.items()}
         x = flow.encode(data[[number % len(data) for number in some]], **given, **options)  # type: ignore[operator]
-        yield some, flow.space.render_with_alpha(flow.space.decode(x))
+        yield some, flow.space.decode(x)
 
 
-def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int) -> Any:
+def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int, legend: Legend | None) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
     count, shown = len(files) // variants, wanted.shown
     across = 1 if shown is None else 1 + variants
@@ -193,7 +219,7 @@ def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int) -> Any:
         return labelled_grid(images, *([f"{axis.name} {text}" for text in axis.values] for axis in wanted.axes))
     pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
     texts = _texts_of(wanted.written, len(images)) if shown is None else []
-    return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs)
+    return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs, legend)
 
 
 def _texts_of(written: Written, count: int) -> list[str]:
@@ -231,22 +257,23 @@ def _choose(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) ->
         return _numbered_pictures(flags, options, axes, written)
     space, degradation = flow.space, flow.degradation
     needed = "mask" if flags.mask is not None else "start"
-    if (needed not in accepted and not flow.takes_source) or space.picture_shape is None:
+    is_other = space.picture_shape is None and not isinstance(space, Fields)
+    if (needed not in accepted and not flow.takes_source) or is_other:
         raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
     _check_translation(flags, trained, options)
     translates = flow.takes_source or flags.mask is not None
-    files = _find_pictures(flags.from_images)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
-    images, mask = _load_images(files, space.picture_shape), _load_mask(flags, files, space.picture_shape)
-    data = space.from_pictures(images.to(flow.device))
+    files = find_inputs(flags.from_images, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
+    images, mask = load_inputs(files, space), load_mask(flags.mask, files, space)
+    data = images if isinstance(space, Fields) else space.from_pictures(images.to(flow.device))
     if not translates:
         options |= {"start": data.cpu(), "noise_level": flags.noise_level or NOISE_LEVEL}
         return Wanted(_numbered(flags.num_samples or NUM_SAMPLES), options)
-    names, kept = _names_of(flags.from_images, files, flags.variants), None if mask is None else (images, mask)
+    names, kept = names_of_results(flags.from_images, files, flags.variants), None if mask is None else (images, mask)
     seen = data.cpu()
     if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
         seen = _degraded(flow, degradation, seen, flags.seed)
     elif mask is not None and flow.takes_source:
-        seen = space.encode(seen).masked_fill(mask, torch.nan)
+        seen = space.decode_source(space.encode(seen).masked_fill(mask, torch.nan))
     shown = render_sources(flow, seen[:GRID_PICTURES])
     if mask is not None:
         shown = shown.masked_fill(mask, GREY)
@@ -278,7 +305,8 @@ def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> 
     for first in range(0, len(data), AT_ONCE):
         some = range(first, min(first + AT_ONCE, len(data)))
         with deterministic(Samples(seed, some), flow.device):
-            parts.append(degradation(flow.space.encode(data[some].to(flow.device))).cpu())
+            degraded = degradation(flow.space.encode(data[some].to(flow.device)))
+            parts.append(flow.space.decode_source(degraded).cpu())
     return torch.cat(parts)
 
 
@@ -322,7 +350,7 @@ def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStac
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
     for file in {*folder.glob("*.png")} - {folder / name for name in names}:
-        if file.stem.isdecimal():
+        if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
     path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
     claim(folder, [*names, "grid.png", *path], ours=ours)
@@ -358,65 +386,15 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     return lines(texts)
 
 
-def _find_pictures(path: Path) -> list[Path]:
-    """Return the pictures of ``--from_images``, which is one or a folder of them."""
-    files = [path] if path.is_file() else find_images(path) if path.is_dir() else []
-    if not files:
-        raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
-    return files
-
-
-def _load_images(files: Sequence[Path], shape: tuple[int, ...]) -> Tensor:
-    """Read pictures as uint8 ``[n, c, h, w]`` of this shape."""
-    channels, height, width = shape
-    pictures = []
-    for file in files:
-        try:
-            pictures.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
-        except Exception as error:  # every decoder fails in its own way
-            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): remove it") from error
-    return torch.stack(pictures)
-
-
-def _load_mask(flags: PicturesConfig, files: Sequence[Path], shape: tuple[int, ...]) -> Tensor | None:
-    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; None without the flag."""
-    if flags.mask is None:
-        return None
-    try:
-        image = open_picture(flags.mask)
-        size = upright_size(image)
-        mask = pil_to_tensor(fit(image, (shape[2], shape[1]))).amax(dim=0) > HALF
-    except Exception as error:  # every decoder fails in its own way
-        raise UsageError(f"--mask {flags.mask} cannot be read ({first_line(error)}): pass a picture") from error
-    for file in files:
-        other = upright_size(open_picture(file))
-        if other != size:
-            sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
-            raise UsageError(f"--mask {flags.mask} {sizes}: pass a mask of the same size")
-    if not mask.any():
-        raise UsageError(f"--mask {flags.mask} is black: paint white what is to be generated")
-    return mask[None, None]
+def measured_name(name: str, space: Fields) -> str:
+    """Return the name of the file of measurements beside a picture."""
+    return name.removesuffix(PREVIEW) + str(space.files["suffix"])
 
 
 def _numbered(count: int) -> list[str]:
     """Return names of ``count`` samples, whose numbers have as many digits as the last one, and at least 5."""
     digits = max(5, len(str(count - 1)))
     return [f"{number:0{digits}d}.png" for number in range(count)]
-
-
-def _names_of(path: Path, files: Sequence[Path], variants: int) -> list[str]:
-    """Return names of the results of ``files``, all of the first variant before those of the next.
-
-    Raises:
-        UsageError: if two results would have the same name, or that of the grid.
-    """
-    folder = path if path.is_dir() else path.parent
-    stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
-    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]
-    twice = [name for name, count in Counter([*names, "grid.png"]).items() if count > 1]
-    if twice:
-        raise UsageError(f"--from_images {path} has two pictures for the result {twice[0]}: rename one")
-    return names
 
 
 def _write_path(folder: Path, flow: Flow, numbers: range, options: dict[str, Any], kind: str) -> Path:

@@ -12,9 +12,9 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
-from rectified_flow.cli.parts import check_classes, check_columns
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main

@@ -12,6 +12,16 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
 from rectified_flow.cli import parts, plan, recipe
+from rectified_flow.cli.data import (
+    add_columns,
+    add_source,
+    build_space,
+    check_source,
+    describe_fields,
+    open_pictures,
+    open_registered,
+    with_field_flags,
+)
 from rectified_flow.cli.flags.model import UNET
 from rectified_flow.cli.flags.training import (
     EvaluationConfig,
@@ -37,6 +47,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import check_start
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import require_memory
@@ -107,16 +118,17 @@ def _train(config: TrainConfig) -> bool:
     state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    parts.check_source(config.data, config.source)
+    config = replace(config, data=with_field_flags(config.data))
+    check_source(config.data, config.source)
     parts.choose_network(config.network)  # raises an error for an unknown name
     parts.choose_flow(config)
-    items, source = parts.open_registered(config.data)
+    items, source = open_registered(config.data)
     if items is not None:
         return _train_on_items(config, items, state)
     if config.program.look:
-        parts.build_space(replace(config.data, autoencoder=None))  # raises an error for an unknown name
+        build_space(replace(config.data, autoencoder=None), source=source)  # raises an error for an unknown name
         config, pictures = _open_pictures(config, source)
-        look(config.run.output_dir, pictures, parts.picture_space(config.data))
+        look(config.run.output_dir, pictures, build_space(replace(config.data, autoencoder=None), source=pictures))
         return True
     return _train_on_pictures(config, source, state)
 
@@ -130,7 +142,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     given |= {"condition_on": config.columns.condition_on}
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
-    flow = parts.build_flow(config, getattr(items, "conditions", {}), parts.build_space(data, items))
+    flow = parts.build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
     if config.program.dry_run:
         plan.print_plan(config, flow)
         return True
@@ -144,14 +156,14 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
 
 def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = _with_conditions(parts.open_pictures(config.data, source), config, source)
+    pictures = _with_conditions(open_pictures(config.data, source), config, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
     chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
-        smaller = parts.open_pictures(chosen.data, source)
-        pictures = parts.add_source(smaller, chosen.data, chosen.source, chosen.run.seed).with_columns(
+        smaller = open_pictures(chosen.data, source)
+        pictures = add_source(smaller, chosen.data, chosen.source, chosen.run.seed).with_columns(
             pictures.columns, seed=chosen.run.seed
         )
     return chosen, pictures
@@ -159,13 +171,13 @@ def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[Tra
 
 def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageSource | None) -> ImageDataset:
     """Return the pictures with the conditions of columns, and with their sources. Collective."""
-    pictures = parts.add_columns(pictures, config.columns, source=source, seed=config.run.seed)
+    pictures = add_columns(pictures, config.columns, source=source, seed=config.run.seed)
     unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
     if config.flow.coupling == "ot" and unequal:
         raise UsageError(
             f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
         )
-    return parts.add_source(pictures, config.data, config.source, config.run.seed)
+    return add_source(pictures, config.data, config.source, config.run.seed)
 
 
 def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: PartialState) -> bool:
@@ -173,7 +185,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
 
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
-    space, dry_run = parts.build_space(config.data), config.program.dry_run
+    space, dry_run = build_space(config.data, source=source), config.program.dry_run
     if not plan.chooses_network(config):
         check_sides(config, space)
     if dry_run and not recipe.may_choose(config) and not config.columns.condition_on:
@@ -185,8 +197,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         space.prepare(state.device)
     config, pictures = _open_pictures(config, source)
     budget, latents = recipe.budget_of(config), space if isinstance(space, Latents) else None
-    config = plan.with_plan(config, len(pictures), pictures.conditions, latents)
-    space = latents or parts.build_space(config.data)  # the recipe may add augmentation
+    fields = build_space(config.data, source=pictures) if config.data.is_fields else None
+    config = plan.with_plan(config, len(pictures), pictures.conditions, latents or fields)
+    space = latents or build_space(config.data, source=pictures)  # the recipe may add augmentation
     if dry_run:
         flow = parts.build_flow(config, pictures.conditions, space)
         plan.print_plan(config, flow, len(pictures))
@@ -198,6 +211,8 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     taught = config.teacher_data
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
+    if isinstance(space, Fields):
+        state.print(line("fields", describe_fields(space, pictures)))
     dataset = _open_rows(config, flow, pictures, state)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
@@ -210,7 +225,8 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
         dataset, preview_data = seen, unseen
         pictures, held_out = divided(pictures, split, sources)
-    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
+    if not isinstance(space, Fields):
+        callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     flags = recorded(config)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=flags, preview_data=preview_data).train()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store import ImageDataset
 
 

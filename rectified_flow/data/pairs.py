@@ -4,8 +4,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
+from rectified_flow.data.open import suffixes_of
 from rectified_flow.data.sources.huggingface import find_dataset_file
-from rectified_flow.data.sources.image_folder import find_files, is_image
+from rectified_flow.data.sources.image_folder import find_files
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import printable
@@ -54,7 +55,7 @@ def names_of(folder: Path, pictures: ImageDataset) -> dict[str, int]:
     folder, broken, rows = folder.resolve(), {*pictures.info.skipped}, dict[str, int]()
     for file in find_files(folder, lambda _unreadable: None):
         name = str(file.relative_to(folder).with_suffix(""))
-        if not is_image(file) or printable(file) in broken:
+        if file.suffix.lower() not in suffixes_of(pictures) or printable(file) in broken:
             continue
         if name in rows:
             raise UsageError(

@@ -27,6 +27,7 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.randomness import mix
+from rectified_flow.spaces.fields import Fields, default_show
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.artifact import MANIFEST, Artifact, write_manifest
 from rectified_flow.system.files import read_document, reading
@@ -69,6 +70,20 @@ class OriginalInfo:
 
 
 @dataclass(frozen=True)
+class FieldInfo:
+    """Properties of stored measurements."""
+
+    low: list[float]
+    """Least known value of each channel, in physical units."""
+    high: list[float]
+    """Greatest known value of each channel."""
+    missing: int
+    """Number of unknown values."""
+    files: dict[str, Any]
+    """Format of the files, see :class:`rectified_flow.data.fields.FieldFormat`."""
+
+
+@dataclass(frozen=True)
 class StoreInfo:
     """The contents of ``info.json``."""
 
@@ -88,6 +103,8 @@ class StoreInfo:
     framing: Framing | None = None
     """Form of the images; None for other rows than images."""
     originals: OriginalInfo | None = None
+    fields: FieldInfo | None = None
+    """Properties of measurements; None for pictures."""
     files: dict[str, dict[str, int]] = field(default_factory=dict)
     """Size and time of each file, in stores of commit 2b575ae, which have no manifest."""
     sha256: str = ""
@@ -294,16 +311,23 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
 
 class ImageDataset(StoreDataset):
-    """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA."""
+    """The pictures of a store: items have ``images``, uint8 ``[c, h, w]``, RGB or RGBA, or measurements of any type."""
 
     @property
-    def images(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def images(self) -> np.ndarray[Any, np.dtype[Any]]:
         """All images of the store, a read-only memory map ``[n, c, h, w]``."""
         return self.entries["images"]
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
-        """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
-        images, framing = self.read_entries(indices)["images"], self.info.framing
+        """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white.
+
+        Of measurements, they show the first channel, or three channels of integers as red, green and blue.
+        """
+        images, framing, fields = self.read_entries(indices)["images"], self.info.framing, self.info.fields
+        if fields is not None and framing is not None:
+            high = [max(most, np.nextafter(least, np.inf)) for least, most in zip(fields.low, fields.high, strict=True)]
+            shape = (images.shape[1], framing.height, framing.width)
+            return Fields(shape, fields.low, high, show=default_show(fields.files)).render(images)
         if framing is None or framing.stored_shape == (RGB, framing.height, framing.width):
             return images
         space = Pixels(framing.shape)

@@ -225,6 +225,7 @@ def conditions_of(
             drawn = some if draws is None else draws[first : first + AT_ONCE]
             with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
                 source = flow.source_of({}, space.encode(stored))
+                source = None if source is None else space.decode_source(source)
         others = {name: batch[name] for name in flow.conditions if name in batch}
         parts.append(others | ({} if source is None else {SOURCE: source.cpu()}))
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

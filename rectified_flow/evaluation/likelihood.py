@@ -9,6 +9,9 @@ unbiased, and costs one vector-Jacobian product.
 A picture has 256 levels, and the density is that of continuous values, so each value is drawn uniformly within its
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
 the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures.
+
+Measurements (:class:`rectified_flow.spaces.fields.Fields`) of integer type are treated alike. For those of floating
+point, the figure is that of the density in physical units.
 """
 
 from collections.abc import Sequence
@@ -29,6 +32,8 @@ from rectified_flow.evaluation.features import in_batches
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
+from rectified_flow.spaces.fields import Fields
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.signals import interruptible
 
 LEVEL = 1 / 127.5
@@ -119,14 +124,24 @@ def bits_per_dimension(
     Returns:
         The estimates, float64 ``[b]`` on the CPU.
     """
-    x = flow.space.encode(pictures.to(flow.device))
-    conditions = {name: each.to(x.device) for name, each in conditions.items()}
+    conditions, device = {name: each.to(flow.device) for name, each in conditions.items()}, flow.device
     numbers = [randomness.mix(crc32(each.numpy()), draw) for each, draw in zip(pictures.cpu(), draws, strict=True)]
-    with randomness.deterministic(randomness.Samples(seed, numbers), x.device):
-        x = x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5)
-        probe = 2.0 * randomness.randint("probe", 2, x.shape, x.device) - 1
+    with randomness.deterministic(randomness.Samples(seed, numbers), device):
+        x, log_volume = _dequantised(flow.space, pictures.to(device))
+        probe = 2.0 * randomness.randint("probe", 2, x.shape, device) - 1
         densities = log_density(flow, x, conditions, times, probe)
-    return -densities / (x[0].numel() * log(2)) - log(LEVEL, 2)
+    return -densities / (x[0].numel() * log(2)) - log_volume
+
+
+def _dequantised(space: Space, data: Tensor) -> tuple[Tensor, Tensor | float]:
+    """Return encoded data, drawn within the levels of integers, and the mean change of volume of each row in bits."""
+    if not isinstance(space, Fields):
+        x = space.encode(data)
+        return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log(LEVEL, 2)
+    values = data.float()
+    if not data.is_floating_point():
+        values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
+    return space.encode(values), space.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.runs.folder import is_run
-from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import prepare_folder, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import to_grid, write_picture
@@ -26,7 +26,7 @@ NAMED = 5
 """Maximum number of names in a list."""
 
 
-def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
+def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
     """Print the report of ``pictures``, and write a sheet of some as training augments them. Collective.
 
     Raises:
@@ -41,7 +41,7 @@ def look(output_dir: Path, pictures: ImageDataset, space: Pixels) -> None:
         shown = spread(pictures.labels, SHOWN)
         with deterministic(Samples(0, shown)):
             data, _ = space.augment(pictures.read_batch(shown)["images"])
-        sheet = to_grid(space.render(space.decode(space.encode(data))))
+        sheet = to_grid(space.render(space.decode(space.encode(data))), legend=space.legend)
         path = prepare_folder("output_dir", output_dir) / SHEET_FILE
         with writing(path):
             claim(output_dir, [SHEET_FILE], ours=is_run(output_dir))

@@ -180,17 +180,13 @@ class Flow(nn.Module):
         """
         if not self.takes_source:
             return None
-        if SOURCE in batch:
-            return self._encoded(batch[SOURCE])
+        if SOURCE in batch:  # drawn with a teacher's noise, sources are encoded
+            drawn = "noise" in batch and batch[SOURCE].is_floating_point()
+            return batch[SOURCE].float() if drawn else self.space.encode_source(batch[SOURCE])
         if self.degradation is None:
             raise UsageError(f"the flow translates pictures, and a batch has no {SOURCE}: add this entry")
         with torch.autocast(x_0.device.type, enabled=False):
             return self.degradation(x_0)
-
-    def _encoded(self, source: Tensor) -> Tensor:
-        """Return encoded sources, which may be encoded already: floating point of the shape of ``x``."""
-        is_encoded = source.is_floating_point() and source.shape[1:] == self.space.shape
-        return source.float() if is_encoded else self.space.encode(source)
 
     def with_source(self, noise: Tensor, source: Tensor | None, conditions: Values) -> tuple[Tensor, Values]:
         """Return the start of the paths ``[b, ...]`` and the conditions, one of which the source may be.
@@ -239,12 +235,12 @@ class Flow(nn.Module):
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
         """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
-        return squared_distances(x_0, noise)
+        return squared_distances(self.known_part(x_0)[0], noise)
 
     def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
         if self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
-            return nearest_candidate(x_0, drawn)
+            return nearest_candidate(self.known_part(x_0)[0], drawn)
         rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
         if self.coupling == "ot" and rows is None and not self.from_source:  # no global batch: pair this batch
@@ -291,7 +287,9 @@ class Flow(nn.Module):
             name: given[name].to(device) if name in given else kind.draw(name, count, device)
             for name, kind in self.conditions.items()
         }
-        sources = [self._encoded(conditions[name].to(device)) for name in conditions if self._is_source(name)]
+        sources = [
+            self.space.encode_source(conditions[name].to(device)) for name in conditions if self._is_source(name)
+        ]
         source = next(iter(sources), None)
         x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:
@@ -317,6 +315,18 @@ class Flow(nn.Module):
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
         return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
+
+    def known_part(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return encoded data with 0 in place of unknown values, and weights ``[b, ...]`` for the error; None for 1.
+
+        The weights are such that the mean square of the weighted error is that over the known values. A row without
+        known values has a loss of 0.
+        """
+        if not self.space.has_missing:
+            return x_0, None
+        known = ~x_0.isnan()
+        share = known.float().flatten(1).mean(dim=1).clamp(min=1 / known[0].numel())
+        return x_0.nan_to_num(0.0), known * expand(share.rsqrt(), x_0)
 
     @property
     def device(self) -> torch.device:
@@ -369,10 +379,10 @@ def sample_batches(
     start: Tensor | None = None,
     mask: Tensor | None = None,
     draws: Sequence[int] | None = None,
-    with_alpha: bool = False,
+    render: bool = True,
     **options: Any,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """Generate samples, and yield their numbers and pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
+    """Generate samples, and yield their numbers and their pictures, uint8 ``[b, 3, h, w]``, a batch at a time.
 
     Args:
         flow: the flow to sample from, or another module with the method ``sample`` of a flow.
@@ -383,11 +393,10 @@ def sample_batches(
         start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
         mask: sample ``i`` has row ``i % n`` of these masks ``[n, 1, h, w]``, see :meth:`Flow.keeping`.
         draws: sample ``i`` has the random draws of sample ``draws[i]``; by default its own.
-        with_alpha: yield RGBA ``[b, 4, h, w]`` for pictures with transparency, instead of RGB over white.
+        render: yield pictures; otherwise the generated data ``[b, ...]``.
         options: further arguments of ``flow.sample``.
     """
     space = getattr(flow, "space", None) or Pixels()
-    to_picture = space.render_with_alpha if with_alpha else space.render
     rows = {
         **(conditions or {}),
         **{name: each for name, each in (("start", start), ("mask", mask)) if each is not None},
@@ -397,4 +406,5 @@ def sample_batches(
         given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}
         drawn = some if draws is None else [draws[number] for number in some]
         with deterministic(Samples(seed, drawn), _device_of(flow)):
-            yield some, to_picture(flow.sample(len(some), **given, **options))
+            data = flow.sample(len(some), **given, **options)
+            yield some, space.render(data) if render else data

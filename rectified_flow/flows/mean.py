@@ -150,6 +150,7 @@ class MeanFlow(FlowMap):
             step: scalar, the finite step as a fraction of ``t - r``; without one the derivative is exact.
         """
         count = len(x_0) if count is None else count
+        x_0, weights = self.known_part(x_0)
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         with tangents.keeping_values(wanted=count > 0 and step is None) as kept:
@@ -164,7 +165,8 @@ class MeanFlow(FlowMap):
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
                 change_ = self._correction(u_, x_, v_, t_, r_, conditions_, step, kept)
                 change = torch.cat((change_, change[count:]))
-        return self.weighted(u + change - v)
+        residual = u + change - v
+        return self.weighted(residual if weights is None else residual * weights)
 
     def _correction(
         self,

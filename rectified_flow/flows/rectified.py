@@ -51,10 +51,12 @@ class RectifiedFlow(Flow):
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values) -> Tensor:
         """Return the loss, given every draw: ``x_0``, ``noise`` ``[b, ...]``, ``t`` ``[b]``, conditions by name."""
+        x_0, weights = self.known_part(x_0)
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         truth = {"velocity": noise - x_0, "clean": x_0, "noise": noise}[self.prediction]
         error = self.velocity(x_t, t, **conditions) - self._as_velocity(truth, x_t, t)
+        error = error if weights is None else error * weights
         mean_square = error.square().flatten(1).mean(dim=1)
         if self.distance == "mse":
             return mean_square.mean()
@@ -143,7 +145,7 @@ class RectifiedFlow(Flow):
             raise ValueError("the stochastic solver has no way back to the noise")
         x = self.space.encode(data).to(self.device)
         values = {
-            name: self._encoded(value.to(x.device)) if self._is_source(name) else value.to(x.device)
+            name: self.space.encode_source(value.to(x.device)) if self._is_source(name) else value.to(x.device)
             for name, value in conditions.items()
         }
         field = guided(self.velocity, self.conditions, values, guidance)

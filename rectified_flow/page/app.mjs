@@ -71,6 +71,7 @@ function begin(description) {
   const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
   const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
   at("about").textContent = `A ${way}: ${side}${classes}.`;
+  if (model.fields?.ends) showLegend(model.fields);
   values = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
   at("conditions").hidden = !at("conditions").children.length;
   if (at("texts").children.length) document.title = at("title").textContent = "Pictures from a text";
@@ -87,6 +88,15 @@ function begin(description) {
   comparison = new Comparison(shape, !model.source || isMask(), supersede, arrange);
   arrange(true);
   begun();
+}
+
+/** Show what the colours of measurements mean. */
+function showLegend({ colours, ends, shown }) {
+  at("legend").hidden = false;
+  at("legend").title = `Channel ${shown[0] + 1}`;
+  const stops = colours.filter((_, i) => i % 15 === 0).map((rgb) => `rgb(${rgb})`);
+  at("bar").style.background = `linear-gradient(to right, ${stops})`;
+  [at("least").textContent, at("greatest").textContent] = ends;
 }
 
 function beginWithSource() {
@@ -223,12 +233,12 @@ function show({ id, interval, steps, x, milliseconds }) {
   const finished = interval === steps;
   const pictures = at("pictures").querySelectorAll("canvas");
   if (finished || revealing) {
-    pictures.forEach((element, row) => paint(element, x, row, shape));
+    pictures.forEach((element, row) => paint(element, x, row, shape, model.fields));
     if (comparison.picture) comparison.showResult(x, chosen);
   }
   if (interval || revealing) at("progress").value = interval / steps;
   [...at("strip").children].forEach((element, stop) => {
-    if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0, shape);
+    if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0, shape, model.fields);
   });
   const count = pictures.length > 1 ? `${pictures.length} pictures` : "Drawn";
   if (!finished && interval) say(`Step ${interval} of ${steps}`);
@@ -262,7 +272,7 @@ function hold(name) {
   if (!shown) return;
   const { from, to, mix } = place();
   held[name] = mix > 0.5 ? to : from;
-  paint(at(`hold-${name}`).querySelector("canvas"), shown, chosen, shape);
+  paint(at(`hold-${name}`).querySelector("canvas"), shown, chosen, shape, model.fields);
   at(`hold-${name}`).querySelector("span").textContent = `${name.toUpperCase()}: ${held[name]}`;
   at("mix").disabled = held.a === null || held.b === null;
 }

@@ -24,8 +24,9 @@ export async function readPicture(file, [, height, width]) {
   }
 }
 
-export function paint(element, x, row, shape) {
-  paintPixels(element, pixels(x, row, shape), shape);
+/** Paint row `row` of `x`; `fields` describes measurements, as model.json does. */
+export function paint(element, x, row, shape, fields = null) {
+  paintPixels(element, pixels(x, row, shape, fields), shape);
 }
 
 function paintPixels(element, rgba, [, height, width]) {

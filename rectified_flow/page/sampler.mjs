@@ -156,12 +156,26 @@ export function stroke(unknown, [width, height], from, to, radius) {
   }
 }
 
-/** Pixels RGBA of row `row` of `x`, [c, h, w] in [-1, 1]; a single channel is grey. */
-export function pixels(x, row, [channels, height, width]) {
+const OUTSIDE = 0.02; // of a range from -1 to 1, by which a value is outside of it before it is marked
+const [BELOW, ABOVE] = [[0, 160, 255], [255, 0, 0]];
+
+/** Pixels RGBA of row `row` of `x`, [c, h, w] in [-1, 1]; a single channel is grey, or in the colours of `fields`. */
+export function pixels(x, row, [channels, height, width], fields = null) {
   const area = height * width;
   const rgba = new Uint8ClampedArray(4 * area).fill(255);
+  const shown = fields?.shown ?? (channels === 1 ? [0] : [0, 1, 2]);
+  if (fields?.colours) {
+    const plane = (row * channels + shown[0]) * area;
+    for (let i = 0; i < area; i++) {
+      const value = x[plane + i];
+      const level = Math.round(Math.min(1, Math.max(0, (value + 1) / 2)) * (fields.colours.length - 1));
+      const colour = value < -1 - OUTSIDE ? BELOW : value > 1 + OUTSIDE ? ABOVE : fields.colours[level];
+      rgba.set(colour, 4 * i);
+    }
+    return rgba;
+  }
   for (let channel = 0; channel < 3; channel++) {
-    const plane = (row * channels + (channels === 1 ? 0 : channel)) * area;
+    const plane = (row * channels + (shown[channel] ?? shown[0])) * area;
     for (let i = 0; i < area; i++) rgba[4 * i + channel] = 127.5 * (x[plane + i] + 1); // it clamps and rounds
   }
   return rgba;

@@ -16,7 +16,7 @@ from rectified_flow.runs.checkpoint import step_name
 from rectified_flow.runs.folder import program_flags
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import Line, Panel, draw_panels, encode_picture, to_grid, with_texts
+from rectified_flow.system.pictures import Legend, Line, Panel, draw_panels, encode_picture, to_grid, with_texts
 
 PROJECT = "rectified-flow"
 _IMAGE_ARGUMENTS = {"tensorboard": {"dataformats": "NHWC"}}
@@ -178,10 +178,15 @@ class RunLog:
             self._bad_steps.add({"step": step, "images": images})
 
     def samples(
-        self, step: int, images: Tensor, columns: int | None = None, texts: Sequence[str] | None = None
+        self,
+        step: int,
+        images: Tensor,
+        columns: int | None = None,
+        texts: Sequence[str] | None = None,
+        legend: Legend | None = None,
     ) -> None:
         """Write uint8 images ``[n, 3, h, w]`` as one grid, by default nearly a square; ``texts`` are below each."""
-        grid = to_grid(images if texts is None else with_texts(images, texts), columns)
+        grid = to_grid(images if texts is None else with_texts(images, texts), columns, legend)
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)

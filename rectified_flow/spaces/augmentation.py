@@ -24,7 +24,7 @@ NUMBERS = 14
 COLOURS = 3
 
 
-def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+def augmented(x: Tensor, probability: float, *, colours: bool = True) -> tuple[Tensor, Tensor]:
     """Draw random variants of pictures, and the numbers that describe each.
 
     Mirroring left to right and top to bottom, whole-pixel shifts, scaling, rotation, stretching along any axis, and
@@ -33,6 +33,7 @@ def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     Args:
         x: pictures ``[b, c, h, w]``, float32 in [-1, 1]; the first three of three channels or more are colours.
         probability: probability of each kind of change; mirroring then applies to half of the rows.
+        colours: change colours, too, and clip values to [-1, 1].
 
     Returns:
         Pictures ``[b, c, h, w]`` in [-1, 1], and numbers ``[b, 14]``; a row without changes is the same to the bit, and
@@ -41,6 +42,7 @@ def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
     count, device, (height, width) = len(x), x.device, x.shape[-2:]
     happens = (randomness.rand("augmentation", (count, 7), device) < probability).float()
     mirrors, inverts, shifts, scales, turns, stretches, recolours = happens.unbind(dim=1)
+    recolours = recolours if colours else torch.zeros_like(recolours)
     normal = randomness.randn("augmentation sizes", (count, 9), device).unbind(dim=1)
     turn, axis, hue = ((randomness.rand("augmentation angles", (count, 3), device) * 2 - 1) * math.pi).unbind(dim=1)
 
@@ -54,14 +56,16 @@ def augmented(x: Tensor, probability: float) -> tuple[Tensor, Tensor]:
         *(mirrored, inverted, shift_x / (SHIFT * width), shift_y / (SHIFT * height), scale / SCALE),
         *(turn.cos() - 1, turn.sin(), stretch / STRETCH * (2 * axis).cos(), stretch / STRETCH * (2 * axis).sin()),
     )
-    colours = (brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION)
+    changes = (brightness / BRIGHTNESS, contrast / CONTRAST, hue.cos() - 1, hue.sin(), saturation / SATURATION)
 
     flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
     stretched = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
     linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretched @ flips
-    x = _where_any(moves, _moved(x, linear, torch.stack((shift_x, shift_y), dim=1)), x)
-    x = _where_any(colours, _recoloured(x, brightness, contrast, hue, saturation), x)
-    return x, torch.stack((*moves, *colours), dim=1)
+    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1))
+    x = _where_any(moves, moved.clamp(-1, 1) if colours else moved, x)
+    if colours:
+        x = _where_any(changes, _recoloured(x, brightness, contrast, hue, saturation), x)
+    return x, torch.stack((*moves, *changes), dim=1)
 
 
 def _where_any(numbers: Sequence[Tensor], changed: Tensor, x: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     inverse = torch.linalg.inv_ex(linear).inverse  # torch.linalg.inv would wait for the GPU
     sources = torch.einsum("bij, bhwj -> bhwi", inverse, targets - shift[:, None, None])
     grid = 2 * torch.stack((sources[..., 0] / width, sources[..., 1] / height), dim=-1)
-    return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False).clamp(-1, 1)
+    return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
 
 
 def _recoloured(x: Tensor, brightness: Tensor, contrast: Tensor, hue: Tensor, saturation: Tensor) -> Tensor:

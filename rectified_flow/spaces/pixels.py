@@ -48,10 +48,8 @@ class Pixels(Space):
 
     def augment(self, data: Tensor) -> tuple[Tensor, Values]:
         """Draw a random part of each row, mirrored and augmented if the space does so."""
-        data = self._part(data, at_random=True)
-        if self.horizontal_flip:
-            mirrored = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
-            data = torch.where(mirrored, data.flip(-1), data)
+        data = cropped(data, self._sides, at_random=True)
+        data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:
             return data, {}
         x, numbers = augmented(self.encode(data), self.augmentation)
@@ -59,7 +57,7 @@ class Pixels(Space):
 
     def encode(self, data: Tensor) -> Tensor:
         """Return float32 in [-1, 1], the centre of larger pictures."""
-        data = self._part(data)
+        data = cropped(data, self._sides)
         return data.float() / 127.5 - 1 if data.dtype == torch.uint8 else data.float()
 
     def decode(self, x: Tensor) -> Tensor:
@@ -108,20 +106,27 @@ class Pixels(Space):
         size = str(width) if width == height else f"{width}x{height}"
         return f"{size} px" + " with transparency" * (channels == RGBA)
 
-    def _part(self, data: Tensor, *, at_random: bool = False) -> Tensor:
-        """Crop pictures that are larger than the shape, at the centre or at random; return others unchanged."""
-        height, width = self._sides or data.shape[-2:]
-        high, wide = data.shape[-2] - height, data.shape[-1] - width
-        if min(high, wide) < 0 or high == wide == 0:
-            return data
-        if not at_random:
-            return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
-        rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
-        top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
-        left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
-        y = top[:, None] + torch.arange(height, device=data.device)
-        x = left[:, None] + torch.arange(width, device=data.device)
-        return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
+
+def cropped(data: Tensor, shape: Sequence[int] | None, *, at_random: bool = False) -> Tensor:
+    """Crop data that are larger than the shape, at the centre or at random; return others unchanged."""
+    height, width = (data.shape if shape is None else shape)[-2:]
+    high, wide = data.shape[-2] - height, data.shape[-1] - width
+    if min(high, wide) < 0 or high == wide == 0:
+        return data
+    if not at_random:
+        return data[..., high // 2 : high // 2 + height, wide // 2 : wide // 2 + width]
+    rows, channels = (torch.arange(size, device=data.device) for size in data.shape[:2])
+    top = randomness.randint("crop, top", high + 1, (len(data),), data.device)
+    left = randomness.randint("crop, left", wide + 1, (len(data),), data.device)
+    y = top[:, None] + torch.arange(height, device=data.device)
+    x = left[:, None] + torch.arange(width, device=data.device)
+    return data[rows[:, None, None, None], channels[:, None, None], y[:, None, :, None], x[:, None, None, :]]
+
+
+def mirrored(data: Tensor) -> Tensor:
+    """Mirror half of the rows ``[b, c, h, w]``."""
+    chosen = randomness.rand("horizontal flip", (len(data), 1, 1, 1), data.device) < 0.5
+    return torch.where(chosen, data.flip(-1), data)
 
 
 def _to_uint8(data: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """The contract of a data space."""
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from rectified_flow.condition import Kinds, Values
 from rectified_flow.errors import UsageError
+
+if TYPE_CHECKING:
+    from rectified_flow.system.pictures import Legend
 
 
 class Space(ABC):
@@ -23,6 +26,9 @@ class Space(ABC):
     """The entry of a batch that holds the data."""
     shape: tuple[int, ...] | None = None
     """Shape of one ``x``, without the batch; a flow sets it at its first training batch where it is None."""
+
+    has_missing: bool = False
+    """Whether ``x`` is NaN where a value is unknown; such values are left out of the loss."""
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:
@@ -42,6 +48,15 @@ class Space(ABC):
     def encode(self, data: Tensor) -> Tensor:
         """Convert stored data ``[b, ...]`` to float32 ``x`` ``[b, ...]`` of about unit scale, like the noise."""
 
+    def encode_source(self, data: Tensor) -> Tensor:
+        """Encode sources of a translation, which may be encoded already: floating point of the shape of ``x``."""
+        is_encoded = data.is_floating_point() and data.shape[1:] == self.shape
+        return data.float() if is_encoded else self.encode(data)
+
+    def decode_source(self, x: Tensor) -> Tensor:
+        """Convert encoded sources to a form that :meth:`encode_source` takes; by default they stay as they are."""
+        return x
+
     @abstractmethod
     def decode(self, x: Tensor) -> Tensor:
         """Convert ``x`` ``[b, ...]`` to generated data, the result of :meth:`Flow.sample`."""
@@ -49,6 +64,11 @@ class Space(ABC):
     @abstractmethod
     def render(self, data: Tensor) -> Tensor:
         """Render a picture, uint8 ``[b, 3, h, w]``, of each row of generated data."""
+
+    @property
+    def legend(self) -> "Legend | None":
+        """The meaning of the colours of :meth:`render`, to draw below pictures; None for true colours."""
+        return None
 
     def render_with_alpha(self, data: Tensor) -> Tensor:
         """Render RGBA pictures ``[b, 4, h, w]`` if the data have transparency, else those of :meth:`render`."""

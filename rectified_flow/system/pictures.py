@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -24,6 +24,13 @@ TURNED = (5, 6, 7, 8)
 """Values of the orientation tag that exchange width and height; Pillow's size of a TIFF has them exchanged already."""
 BAD_EXIF = (SyntaxError, struct.error, ValueError, KeyError, TypeError)
 """Errors that Pillow raises if the block with the orientation is damaged; the image itself may be undamaged."""
+
+
+LEAST_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
+"""Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
+BAR_HEIGHT = 10
+"""Height of the bar of a legend [px]."""
+Align = Literal["left", "center", "right"]
 
 
 def open_picture(source: Path | IO[bytes]) -> Image.Image:
@@ -94,17 +101,41 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     return (image.height, image.width) if turned else image.size
 
 
-def to_grid(images: Tensor, columns: int | None = None) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square."""
+@dataclass(frozen=True)
+class Legend:
+    """The meaning of the colours of rendered measurements."""
+
+    colours: Tensor
+    """Colours from the least value to the greatest, uint8 ``[n, 3]``."""
+    least: str
+    greatest: str
+    name: str = ""
+
+    def draw(self, width: int) -> Tensor:
+        """Draw the colours as a bar above the values at its ends, uint8 ``[3, h, width]``."""
+        places = torch.linspace(0, len(self.colours) - 1, width).round().long()
+        bar = self.colours.cpu()[places].T[:, None].expand(-1, BAR_HEIGHT, -1)
+        height = TEXT_SIZE + 5
+        left, right = text_picture(self.least, width, height), text_picture(self.greatest, width, height, align="right")
+        middle = text_picture(self.name, width, height, align="center")
+        return torch.cat((bar, torch.minimum(torch.minimum(left, right), middle)), dim=1)
+
+
+def to_grid(
+    images: Tensor, columns: int | None = None, legend: Legend | None = None
+) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Arrange uint8 images ``[n, c, h, w]`` side by side in one ``[H, W, c]``, by default nearly a square.
+
+    A legend is drawn below, and white fills the sides of a grid that is narrower than its text.
+    """
     from torchvision.utils import make_grid  # takes seconds to load
 
     columns = columns or max(1, round(len(images) ** 0.5))
-    grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255)
-    return grid.permute(1, 2, 0).cpu().numpy()
-
-
-LEAST_WIDTH, TEXT_LINES, TEXT_SIZE = 112, 3, 11
-"""Least width of a picture with a text [px], number of lines of the text, and size of its letters [px]."""
+    grid: Tensor = make_grid(images, nrow=columns, padding=2, pad_value=255).cpu()
+    if legend is not None:
+        grid = torch.nn.functional.pad(grid, (0, max(0, LEAST_WIDTH - grid.shape[-1])), value=255)
+        grid = torch.cat((grid, legend.draw(grid.shape[-1])), dim=1)
+    return grid.permute(1, 2, 0).numpy()
 
 
 def with_texts(images: Tensor, texts: Sequence[str]) -> Tensor:
@@ -121,7 +152,7 @@ def _enlarged(images: Tensor) -> Tensor:
     return images.repeat_interleave(factor, dim=-2).repeat_interleave(factor, dim=-1)
 
 
-def text_picture(text: str, width: int, height: int) -> Tensor:
+def text_picture(text: str, width: int, height: int, align: Align = "left") -> Tensor:
     """Return a text, black on white and broken into lines that fit, as a picture uint8 ``[3, height, width]``."""
     from torchvision.transforms.functional import pil_to_tensor
 
@@ -133,7 +164,9 @@ def text_picture(text: str, width: int, height: int) -> Tensor:
             lines[-1] = longer
         else:
             lines.append(word)
-    canvas.multiline_text((2, 1), "\n".join(line for line in lines if line), "black", font, spacing=2)
+    place, anchor = {"left": (2, "la"), "center": (width // 2, "ma"), "right": (width - 2, "ra")}[align]
+    written = "\n".join(line for line in lines if line)
+    canvas.multiline_text((place, 1), written, "black", font, anchor, spacing=2, align=align)
     return pil_to_tensor(image)
 
 

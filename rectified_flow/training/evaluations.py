@@ -60,11 +60,12 @@ def sample_preview(trainer: "Trainer") -> None:
     def sample(numbers: list[int]) -> Tensor:
         return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
 
+    space = getattr(flow, "space", None)  # other modules than flows can be sampled, too
     with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
         images = map_over_ranks(accelerator, count, sample)
         if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
-        trainer.run.log.samples(trainer.state.step, images, columns, texts)
+        trainer.run.log.samples(trainer.state.step, images, columns, texts, getattr(space, "legend", None))
 
 
 class EvaluationHook(Measurement):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from rectified_flow.cli.evaluate import _training_data, evaluate
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.data.build import data_arguments, open_dataset
+from rectified_flow.data.open import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator

@@ -12,8 +12,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.recipe import with_recipe
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_one_step, train_rectified_flow

@@ -12,8 +12,8 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import open_pictures
 from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.data.store import StoreDataset, StoreWriter

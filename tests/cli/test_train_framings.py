@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.data import build as catalog
+from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import StoreDataset
 from rectified_flow.flags import parse

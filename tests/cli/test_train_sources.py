@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.data import add_source, open_pictures
 from rectified_flow.cli.flags.data import DataConfig, SourceConfig
-from rectified_flow.cli.parts import add_source, open_pictures
 from rectified_flow.load import load_flow
 from tests import programs
 from tests.programs import program

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from rectified_flow.data.build import open_dataset
+from rectified_flow.data.open import open_dataset
 from rectified_flow.data.oxford_flowers import OxfordFlowersDataset
 from rectified_flow.data.sources.image_folder import ImageFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers

@@ -15,7 +15,8 @@ import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 from PIL import Image
 
-from rectified_flow.data.build import default_cache_dir, open_dataset, open_store
+from rectified_flow.data.build import default_cache_dir, open_store
+from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
 from rectified_flow.data.sources.image_folder import ImageFolder, files_fingerprint
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers

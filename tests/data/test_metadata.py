@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli.data import add_columns
 from rectified_flow.cli.flags.data import ColumnConfig
-from rectified_flow.cli.parts import add_columns
 from rectified_flow.condition import Labels, Number
-from rectified_flow.data.build import open_dataset
 from rectified_flow.data.metadata import condition_name
+from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.networks.captions import Caption

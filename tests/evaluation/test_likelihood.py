@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from rectified_flow.cli.evaluate import evaluate
 from rectified_flow.cli.flags.sampling import EvaluateConfig
-from rectified_flow.cli.likelihood import check_likelihood
-from rectified_flow.data.build import open_dataset, picture_names
+from rectified_flow.cli.measures.likelihood import check_likelihood
+from rectified_flow.data.open import open_dataset, picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.likelihood import Pictures, bits_per_dimension, log_density, measure, time_grid

@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow, open_pictures
+from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.programs import run
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer

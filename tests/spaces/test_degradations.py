@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.cli.parts import choose_degradation
+from rectified_flow.cli.data import choose_degradation
 from rectified_flow.errors import UsageError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.degradations import Blur, Degradation, Downsample, Edges, Grey, Mask

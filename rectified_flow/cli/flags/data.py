@@ -8,7 +8,7 @@ import tyro
 from annotated_types import Interval
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.framing import Crop, Framing, parse_ratio
+from rectified_flow.data.framing import Crop, Framing, StoreBits, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,
@@ -21,6 +21,8 @@ from rectified_flow.flags import (
     refuse,
 )
 
+FIELDS = "Fields"
+"""Name of the space of measurements."""
 SourceAs = Literal["start", "condition"]
 
 
@@ -36,16 +38,30 @@ class DataConfig(Flags):
     """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
+    native_size: bool = False
+    """Keep the size of measurements, which replaces --image_size and --aspect_ratio."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
     """Centre crop, random crop, or pad."""
     alpha: bool = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
-    space: Annotated[str | None, default_is("Pixels, or Latents with --autoencoder")] = None
-    """Registered data space that the flow works in."""
+    space: Annotated[str | None, default_is("by the files, or Latents with --autoencoder")] = None
+    """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one."""
     space_options: Options = ()
     """Arguments of the space."""
+    value_range: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="[MIN MAX | measured | percentile:P]"), default_is("measured")
+    ] = ()
+    """Range of measurements that is scaled to [-1, 1], for all channels or for each: MIN MAX MIN MAX ..."""
+    transform: Annotated[str | None, default_is("linear")] = None
+    """Transform of measurements before scaling: linear, log, asinh:SCALE, sqrt, or a registered one."""
+    show: Annotated[str | None, default_is("by their type")] = None
+    """Channels of measurements to show: 3,2,1 as colours, or 1:viridis for one in a colour map (1:grey for grey)."""
+    channels_last: Annotated[bool | None, default_is("by their shape")] = None
+    """Whether the last axis of arrays is that of the channels."""
+    store_bits: StoreBits = 32
+    """Bits of a stored value of measurements: 16 halves the disk space of floats, and rounds them."""
     autoencoder: str | None = None
     """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
     autoencoder_options: Options = ()
@@ -69,8 +85,19 @@ class DataConfig(Flags):
             "alpha": self.alpha,
             "augment": self.augment > 0,
         }
+        of_fields = {name: getattr(self, name) for name in ("value_range", "transform", "show", "native_size")}
+        of_fields |= {"channels_last": self.channels_last is not None, "store_bits": self.store_bits != 32}
+        if self.space not in (None, FIELDS):
+            refuse(of_fields, f"is for measurements, and --space is {self.space}: leave one out")
+        if self.is_fields:
+            refuse({"alpha": self.alpha}, "is for pictures: measurements keep all channels; leave it out")
         if self.autoencoder is not None:
             refuse(of_pixels, "excludes --autoencoder, which encodes whole, opaque squares once: leave one out")
+
+    @property
+    def is_fields(self) -> bool:
+        """Whether the data are measurements, and not pictures."""
+        return self.space == FIELDS
 
     @property
     def framing(self) -> Framing:

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import EvaluateConfig, SolverConfig
-from rectified_flow.data.build import open_dataset, picture_names
+from rectified_flow.data.open import open_dataset, picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.join import check_equal
@@ -23,6 +23,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import Trained
 from rectified_flow.randomness import mix
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB, Pixels
 from rectified_flow.system.files import writing
 from rectified_flow.system.outputs import write_output
@@ -59,7 +60,9 @@ def _problem_with(flow: Flow) -> str | None:
         return f"a {type(flow).__name__} has no ODE; pass a run of train_oxford.py"
     if flow.takes_source:
         return "it translates pictures; pass a run without --source_path and --degrade"
-    if type(flow.space) is not Pixels:  # a subclass may have other units
+    if flow.space.has_missing:
+        return "its fields have unknown values; pass a run on fields without NaN"
+    if type(flow.space) not in (Pixels, Fields):  # a subclass may have other units
         return f"its space is {type(flow.space).__name__}, not Pixels; pass a run without --autoencoder and --space"
     if flow.prediction == "clean":
         return "the velocity of a clean prediction does not exist at time 0; pass a run with --prediction velocity"
@@ -121,7 +124,7 @@ def _groups(
     """Return the pictures to measure by the name of their group, those of a folder last."""
     if isinstance(dataset, RenderedItems):
         raise UsageError("--likelihood needs pictures of 8 bits: pass a folder of them with --dataset_path")
-    if len(dataset.read_entries([0])["images"][0]) != RGB:
+    if dataset.info.fields is None and len(dataset.read_entries([0])["images"][0]) != RGB:
         raise UsageError("--likelihood is impossible for pictures with transparency: pass a run without --alpha")
     groups = {}
     for name, data in {"training": dataset, "held out": held_out}.items():

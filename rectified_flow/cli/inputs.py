@@ -1,19 +1,34 @@
-"""Conditions as a user writes them: prompts, values by name, and the axes of a grid."""
+"""Inputs of sample.py: prompts, values of conditions by name, the axes of a grid, and pictures to start from."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
+from rectified_flow.data.fields import FIELD_SUFFIXES, read_field
+from rectified_flow.data.resizing import fit_field
+from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.networks.captions import Caption
+from rectified_flow.spaces.fields import Fields
+from rectified_flow.spaces.pixels import RGB, RGBA
+from rectified_flow.spaces.space import Space
+from rectified_flow.system.pictures import fit, open_picture, upright_size
+from rectified_flow.system.terminal import size_text
 
+HALF = 127
+"""Value above which a pixel of a mask is white."""
+PREVIEW = "-preview.png"
+"""End of the name of the picture beside a generated file of measurements."""
 SEEDS, MOST_CELLS = 6, 24
 """Default and largest number of cells along an axis of ``--grid``."""
 Written = Mapping[str, list[str]]
@@ -161,3 +176,67 @@ def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str
         else:
             cells[axis.name] = texts
     return cells, draws
+
+
+def find_inputs(path: Path, space: Space) -> list[Path]:
+    """Return the files of ``--from_images``, which is one or a folder of them."""
+    suffixes = FIELD_SUFFIXES if isinstance(space, Fields) else IMAGE_SUFFIXES
+    found = find_files(path) if path.is_dir() else []
+    files = [path] if path.is_file() else [file for file in found if file.suffix.lower() in suffixes]
+    if not files:
+        raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
+    return files
+
+
+def load_inputs(files: Sequence[Path], space: Space) -> Tensor:
+    """Read pictures as uint8 ``[n, c, h, w]`` of the shape of a space, or measurements as float32."""
+    channels, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
+    rows = []
+    for file in files:
+        try:
+            if isinstance(space, Fields):
+                values = fit_field(read_field(file, space.files["channels_last"]), (width, height))
+                rows.append(torch.from_numpy(values.astype(np.float32)))
+            else:
+                rows.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
+        except Exception as error:  # every decoder fails in its own way
+            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): remove it") from error
+        if len(rows[-1]) != channels:
+            raise UsageError(f"--from_images {file} has {len(rows[-1])} channels, not {channels}: remove it")
+    return torch.stack(rows)
+
+
+def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor | None:
+    """Read ``--mask`` as bool ``[1, 1, h, w]``, true where it is white; None without the flag."""
+    if path is None:
+        return None
+    _, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
+    try:
+        image = open_picture(path)
+        size = upright_size(image)
+        mask = pil_to_tensor(fit(image, (width, height))).amax(dim=0) > HALF
+    except Exception as error:  # every decoder fails in its own way
+        raise UsageError(f"--mask {path} cannot be read ({first_line(error)}): pass a picture") from error
+    for file in () if isinstance(space, Fields) else files:
+        other = upright_size(open_picture(file))
+        if other != size:
+            sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
+            raise UsageError(f"--mask {path} {sizes}: pass a mask of the same size")
+    if not mask.any():
+        raise UsageError(f"--mask {path} is black: paint white what is to be generated")
+    return mask[None, None]
+
+
+def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[str]:
+    """Return names of the results of ``files``, all of the first variant before those of the next.
+
+    Raises:
+        UsageError: if two results would have the same name, or that of the grid.
+    """
+    folder = path if path.is_dir() else path.parent
+    stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
+    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]
+    twice = [name for name, count in Counter([*names, "grid.png"]).items() if count > 1]
+    if twice:
+        raise UsageError(f"--from_images {path} has two pictures for the result {twice[0]}: rename one")
+    return names

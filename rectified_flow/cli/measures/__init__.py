@@ -1,0 +1,1 @@
+"""Measurements of evaluate.py beside distances of features."""

@@ -1,0 +1,216 @@
+"""Fields: measurements of any number of channels in physical units, and as a flow works on them, in about [-1, 1]."""
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rectified_flow.condition import AugmentationLabels, Kinds, Values
+from rectified_flow.registry import register
+from rectified_flow.spaces.augmentation import NUMBERS, augmented
+from rectified_flow.spaces.pixels import RGB, cropped, mirrored
+from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.transforms import Linear, Transform
+
+if TYPE_CHECKING:
+    from rectified_flow.system.pictures import Legend
+
+LEVELS = 256
+OUTSIDE = 0.01
+"""Share of the range by which a value is outside of it before a picture marks it."""
+BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
+"""Colours of values below and above the range, and of unknown ones."""
+SHOWN = re.compile(r"([0-9]{1,4})(?:,([0-9]{1,4}),([0-9]{1,4})|:(\w+))?")
+"""A channel and perhaps the name of a colour map, or the channels of red, green and blue."""
+
+
+@register
+class Fields(Space):
+    """Measurements ``[b, c, h, w]``.
+
+    Stored and generated fields are in physical units; NaN stands for unknown values, which are left out of the loss.
+    The flow works on the transformed values, of which ``low`` and ``high`` are -1 and 1. Nothing is clipped. If stored
+    fields are larger than the given ``shape``, training crops random parts. Other uses crop the centre.
+
+    Args:
+        shape: ``(c, h, w)``.
+        low: value of each channel that becomes -1, in physical units.
+        high: value of each channel that becomes 1.
+        transform: transform of the values, before they are scaled.
+        dtype: numpy name of the type in which fields are stored.
+        show: how fields are rendered: ``3,2,1`` for the channels of red, green and blue, or ``1:viridis`` for a channel
+            in a colour map of matplotlib.
+        has_missing: whether values can be unknown.
+        horizontal_flip: mirror half of the training fields.
+        augmentation: probability of each change to a training field, without changes of colours; 0 for none.
+        files: the format of the files that fields come from, and are written to
+            (:class:`rectified_flow.data.fields.FieldFormat`).
+
+    Raises:
+        ValueError: if there is not one range for each channel, a range is empty, or ``show`` names no channels.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        low: Sequence[float] = (),
+        high: Sequence[float] = (),
+        *,
+        transform: Transform | None = None,
+        dtype: str = "float32",
+        show: str = "1:viridis",
+        has_missing: bool = False,
+        horizontal_flip: bool = False,
+        augmentation: float = 0.0,
+        files: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.shape: tuple[int, ...] = tuple(shape)
+        channels = self.shape[0]
+        self.low, self.high = tuple(low) or (-1.0,) * channels, tuple(high) or (1.0,) * channels
+        self.transform, self.dtype, self.show, self.has_missing = transform or Linear(), dtype, show, has_missing
+        self.horizontal_flip, self.augmentation, self.files = horizontal_flip, augmentation, dict(files or {})
+        if not len(self.low) == len(self.high) == channels:
+            raise ValueError(f"{channels} channels have {len(self.low)} and {len(self.high)} ends of their ranges")
+        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
+            if not least < most:
+                raise ValueError(f"the range of channel {number} is from {least:g} to {most:g}: it is empty")
+            self.transform.check(least)
+        shown = SHOWN.fullmatch(show)
+        numbers = [int(each) for each in shown.groups()[:RGB] if each] if shown else [0]
+        if shown is None or not all(1 <= number <= channels for number in numbers):
+            raise ValueError(
+                f"{show} names no channels from 1 to {channels}: pass one with a colour map, like 1:viridis, or three, "
+                "like 3,2,1"
+            )
+        self.shown: list[int] = []
+        """Numbers of the channels that are rendered, from 0."""
+        self.shown, self._colour_map = [number - 1 for number in numbers], shown[4] or "viridis"
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64)
+        bottom, top = self.transform(ends)
+        self._scale, self._offset = 2 / (top - bottom), -(top + bottom) / (top - bottom)
+        self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def conditions(self) -> Kinds:
+        """The numbers that describe augmentation, if there is any."""
+        return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
+
+    def augment(self, data: Tensor) -> tuple[Tensor, Values]:
+        """Draw a random part of each row, mirrored and augmented if the space does so; float32 in physical units."""
+        data = cropped(data.float(), self.shape, at_random=True)
+        data = mirrored(data) if self.horizontal_flip else data
+        if not self.augmentation:
+            return data, {}
+        x, numbers = augmented(self.encode(data), self.augmentation, colours=False)
+        return self.decode(x), {"augmentation": numbers}
+
+    def encode(self, data: Tensor) -> Tensor:
+        """Return float32 in about [-1, 1], the centre of larger fields."""
+        scale, offset = self._scales(data.device)
+        return self.transform(cropped(data, self.shape).float()) * scale + offset
+
+    def decode(self, x: Tensor) -> Tensor:
+        """Return float32 in physical units."""
+        scale, offset = self._scales(x.device)
+        return self.transform.inverse((x.float() - offset) / scale)
+
+    def log_slope(self, data: Tensor) -> Tensor:
+        """Return the logarithm of the derivative of ``x`` by each value, float32 ``[b, c, h, w]``."""
+        return self.transform.log_slope(data.float()) + self._scales(data.device)[0].log()
+
+    def encode_source(self, data: Tensor) -> Tensor:
+        """Encode sources, which are always in physical units."""
+        return self.encode(data)
+
+    def decode_source(self, x: Tensor) -> Tensor:
+        """Return encoded sources in physical units."""
+        return self.decode(x)
+
+    def to_stored(self, x: Tensor) -> Tensor:
+        """Return fields of the stored type; integers are rounded and clipped to the range of the type."""
+        kind: torch.dtype = getattr(torch, self.dtype)
+        values = self.decode(x)
+        if kind.is_floating_point:
+            return values.to(kind)
+        limits = torch.iinfo(kind)
+        return values.round().clamp(limits.min, limits.max).to(torch.int64).to(kind)
+
+    def render(self, data: Tensor) -> Tensor:
+        """Render three channels as red, green and blue, or one in a colour map that marks values out of its range."""
+        x = self.encode(data)[:, self.shown]
+        share = (x + 1) / 2
+        colours = (share.nan_to_num(0.5) * (LEVELS - 1)).round().clamp(0, LEVELS - 1).long()
+        if len(self.shown) == RGB:
+            return colours.to(torch.uint8)
+        pictures = colour_map(self._colour_map).to(x.device)[colours[:, 0]].movedim(-1, 1).contiguous()
+        for marked, colour in ((share < -OUTSIDE, BELOW), (share > 1 + OUTSIDE, ABOVE), (share.isnan(), UNKNOWN)):
+            paint = torch.tensor(colour, dtype=torch.uint8, device=x.device)
+            pictures = torch.where(marked, paint[:, None, None], pictures)
+        return pictures
+
+    @property
+    def legend(self) -> "Legend | None":
+        """The colours of a colour map, and the values at both ends."""
+        from rectified_flow.system.pictures import Legend  # loads Pillow, which model code does without
+
+        if len(self.shown) == RGB:
+            return None
+        [channel] = self.shown
+        least, greatest = (f"{value:.4g}" for value in (self.low[channel], self.high[channel]))
+        name = f"channel {channel + 1}" if len(self.low) > 1 else ""
+        return Legend(colour_map(self._colour_map), least, greatest, name)
+
+    def outside(self, data: Tensor) -> float:
+        """Return the share of the known values that are outside of their range by more than 1% of it."""
+        x = self.encode(data)
+        return ((x.abs() > 1 + 2 * OUTSIDE).sum() / (~x.isnan()).sum().clamp(min=1)).item()
+
+    def problem_with(self, data: Tensor) -> str | None:
+        """Return a sentence on values that are infinite, or unknown where none should be."""
+        x = self.encode(data)
+        if x.isinf().any():
+            return "fields have infinite values: replace them by NaN"
+        if not self.has_missing and x.isnan().any():
+            return "fields have NaN, and the space was built without has_missing"
+        return None
+
+    @property
+    def noun(self) -> str:
+        """The number of channels and the sides of a field in words."""
+        channels, height, width = self.shape
+        size = str(width) if width == height else f"{width}x{height}"
+        return f"{channels} channel{'s' * (channels > 1)} of {size} px"
+
+    def _scales(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._placed:  # once, as a copy to the device waits for it
+            scale, offset = (each.float().to(device)[:, None, None] for each in (self._scale, self._offset))
+            self._placed[device] = scale, offset
+        return self._placed[device]
+
+
+def default_show(files: Mapping[str, Any]) -> str:
+    """Return how fields of a format are shown by default: integers like photographs, others in a colour map."""
+    if not str(files.get("dtype", "")).startswith(("uint8", "uint16")):
+        return "1:viridis"
+    return "1,2,3" if files["channels"] == RGB else "1:grey"
+
+
+@cache
+def colour_map(name: str) -> Tensor:
+    """Return the colours of a colour map of matplotlib, uint8 ``[256, 3]``.
+
+    Raises:
+        ValueError: if matplotlib has no such colour map.
+    """
+    if name == "grey":
+        return torch.arange(LEVELS, dtype=torch.uint8)[:, None].expand(-1, RGB).contiguous()
+    import matplotlib  # takes a second to import
+
+    try:
+        table = matplotlib.colormaps[name](range(LEVELS), bytes=True)
+    except KeyError as error:
+        raise ValueError(f"matplotlib has no colour map {name}: pass viridis, magma or grey") from error
+    return torch.from_numpy(table[:, :RGB].copy())

@@ -1,0 +1,151 @@
+"""Measurements as a flow works on them, and the loss on known values alone."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rectified_flow import MeanFlow, RectifiedFlow
+from rectified_flow.registry import build, describe
+from rectified_flow.spaces.fields import ABOVE, BELOW, UNKNOWN, Fields, colour_map
+from rectified_flow.spaces.transforms import Asinh, Linear, Log, Sqrt, Transform
+
+TRANSFORMS = [Linear(), Log(), Asinh(0.5), Sqrt()]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_transform_its_inverse_and_its_slope(transform: Transform) -> None:
+    values = torch.tensor([0.01, 0.5, 3.0, 4000.0], dtype=torch.float64)
+    assert torch.allclose(transform.inverse(transform(values)), values, rtol=1e-12)
+    slopes = torch.autograd.functional.jacobian(lambda v: transform(v).sum(), values)
+    assert torch.allclose(transform.log_slope(values), slopes.log(), rtol=1e-10, atol=1e-10)
+
+
+def test_transforms_that_do_not_suit() -> None:
+    for transform, least in ((Log(), 0.0), (Sqrt(), -1.0)):
+        with pytest.raises(ValueError, match="pass asinh"):
+            transform.check(least)
+    with pytest.raises(ValueError, match="must be positive"):
+        Asinh(0)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_ends_of_the_range_are_one_and_values_come_back(transform: Transform) -> None:
+    space = Fields((2, 1, 3), (1.0, 200.0), (5.0, 6000.0), transform=transform)
+    data = torch.tensor([[[[1.0, 2.0, 5.0]], [[200.0, 9000.0, 6000.0]]]])
+    x = space.encode(data)
+    assert torch.allclose(x[0, :, 0, [0, 2]], torch.tensor([[-1.0, 1.0]]).expand(2, 2), atol=1e-5)
+    assert x[0, 1, 0, 1] > 1, "a value beyond the range was clipped"
+    assert torch.allclose(space.decode(x), data, rtol=1e-5)
+
+
+def test_sixteen_bits_come_back_exactly() -> None:
+    levels = torch.arange(2**16).reshape(1, 1, 256, 256).to(torch.uint16)
+    for low, high in ((0.0, 65535.0), (1000.0, 3000.0)):
+        space = Fields((1, 256, 256), (low,), (high,), dtype="uint16")
+        stored = space.to_stored(space.encode(levels))
+        assert stored.dtype == torch.uint16
+        assert torch.equal(stored.int(), levels.int())
+
+
+def test_it_is_described_and_built_again() -> None:
+    how: dict[str, Any] = {
+        "show": "2:magma",
+        "has_missing": True,
+        "dtype": "int16",
+        "files": {"suffix": ".tif", "channels": 2},
+    }
+    space = Fields(
+        (2, 4, 4), (0.0, 1.0), (2.0, 3.0), transform=Asinh(2.0), horizontal_flip=True, augmentation=0.1, **how
+    )
+    again = build(describe(space))
+    assert describe(again) == describe(space)
+    assert again.transform.scale == 2
+
+
+def test_colours_mark_what_is_outside_and_unknown() -> None:
+    space = Fields((2, 1, 5), (0.0, 0.0), (1.0, 10.0), show="2:viridis")
+    row = torch.tensor([0.0, 10.0, -1.0, 11.0, math.nan])
+    picture = space.render(torch.stack((torch.zeros(5), row))[None, :, None])[0, :, 0].T.tolist()
+    table = colour_map("viridis").tolist()
+    assert picture == [table[0], table[-1], list(BELOW), list(ABOVE), list(UNKNOWN)]
+    legend = space.legend
+    assert legend is not None
+    assert (legend.least, legend.greatest, legend.name) == ("0", "10", "channel 2")
+
+
+def test_three_channels_as_colours() -> None:
+    space = Fields((4, 1, 1), (0.0,) * 4, (255.0,) * 4, show="4,2,1")
+    picture = space.render(torch.tensor([10.0, 20.0, 30.0, 40.0]).reshape(1, 4, 1, 1))
+    assert picture.flatten().tolist() == [40, 20, 10]
+    assert space.legend is None
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"show": "3"}, "names no channels from 1 to 2"),
+        ({"show": "1,2"}, "names no channels"),
+        ({"show": "1:rainbows"}, "no colour map rainbows"),
+        ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "the range of channel 2 is from 1 to 1"),
+        ({"low": (0.0,), "high": (1.0,)}, "2 channels have 1 and 1 ends"),
+        ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "0 or below"),
+    ],
+)
+def test_bad_arguments(how: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        _ = Fields((2, 4, 4), **how).legend  # type: ignore[arg-type]
+
+
+def test_augmentation_changes_places_and_no_values() -> None:
+    space = Fields((2, 8, 8), (100.0, -1.0), (200.0, 1.0), horizontal_flip=True, augmentation=1.0)
+    data = torch.tensor([180.0, 0.5])[None, :, None, None].expand(16, 2, 8, 8)
+    changed, numbers = space.augment(data)
+    assert torch.allclose(changed, data, rtol=1e-4)
+    assert (numbers["augmentation"][:, 9:] == 0).all(), "colours were changed"
+    assert (numbers["augmentation"][:, :9] != 0).any()
+
+
+class Scaled(nn.Module):
+    """A network that returns a multiple of its input, and remembers the input."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(factor))
+
+    def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None) -> Tensor:
+        self.seen = x
+        return self.weight * x
+
+
+def test_unknown_values_are_left_out_of_the_loss() -> None:
+    flow = RectifiedFlow(Scaled(0.0), space=Fields((1, 2, 4), has_missing=True))
+    x_0, noise, t = torch.ones(3, 1, 2, 4), torch.full((3, 1, 2, 4), 3.0), torch.full((3,), 0.5)
+    x_0[0, 0, 0, :3], noise[0, 0, 0, :3] = math.nan, 100.0
+    x_0[2] = math.nan  # nothing is known
+    loss = flow.loss(x_0, noise, t, {})
+    assert loss.item() == pytest.approx((4 + 4 + 0) / 3, rel=1e-6)  # (3 - 1)^2 over the known values of each row
+    assert isinstance(flow.network, Scaled)
+    assert flow.network.seen.isfinite().all()
+
+
+def test_unknown_values_have_no_gradient() -> None:
+    network = Scaled(1.0)
+    for flow in (
+        RectifiedFlow(network, space=Fields((1, 2, 2), has_missing=True)),
+        MeanFlow(network, space=Fields((1, 2, 2), has_missing=True)),
+    ):
+        losses = []
+        for other in (1.0, 50.0):
+            x_0, noise = torch.full((2, 1, 2, 2), 0.5), torch.ones(2, 1, 2, 2)
+            x_0[:, 0, 0, 0], noise[:, 0, 0, 0] = math.nan, other
+            t, r = torch.full((2,), 0.7), torch.full((2,), 0.2)
+            given: tuple[Any, ...] = (
+                (x_0, noise, t, {}) if isinstance(flow, RectifiedFlow) else (x_0, noise, t, r, {}, 2)
+            )
+            loss = flow.loss(*given)
+            losses.append((loss if isinstance(loss, Tensor) else loss[0]).item())
+        assert math.isfinite(losses[0])
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
