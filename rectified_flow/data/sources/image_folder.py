@@ -1,4 +1,4 @@
-"""A folder of images, with or without a subfolder per class."""
+"""Folders of files, and of images, with or without a subfolder per class."""
 
 import os
 from collections import Counter
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
+from typing import ClassVar
 
 from PIL import Image
 from tqdm.auto import tqdm
@@ -20,19 +21,28 @@ OTHER_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".jfif", ".jxl", 
 """Suffixes of images that are not read, and are counted for a note."""
 
 
-class ImageFolder:
-    """All images below ``path``. If every image is in a subfolder, the name of the topmost subfolder is its class.
+class FileFolder:
+    """All files of a kind below ``path``. If every file is in a subfolder, its class is the name of the topmost one.
 
     Attributes:
-        notes: lines on pictures that are not read, and on pictures without a class.
+        notes: lines on files that are not read, and on files without a class.
 
     Args:
         path: the folder.
         skip_unreadable: skip subfolders that cannot be read, instead of raising.
 
     Raises:
-        UsageError: if the folder does not exist, cannot be read or contains no images.
+        UsageError: if the folder does not exist, cannot be read or contains no such files.
     """
+
+    suffixes: ClassVar[frozenset[str]]
+    """Suffixes of the files to read, in lower case."""
+    other_suffixes: ClassVar[frozenset[str]]
+    """Suffixes of files that are not read, and are counted for a note."""
+    kind: ClassVar[str]
+    """Name of the files in the plural, in the error about a folder without any."""
+    noun: ClassVar[str]
+    """Name of the files in the plural, in notes."""
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
         self.name = printable(path.name)
@@ -41,20 +51,21 @@ class ImageFolder:
         if unreadable:
             first = printable(unreadable[0].filename)
             tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
-        self.files = [file for file in everything if is_image(file)]
+        self.files = [file for file in everything if file.suffix.lower() in self.suffixes]
         self._metadata = [file for file in everything if file.name in METADATA_FILES]
         kinds = Counter(file.suffix.lower() for file in everything).most_common()
-        others = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds if suffix in OTHER_SUFFIXES)
+        others = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds if suffix in self.other_suffixes)
         self.notes = [f"ignored {others} files in {self.name}: unsupported formats"] if others else []
         if not self.files:
-            read = ", ".join(sorted(suffix[1:] for suffix in IMAGE_SUFFIXES))
+            read = ", ".join(sorted(suffix[1:] for suffix in self.suffixes))
             but = f", but {others} files of unsupported formats" if others else ""
-            raise UsageError(f"--dataset_path {path} holds no images ({read}) and no datasets files{but}")
+            raise UsageError(f"--dataset_path {path} holds no {self.kind} ({read}) and no datasets files{but}")
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(path).parts for file in self.files]
         stray = [part[0] for part in parts if len(part) == 1]
         if 0 < len(stray) < len(parts):
-            self.notes.append(f"no classes: {len(stray)} pictures are in no subfolder, such as {printable(stray[0])}")
+            found = f"{len(stray)} {self.noun} are in no subfolder, such as {printable(stray[0])}"
+            self.notes.append(f"no classes: {found}")
         classes = [] if stray else sorted({part[0] for part in parts})
         self.class_names = [printable(name) for name in classes]
         number = {name: label for label, name in enumerate(classes)}
@@ -63,21 +74,27 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.files)
 
-    def load(self, index: int) -> tuple[Image.Image, int]:
-        """Return an undecoded image, and its label or -1."""
-        return open_picture(self.files[index]), self._labels[index]
-
     def describe(self, index: int) -> str:
-        """Return the path of an image."""
+        """Return the path of a file."""
         return printable(self.files[index])
 
     def read_table(self) -> Table:
-        """Return the columns of the metadata files among the images.
+        """Return the columns of the metadata files among the files.
 
         Raises:
             UsageError: if a metadata file is damaged.
         """
         return read_metadata(self._metadata, self.files)
+
+
+class ImageFolder(FileFolder):
+    """All images below ``path``; see :class:`FileFolder` for their classes, and for arguments, notes and errors."""
+
+    suffixes, other_suffixes, kind, noun = IMAGE_SUFFIXES, OTHER_SUFFIXES, "images", "pictures"
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        """Return an undecoded image, and its label or -1."""
+        return open_picture(self.files[index]), self._labels[index]
 
 
 def find_images(folder: Path) -> list[Path]:
