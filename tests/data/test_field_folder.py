@@ -1,0 +1,481 @@
+"""Folders of fields: every value is kept, files are written as they were read, and damage ends in a sentence."""
+
+import dataclasses
+import io
+import os
+import struct
+import sys
+import warnings
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from rectified_flow.data.fields import TYPES, is_measured, read_header
+from rectified_flow.data.sources.field_folder import (
+    FieldFolder,
+    FieldFormat,
+    encode_field,
+    fit_field,
+    holds_fields,
+    read_field,
+)
+from rectified_flow.errors import UsageError
+
+RNG = np.random.default_rng(0)
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+def random_field(dtype: str, channels: int = 3, height: int = 8, width: int = 10) -> Array:
+    """A field with the whole range of its type, and NaN in those of float."""
+    if np.dtype(dtype).kind == "f":
+        values = (RNG.normal(size=(channels, height, width)) * 1e4).astype(dtype)
+        values[0, 0, :2] = np.nan, np.finfo(dtype).max
+        return values
+    limits = np.iinfo(dtype)
+    values = RNG.integers(limits.min, limits.max, (channels, height, width), dtype=dtype, endpoint=True)
+    values[0, 0, :2] = limits.min, limits.max
+    return values
+
+
+def save(path: Path, values: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, values)
+    return path
+
+
+def npy_header(text: str, version: bytes = b"\1\0") -> bytes:
+    return b"\x93NUMPY" + version + struct.pack("<H" if version == b"\1\0" else "<I", len(text)) + text.encode()
+
+
+def png(bits: int, colours: int, raw: bytes, width: int = 4, height: int = 4) -> bytes:
+    head = struct.pack(">IIBBBBB", width, height, bits, colours, 0, 0, 0)
+    chunks = ((b"IHDR", head), (b"IDAT", raw), (b"IEND", b""))
+    packed = [struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+FORMATS = [
+    FieldFormat(suffix, dtype, channels, last, flat, None, pages)
+    for suffix, types in ((".npy", TYPES), (".npz", TYPES), (".tif", TYPES))
+    for dtype in types
+    for channels, last, flat, pages in ((1, False, True, False), (3, False, False, False), (3, True, False, False))
+] + [
+    *(FieldFormat(".tif", dtype, 5, False, pages=True) for dtype in TYPES),
+    *(FieldFormat(".png", dtype, 1, False, True) for dtype in ("uint8", "uint16")),
+    *(FieldFormat(".png", dtype, channels, True) for dtype in ("uint8", "uint16") for channels in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("how", FORMATS, ids=lambda how: f"{how.suffix}-{how.dtype}-{how.channels}-{how.channels_last}")
+def test_a_field_is_written_and_read_to_the_bit(tmp_path: Path, how: FieldFormat) -> None:
+    values = random_field(how.dtype, how.channels)
+    for number in range(2):
+        (tmp_path / f"{number}{how.suffix}").write_bytes(encode_field(values, how))
+    folder = FieldFolder(tmp_path)
+    read, label = folder.load(1)
+    assert (read.dtype, read.shape, label) == (values.dtype, values.shape, -1)
+    assert read.tobytes() == values.tobytes()
+    assert read.flags.c_contiguous
+    assert read.flags.writeable
+    assert (folder.format, folder.size) == (how, (10, 8))
+    assert FieldFormat(**dataclasses.asdict(folder.format)) == how
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compression": "lzw"},
+        {"compression": "zlib", "predictor": True},
+        {"bigtiff": True},
+        {"byteorder": ">"},
+        {"tile": (16, 16)},
+        {"rowsperstrip": 3},
+    ],
+)
+@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+def test_other_programs_tiff_files_are_read_to_the_bit(tmp_path: Path, options: dict[str, Any], dtype: str) -> None:
+    values = random_field(dtype, 4, 20, 24)
+    tifffile.imwrite(tmp_path / "a.tif", values, photometric="minisblack", **options)
+    tifffile.imwrite(tmp_path / "b.tiff", values, photometric="minisblack", planarconfig="separate", **options)
+    last = np.moveaxis(values, 0, 2)
+    tifffile.imwrite(tmp_path / "c.TIF", last, photometric="minisblack", planarconfig="contig", **options)
+    folder = FieldFolder(tmp_path)
+    assert [folder.load(index)[0].tobytes() for index in range(3)] == [values.tobytes()] * 3
+    assert folder.notes == ["read .tif files of shape (4, 20, 24) as 4 channels of 24 x 20"]
+
+
+def test_copies_and_masks_among_the_pages_are_no_channels(tmp_path: Path) -> None:
+    values = random_field("uint16", 1)[0]
+    with tifffile.TiffWriter(tmp_path / "a.tif") as file:
+        file.write(values, photometric="minisblack")
+        file.write(values[::2, ::2], photometric="minisblack", subfiletype=1)
+    assert np.array_equal(read_field(tmp_path / "a.tif", None), values[None])
+    picture = tmp_path / "pyramid/a.tif"
+    picture.parent.mkdir()
+    with tifffile.TiffWriter(picture) as file:
+        file.write(np.zeros((8, 8, 3), np.uint8), photometric="rgb")
+        file.write(np.zeros((4, 4, 3), np.uint8), photometric="rgb", subfiletype=1)
+    assert not holds_fields(picture.parent)
+
+
+def test_the_size_of_pixels_is_the_only_tag_that_is_copied(tmp_path: Path) -> None:
+    values = random_field("int16", 1)
+    described: dict[str, Any] = {"description": "patient 7", "software": "scanner", "datetime": "2020:01:01 00:00:00"}
+    resolution: dict[str, Any] = {"resolution": (1 / 0.65e-4, 300.5), "resolutionunit": 3}
+    tifffile.imwrite(tmp_path / "a.tif", values[0], extratags=[(42113, 2, 4, "-99", True)], **described, **resolution)
+    how = FieldFolder(tmp_path).format
+    assert how.pixel_size == (200000 / 13, 300.5, 3)
+    content = encode_field(values, how)
+    assert not any(text.encode() in content for text in described.values())
+    tags = {tag.name: tag.value for tag in tifffile.TiffFile(io.BytesIO(content)).pages[0].tags.values()}  # type: ignore[union-attr]
+    assert tags["XResolution"] == (200000, 13)
+    assert tags["ResolutionUnit"] == 3
+    assert "42113" not in tags
+    assert not tags.keys() & {"Software", "DateTime", "Artist", "ImageDescription"}
+    tifffile.imwrite(tmp_path / "b.tif", values[0])
+    assert FieldFolder(tmp_path).format.pixel_size is None, "the files differ"
+
+
+def test_other_arrays_are_read_in_the_order_of_the_machine(tmp_path: Path) -> None:
+    values = random_field("float32")
+    for name, stored in (("big", values.astype(">f4")), ("fortran", np.asfortranarray(values))):
+        assert read_field(save(tmp_path / f"{name}.npy", stored), None).tobytes() == values.tobytes()
+    assert read_field(save(tmp_path / "bool.npy", np.eye(4, dtype=bool)), None).tolist() == [np.eye(4).tolist()]
+    assert read_header(tmp_path / "bool.npy").dtype == "uint8"
+    Image.fromarray(np.eye(4, dtype=bool)).save(tmp_path / "bool.tif")
+    assert read_field(tmp_path / "bool.tif", None).tolist() == [np.eye(4).tolist()]
+
+
+def test_values_are_rounded_and_clipped_when_they_are_written(tmp_path: Path) -> None:
+    how = FieldFormat(".npy", "uint16", 1, False, True)
+    (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[1.5, 2.6, -3, 1e9, np.nan]]], np.float32), how))
+    assert read_field(tmp_path / "a.npy", None).tolist() == [[[2, 3, 0, 65535, 0]]]
+    wide = dataclasses.replace(how, dtype="uint32")
+    (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[2.0**33, 7]]], np.float32), wide))
+    assert read_field(tmp_path / "a.npy", None).tolist() == [[[2**32 - 1, 7]]]
+    half = dataclasses.replace(how, dtype="float16")
+    (tmp_path / "a.npy").write_bytes(encode_field(np.array([[[1e9, -1e9]]]), half))
+    assert read_field(tmp_path / "a.npy", None).tolist() == [[[65504, -65504]]]
+
+
+@pytest.mark.parametrize(("shape", "channels"), [((3, 9, 12), 3), ((9, 12, 3), 3), ((64, 128, 128), 64), ((9, 12), 1)])
+def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int, ...], channels: int) -> None:
+    save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    folder = FieldFolder(tmp_path)
+    assert len(folder.load(0)[0]) == folder.format.channels == channels
+    plural = "s" * (channels > 1)
+    size = f"{folder.size[0]} x {folder.size[1]}"
+    assert folder.notes == [f"read .npy files of shape {shape} as {channels} channel{plural} of {size}"]
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 8), (9, 3, 9), (5, 9, 9), (65, 200, 200)])
+def test_a_doubt_about_the_axis_is_settled_by_the_flag(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    file = save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
+    with pytest.raises(
+        UsageError, match=r"a\.npy is unclear: .* pass --channels_last True .* or --channels_last False"
+    ):
+        FieldFolder(tmp_path)
+    with pytest.raises(UsageError, match="pass --channels_last"):
+        read_field(file, None)
+    first, last = (FieldFolder(tmp_path, channels_last=answer) for answer in (False, True))
+    assert (first.load(0)[0].shape, last.load(0)[0].shape) == (shape, (shape[2], *shape[:2]))
+    assert first.fingerprint != last.fingerprint
+
+
+def test_sizes_may_differ_and_the_first_shape_decides(tmp_path: Path) -> None:
+    save(tmp_path / "1.npy", np.zeros((3, 16, 20), np.float32))
+    save(tmp_path / "2.npy", np.zeros((3, 4, 5), np.float32))  # in doubt by itself
+    folder = FieldFolder(tmp_path)
+    assert [folder.load(index)[0].shape for index in range(2)] == [(3, 16, 20), (3, 4, 5)]
+    assert folder.size == (20, 16)
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (np.zeros((3, 8, 8), np.uint8), "3 channels of uint8"),
+        (np.zeros((2, 8, 8), np.float32), "2 channels of float32"),
+        (None, "1 channel of uint8 in .png"),
+    ],
+)
+def test_files_that_differ_are_named(tmp_path: Path, odd: Array | None, words: str) -> None:
+    for number in (1, 3, 4):
+        save(tmp_path / f"{number}.npy", np.zeros((3, 8, 8), np.float32))
+    if odd is None:
+        Image.new("L", (8, 8)).save(tmp_path / "2.png")
+    else:
+        save(tmp_path / "2.npy", odd)
+    others = "and the 3 others have 3 channels of float32 in .npy: move it"
+    with pytest.raises(UsageError, match=rf"1 of 4 fields differ .*/2\.n?p.*, has {words}.*, {others}"):
+        FieldFolder(tmp_path, skip_unreadable=True)
+
+
+def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None:
+    for name in ("dry/1.npy", "wet/1.npy", "wet/more/2.npy"):
+        save(tmp_path / name, np.zeros((4, 4), np.float32))
+    (tmp_path / "metadata.csv").write_text("file_name,depth\nwet/1.npy,3.5\n")
+    (tmp_path / "photo.jpg").write_text("another format")
+    folder = FieldFolder(tmp_path)
+    assert folder.class_names == ["dry", "wet"]
+    assert [folder.load(index)[1] for index in range(len(folder))] == [0, 1, 1]
+    assert [value for value, _ in folder.read_table().read("depth")] == [None, "3.5", None]
+    assert folder.notes[0] == f"ignored 1 jpg files in {tmp_path.name}: unsupported formats"
+    assert folder.describe(0) == str(tmp_path / "dry/1.npy")
+    save(tmp_path / "stray.npy", np.zeros((4, 4), np.float32))
+    assert "no classes: 1 fields are in no subfolder, such as stray.npy" in FieldFolder(tmp_path).notes
+    (tmp_path / "dry/nothing").mkdir()
+    with pytest.raises(UsageError, match=r"holds no fields \(npy, npz, png, tif, tiff\)"):
+        FieldFolder(tmp_path / "dry/nothing")
+
+
+BAD_ARRAYS: dict[str, tuple[Any, str]] = {
+    "four axes": (np.zeros((1, 2, 3, 4)), r"its shape is \(1, 2, 3, 4\): save arrays of two axes"),
+    "one number": (np.zeros(()), r"its shape is \(\)"),
+    "complex": (np.zeros((4, 4), complex), "complex numbers: save the real and the imaginary part"),
+    "objects": (np.full((4, 4), None), "Python objects, which are never unpickled"),
+    "records": (np.zeros((4, 4), [("a", "f4")]), "it holds records"),
+    "empty": (np.zeros((0, 4)), r"it is empty: its shape is \(0, 4\)"),
+    "int64": (np.zeros((4, 4), int), "of the type int64: convert them to one of uint8, uint16"),
+    "texts": (np.full((4, 4), "a"), "of the type str32"),
+    "infinite": (np.array([[1, np.inf]]), "an infinite value: write NaN"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARRAYS)
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_an_array_that_is_no_field_is_refused(tmp_path: Path, name: str, suffix: str) -> None:
+    values, words = BAD_ARRAYS[name]
+    file = tmp_path / f"a{suffix}"
+    with file.open("wb") as stream:
+        (np.save if suffix == ".npy" else np.savez)(stream, values)
+    with pytest.raises(UsageError, match=rf"a\{suffix} cannot be read as a field: .*{words}"):
+        read_field(file, None)
+
+
+def archive(*arrays: Array, method: int = zipfile.ZIP_DEFLATED, header: bytes = b"") -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", method) as file:
+        for number, values in enumerate(arrays):
+            stream = io.BytesIO()
+            np.save(stream, values)
+            file.writestr(f"arr_{number}.npy", header or stream.getvalue())
+    return content.getvalue()
+
+
+def tiff(values: Array, **options: Any) -> bytes:
+    content = io.BytesIO()
+    tifffile.imwrite(content, values, metadata=None, **{"photometric": "minisblack"} | options)
+    return content.getvalue()
+
+
+def with_height(content: bytes, height: int) -> bytes:
+    """A TIFF file whose header declares another height, of one strip."""
+    page = tifffile.TiffFile(io.BytesIO(content)).pages[0]
+    changed = bytearray(content)
+    for name in ("ImageLength", "RowsPerStrip"):
+        tag = page.tags[name]  # type: ignore[union-attr]
+        struct.pack_into("<HIi", changed, tag.offset + 2, 4, 1, height)
+    return bytes(changed)
+
+
+HUGE = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }\n"
+SMALL, EMPTY = np.zeros((8, 8), np.float32), zlib.compress(b"")
+HOSTILE: dict[str, tuple[str, bytes, str]] = {
+    "many values": (".npy", npy_header(HUGE % "1000000, 1000000"), "declares 1000000000000 values, more than"),
+    "more than the file": (".npy", npy_header(HUGE % "1000, 1000") + bytes(800), "too small to hold"),
+    "negative": (".npy", npy_header(HUGE % "-4, 4") + bytes(800), "it is empty"),
+    "long header": (".npy", b"\x93NUMPY\2\0" + struct.pack("<I", 10**8) + b" " * 20000, "expected 100000000 bytes"),
+    "long text": (".npy", npy_header(" " * 15000, b"\2\0"), "large and may not be safe"),
+    "nested": (".npy", npy_header("-" * 9000 + "1"), "."),
+    "cut header": (".npy", b"\x93NUM", "reading magic string"),
+    "nothing": (".npy", b"", "reading magic string"),
+    "bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "9000, 9000") + bytes(10**6)), "too small to hold"),
+    "long bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "2, 2") + bytes(10**6)), "more values than its"),
+    "cut archive": (".npz", archive(SMALL)[:-30], "not a zip file"),
+    "damaged archive": (".npz", archive(SMALL, method=0).replace(bytes(9), bytes(8) + b"\1", 1), "Bad CRC-32"),
+    "two arrays": (".npz", archive(SMALL, SMALL), r"2 arrays \(arr_0, arr_1\): save one"),
+    "no arrays": (".npz", archive(), "0 arrays"),
+    "other compression": (".npz", archive(SMALL, method=zipfile.ZIP_LZMA), "by numpy.savez_compressed"),
+    "not an archive": (".npz", b"PK", "not a zip file"),
+    "large tiff": (".tif", with_height(tiff(SMALL), 10**6), "too small to hold"),
+    "largest tiff": (".tif", with_height(tiff(SMALL), 2**30), "declares 8589934592 values"),
+    "large compressed tiff": (".tif", with_height(tiff(SMALL, compression="zlib"), 10**8), "too small to hold"),
+    "cut tiff": (".tif", tiff(SMALL)[:-9], "too small to hold|failed to read"),
+    "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="zlib")[:-99], "."),
+    "tiff without pages": (".tif", b"II*\0\0\0\0\0", "."),
+    "no tiff": (".tif", b"II", "."),
+    "lossy": (".tif", tiff(np.zeros((16, 16), np.uint8), compression="jpeg"), "compression is none of none, LZW"),
+    "palette tiff": (".tif", tiff(np.zeros((4, 4), np.uint8), photometric="palette",
+                                  colormap=np.zeros((3, 256), np.uint16)), "it has a palette"),
+    "complex tiff": (".tif", tiff(np.zeros((4, 4), np.complex64)), "complex numbers"),
+    "pages of colours": (".tif", tiff(np.zeros((2, 4, 4, 3), np.uint8), photometric="rgb"), "2 pages of shape"),
+    "large png": (".png", png(8, 0, EMPTY, 30000, 30000), "too small to hold"),
+    "empty png": (".png", png(8, 0, EMPTY), "."),
+    "empty colours": (".png", png(16, 2, EMPTY), "."),
+    "damaged colours": (".png", png(16, 2, zlib.compress(bytes(100))[:-2] + b"no"), "."),
+    "palette": (".png", png(8, 3, EMPTY), "it has a palette"),
+    "one bit": (".png", png(1, 0, EMPTY), "it has 1 bits per value"),
+    "no png": (".png", b"\xff\xd8\xff", "not a PNG file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_damaged_or_hostile_file_ends_in_a_sentence(tmp_path: Path, name: str) -> None:
+    suffix, content, words = HOSTILE[name]
+    (tmp_path / f"a{suffix}").write_bytes(content)
+    with pytest.raises(UsageError, match=rf"a\{suffix} cannot be read as a field: .*({words})"):
+        read_field(tmp_path / f"a{suffix}", None)
+
+
+def test_pages_that_lead_in_circles_end(tmp_path: Path) -> None:
+    content = bytearray(tiff(np.zeros((150, 2, 2), np.uint8)))
+    pages = tifffile.TiffFile(io.BytesIO(bytes(content))).pages
+    last, count = pages[149].offset, len(pages[149].tags)  # type: ignore[union-attr]
+    struct.pack_into("<I", content, last + 2 + 12 * count, pages[120].offset)
+    (tmp_path / "a.tif").write_bytes(content)
+    with pytest.raises(UsageError, match="more than 4096 pages"):
+        read_field(tmp_path / "a.tif", None)
+    assert is_measured(tmp_path / "a.tif")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop", "gone"])
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
+    save(tmp_path / "1.npy", SMALL)
+    odd = tmp_path / "2.npy"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to({"device": "/dev/zero", "loop": odd.name, "gone": "nowhere"}[kind])
+    for skip in (False, True):
+        folder = FieldFolder(tmp_path, skip_unreadable=skip)
+        assert len(folder) == 2
+        with pytest.raises(OSError, match=r"regular file|symbolic links|No such file"):
+            folder.load(1)
+
+
+def test_a_broken_file_fails_when_it_is_loaded(tmp_path: Path) -> None:
+    save(tmp_path / "1.npy", SMALL)
+    (tmp_path / "0.npy").write_bytes(b"broken")
+    folder = FieldFolder(tmp_path)
+    assert folder.load(1)[0].shape == (1, 8, 8)
+    with pytest.raises(ValueError, match="magic string"):
+        folder.load(0)
+    save(tmp_path / "1.npy", SMALL.astype(np.float64))
+    with pytest.raises(ValueError, match="it has changed since"):
+        folder.load(1)
+    (tmp_path / "1.npy").unlink()
+    with pytest.raises(UsageError, match=r"none of the 1 fields in .* can be read; the first is .*0\.npy: .*magic"):
+        FieldFolder(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "package"), [("a.tif", "tifffile"), ("a.png", "imagecodecs")])
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str) -> None:
+    how = FieldFormat(Path(name).suffix, "uint16", 3, True)
+    (tmp_path / name).write_bytes(encode_field(random_field("uint16"), how))
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=f"needs {package}: pip install tifffile imagecodecs"):
+        FieldFolder(tmp_path, skip_unreadable=True)
+    assert holds_fields(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "measured"),
+    [
+        ("a.png", np.zeros((4, 4), np.uint8), False),
+        ("a.png", np.zeros((4, 4), np.uint16), True),
+        ("a.tif", np.zeros((4, 4), np.uint8), False),
+        ("a.tif", np.zeros((4, 4), np.uint16), True),
+        ("a.tif", np.zeros((4, 4), np.float32), True),
+        ("a.tif", np.zeros((4, 4, 2), np.uint8), True),
+        ("a.tif", np.zeros((4, 4, 3), np.uint8), False),
+        ("a.tif", np.zeros((4, 4, 4), np.uint8), False),
+        ("a.tif", np.zeros((4, 4, 5), np.uint8), True),
+        ("a.jpg", np.zeros((4, 4), np.uint8), False),
+    ],
+)
+def test_measurements_are_told_from_pictures(tmp_path: Path, name: str, values: Array, measured: bool) -> None:
+    if name == "a.tif":
+        planar = "contig" if values.ndim == 3 else None
+        (tmp_path / name).write_bytes(tiff(values, planarconfig=planar, bigtiff=values.dtype != np.uint8))
+    else:
+        Image.fromarray(values).save(tmp_path / name)
+    (tmp_path / "0.png").write_bytes(b"broken")
+    assert holds_fields(tmp_path) == measured
+    save(tmp_path / "more/z.npy", SMALL)
+    assert holds_fields(tmp_path)
+
+
+def test_a_folder_of_pages_or_of_nothing(tmp_path: Path) -> None:
+    assert not holds_fields(tmp_path)
+    (tmp_path / "a.tif").write_bytes(tiff(np.zeros((2, 4, 4), np.uint8)))
+    assert holds_fields(tmp_path)
+
+
+def test_a_field_of_the_right_size_is_returned_as_it_is() -> None:
+    values = random_field("float32")
+    assert fit_field(values, (10, 8)) is values
+    assert np.array_equal(fit_field(values, (8, 8)), values[:, :, 1:9], equal_nan=True), "a crop changes no value"
+    assert np.array_equal(fit_field(values, (7, 8)), values[:, :, 1:8], equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [(7, 7), (30, 17), (1, 1), (40, 40)])
+@pytest.mark.parametrize("pad", [False, True])
+def test_a_constant_stays_constant(dtype: str, size: tuple[int, int], pad: bool) -> None:
+    number = 0.3 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max
+    fitted = fit_field(np.full((2, 20, 30), number, dtype), size, pad=pad)
+    assert fitted.shape == (2, *size[::-1])
+    assert fitted.dtype == dtype
+    known = fitted[~np.isnan(fitted)]
+    assert np.array_equal(known, np.full_like(known, number))
+    assert pad or not np.isnan(fitted).any()
+
+
+@pytest.mark.parametrize("side", [5, 8, 13, 20, 32])
+def test_shrinking_keeps_the_mean_and_the_range(side: int) -> None:
+    values = RNG.lognormal(size=(2, 32, 32))
+    fitted = fit_field(values, (side, side))
+    assert fitted.mean(axis=(1, 2)) == pytest.approx(values.mean(axis=(1, 2)), rel=1e-12)
+    larger = fit_field(values, (45, 45))
+    for each in (fitted, larger):
+        assert values.min() <= each.min()
+        assert each.max() <= values.max()
+    middle = RNG.lognormal(size=(1, 32, 48))
+    assert fit_field(middle, (side, side)).mean() == pytest.approx(middle[..., 8:40].mean(), rel=1e-12)
+
+
+def test_sixteen_bits_are_averaged_without_a_step_through_eight() -> None:
+    values = np.array([[[1000, 1001], [1003, 1002]]], np.uint16)
+    assert fit_field(values, (1, 1)).item() == 1002  # 1001.5, to the even number
+    deep = np.array([[[2**31 + 1, 2**31 + 3]] * 2], np.uint32)
+    assert fit_field(deep, (1, 1)).item() == 2**31 + 2
+    assert fit_field(np.array([[[0, 4]] * 2], np.float32), (4, 4))[0, 0].tolist() == [0, 1, 3, 4]
+
+
+def test_unknown_pixels_do_not_spread() -> None:
+    values = np.arange(16, dtype=np.float32).reshape(1, 4, 4)
+    values[0, 0, :2] = np.nan  # half of the first box
+    values[0, 2:, 2:] = np.nan
+    values[0, 2, 2] = 7  # a quarter of the last one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fitted = fit_field(values, (2, 2))
+        assert np.isnan(fit_field(np.full((1, 4, 4), np.nan), (2, 2))).all()
+    assert fitted[0, 0].tolist() == [4.5, 4.5]
+    assert fitted[0, 1, 0] == 10.5
+    assert np.isnan(fitted[0, 1, 1])
+
+
+def test_padding_is_nan_or_the_smallest_value() -> None:
+    values = np.arange(5, 13, dtype=np.float32).reshape(1, 2, 4)
+    padded = fit_field(values, (4, 4), pad=True)
+    assert np.isnan(padded[0, [0, 3]]).all()
+    assert np.array_equal(padded[0, 1:3], values[0])
+    whole = fit_field(values.astype(np.int16), (4, 4), pad=True)
+    assert whole[0, [0, 3]].tolist() == [[5] * 4] * 2
