@@ -268,7 +268,7 @@ def _field_space(data: DataConfig, source: Any) -> Fields:
 
 def describe_fields(space: Fields, pictures: ImageDataset) -> str:
     """Return the ranges of measurements that are scaled to [-1, 1], the transform, and the number of unknown values."""
-    ranges = [f"{least:.4g} to {most:.4g}" for least, most in zip(space.low, space.high, strict=True)]
+    ranges = [f"{least:.6g} to {most:.6g}" for least, most in zip(space.low, space.high, strict=True)]
     more = f", and {len(ranges) - MOST_NAMED} more" * (len(ranges) > MOST_NAMED)
     missing = pictures.info.fields.missing if pictures.info.fields else 0
     share = missing / (len(pictures) * prod(space.shape or ()))

@@ -88,6 +88,8 @@ class Fields(Space):
         self.shown: list[int] = []
         """Numbers of the channels that are rendered, from 0."""
         self.shown, self._colour_map = [number - 1 for number in numbers], shown[4] or "viridis"
+        if len(self.shown) != RGB:
+            colour_map(self._colour_map)  # raises an error for an unknown name
         ends = torch.tensor([self.low, self.high], dtype=torch.float64)
         bottom, top = self.transform(ends)
         self._scale, self._offset = 2 / (top - bottom), -(top + bottom) / (top - bottom)
