@@ -212,6 +212,8 @@ def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> P
     return path
 
 
+MOST_TICKS = 10
+"""Largest number of points that all have a tick on a logarithmic axis; more have ticks at powers of 2."""
 Line = Mapping[int, float] | Mapping[float, float]
 """Points of a curve: a mapping from x to y."""
 
@@ -255,12 +257,16 @@ def _draw(axes: Any, panel: Panel) -> None:
         axes.plot([*points], [*points.values()], label=name, marker=marker, drawstyle=style)
     if panel.log_x:
         axes.set_xscale("log", base=2)
-        ticks = sorted({x for points in panel.lines.values() for x in points})
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.xaxis.set_major_formatter("{x:g}")
+        places = {x for points in panel.lines.values() for x in points}
+        if len(places) <= MOST_TICKS:
+            axes.set_xticks(sorted(places))
     if panel.log_y:
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        low, high = axes.get_ylim()
+        if high < 100 * low:  # else the labels would overlap
+            axes.yaxis.set_minor_formatter("{x:g}")
     if len(panel.lines) > 1:
         axes.legend()
     axes.grid(alpha=0.3, which="both")
