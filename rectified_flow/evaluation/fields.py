@@ -1,0 +1,199 @@
+"""Scores of fields of measurements: spectra, one-point distributions and correlations between channels.
+
+Feature networks are trained on photographs, and judge no measurements. These scores compare samples with real fields in
+physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. Each score stands beside the same score of
+other real fields, which is not 0 either, because the number of fields is limited.
+"""
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import isnan, nan
+
+import torch
+from torch import Tensor
+
+from rectified_flow.system.pictures import Line, Panel
+
+FLOOR = 1e-12
+"""Smallest power that counts, as a share of the variance of real fields: smaller powers are rounding of float32."""
+MOST_CHANNELS, BINS = 4, 50
+"""Largest number of channels in plots, and number of bins of a histogram."""
+AT_ONCE = 2**22
+"""Number of pixels that are transformed at once; more if one field alone has more."""
+
+
+def wave_numbers(height: int, width: int) -> Tensor:
+    """Return the wave number of each mode of the discrete Fourier transform, float64 ``[h, w]``.
+
+    The unit is cycles per length of the shorter side, and pixels are square. So a wave has the same number in both
+    directions, whatever the shape of the field.
+    """
+    rows, columns = (torch.fft.fftfreq(side, dtype=torch.float64) for side in (height, width))
+    return min(height, width) * torch.hypot(rows[:, None], columns)
+
+
+def shell_means(power: Tensor) -> Tensor:
+    """Average the power of modes ``[c, h, w]`` over the directions of the wave.
+
+    Returns:
+        The means ``[c, k]`` over shells 1, 2, ..., ``min(h, w) // 2``. Shell k has the modes with wave numbers from
+        k - 1/2 to k + 1/2. Modes in the corners, beyond the last shell, are left out.
+    """
+    last = min(power.shape[-2:]) // 2
+    shells = (wave_numbers(*power.shape[-2:]) + 0.5).long().clamp(max=last + 1).flatten().to(power.device)
+    sums = power.new_zeros(len(power), last + 2).index_add(1, shells, power.flatten(1))
+    return (sums / shells.bincount(minlength=last + 2))[:, 1:-1]
+
+
+def spectrum(fields: Tensor) -> Tensor:
+    """Compute the power spectrum of each channel, averaged over directions and fields.
+
+    The power of a mode is |DFT|^2 / (number of known pixels), where the DFT is of the deviations from the mean over the
+    known pixels of the field, and an unknown pixel has the deviation 0. The mean power of all h * w modes is the
+    variance of the known pixels (Parseval's theorem). White noise has its variance as the power of each shell, whatever
+    share of many pixels is known. Gaps smooth the spectrum of other fields (Hivon et al. 2002, arXiv:astro-ph/0105302).
+
+    Args:
+        fields: fields ``[n, c, h, w]``.
+
+    Returns:
+        The power in squared units of the channel, float64 ``[c, k]``, in the shells of :func:`shell_means`; NaN for a
+        channel without known pixels.
+    """
+    total, count = (torch.zeros((), dtype=torch.float64, device=fields.device) for _ in range(2))
+    for some in fields.split(max(1, AT_ONCE // fields[0].numel())):
+        known = ~some.isnan()
+        sizes = known.sum(dim=(2, 3), keepdim=True)
+        means = some.double().nansum(dim=(2, 3), keepdim=True) / sizes.clamp(min=1)
+        deviations = torch.where(known, some - means, 0)
+        power = torch.fft.fft2(deviations).abs().square() / sizes.clamp(min=1)
+        total, count = total + power.sum(dim=0), count + (sizes > 0).sum(dim=0)
+    return shell_means(total / count)
+
+
+def correlations(fields: Tensor) -> Tensor:
+    """Compute Pearson's correlation coefficient of each pair of channels, over all pixels that are known in both.
+
+    Returns:
+        The coefficients of the pairs (1, 2), (1, 3), ..., (2, 3), ..., float64 ``[c * (c - 1) / 2]``; 0 if a channel
+        is constant, NaN if no pixel is known in both.
+    """
+    values = [_correlation(fields[:, pair]) for pair in combinations(range(fields.shape[1]), 2)]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _correlation(fields: Tensor) -> float:
+    pairs = fields.double().transpose(0, 1).flatten(1)
+    pairs = pairs[:, ~pairs.isnan().any(dim=0)]
+    if pairs.shape[1] == 0:
+        return nan
+    is_constant = (pairs.amin(dim=1) == pairs.amax(dim=1)).any()  # by its deviation, rounding would hide it
+    return 0.0 if is_constant else torch.corrcoef(pairs)[0, 1].item()
+
+
+def wasserstein_distance(values: Tensor, others: Tensor) -> float:
+    """Compute the 1-Wasserstein distance of the distributions of two sets of numbers, of any sizes.
+
+    It is the integral of the absolute difference of the quantile functions, which equals that of the cumulative
+    distribution functions (Ramdas et al. 2017, arXiv:1509.02237). Both are step functions, so the sum over all steps is
+    exact. NaN counts as unknown; without known numbers, the distance is NaN.
+    """
+    values, others = (_known(each).sort().values for each in (values, others))
+    if 0 in (len(values), len(others)):
+        return nan
+    steps = torch.cat((values, others)).sort().values
+    below, others_below = (torch.searchsorted(each, steps[:-1], right=True).double() for each in (values, others))
+    return ((below / len(values) - others_below / len(others)).abs() * steps.diff()).sum().item()
+
+
+def field_scores(samples: Tensor, real: Tensor, other: Tensor) -> dict[str, float]:
+    """Compare samples with real fields, and other real fields with the same real fields.
+
+    Args:
+        samples: samples ``[n, c, h, w]``.
+        real: real fields ``[m, c, h, w]``.
+        other: other real fields, as many as ``real`` where possible: fewer have larger scores by chance.
+
+    Returns:
+        For each channel, counted from 1, ``channel_1_wasserstein``: the 1-Wasserstein distance of the values of pixels,
+        in standard deviations of ``real``; ``channel_1_spectrum_error``: the root mean square over shells of
+        log10(power of samples / power of real), in decades, which is a tenth of the log-spectral distance in dB (Gray
+        and Markel 1976, doi:10.1109/TASSP.1976.1162849). For several channels, ``correlation_error``: the largest
+        absolute difference of a correlation coefficient. ``_of_real``: the same scores of ``other``. All are 0 at best.
+        Scores that are undefined are left out: those of a channel that is constant in ``real`` or unknown in one set.
+    """
+    scores, scale, sets = dict[str, float](), _deviations(real), {"": samples, "_of_real": other}
+    expected, coefficients = _relative_spectrum(real, scale), correlations(real)
+    errors = {
+        end: (_relative_spectrum(fields, scale) / expected).log10().square().mean(dim=1).sqrt()
+        for end, fields in sets.items()
+    }
+    for channel, deviation in enumerate(scale.tolist()):
+        for end, fields in sets.items():
+            distance = wasserstein_distance(fields[:, channel], real[:, channel])
+            scores[f"channel_{channel + 1}_wasserstein{end}"] = distance / deviation
+        scores |= {f"channel_{channel + 1}_spectrum_error{end}": each[channel].item() for end, each in errors.items()}
+    for end, fields in sets.items():
+        differences = (correlations(fields) - coefficients).abs()
+        scores[f"correlation_error{end}"] = max(differences[~differences.isnan()].tolist(), default=nan)
+    return {name: score for name, score in scores.items() if not isnan(score)}
+
+
+def _known(values: Tensor) -> Tensor:
+    """Return the numbers that are not NaN, float64 ``[n]``."""
+    return values[~values.isnan()].double()
+
+
+def _deviations(fields: Tensor) -> Tensor:
+    """Return the standard deviation of each channel, float64 ``[c]``, or NaN if it is constant or unknown."""
+    channels = [_known(channel) for channel in fields.unbind(dim=1)]
+    values = [each.std(correction=0).item() if (each != each[:1]).any() else nan for each in channels]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _relative_spectrum(fields: Tensor, scale: Tensor) -> Tensor:
+    """Return the spectrum over the squares of ``scale`` ``[c]``, at least :data:`FLOOR`, on the CPU ``[c, k]``."""
+    return (spectrum(fields).cpu() / scale[:, None].square()).clamp(min=FLOOR)
+
+
+def field_panels(samples: Tensor, real: Tensor, other: Tensor, names: Sequence[str]) -> list[Panel]:
+    """Return plots of spectra, of the values of each channel, and of the correlations of several channels.
+
+    Args:
+        samples: samples ``[n, c, h, w]``.
+        real: real fields ``[m, c, h, w]``.
+        other: other real fields.
+        names: names of the channels, with their units. Only the first four channels are plotted.
+    """
+    names = names[:MOST_CHANNELS]
+    sets = {"samples": samples, "real": real, "other real": other}
+    sets = {name: fields[:, : len(names)] for name, fields in sets.items()}
+    scale = _deviations(sets["real"])
+    spectra = {name: _relative_spectrum(sets[name], scale).tolist() for name in ("samples", "real")}
+    lines = {f"{name}, {of}": _line(spectra[of][row]) for row, name in enumerate(names) for of in spectra}
+    x, y = "wave number [cycles per shorter side]", "power / variance of real"
+    panels = [Panel(lines, "power spectra", x, y, log_x=True, log_y=True)] if any(lines.values()) else []
+    panels += [_histogram({of: fields[:, row] for of, fields in sets.items()}, name) for row, name in enumerate(names)]
+    if len(names) > 1:
+        pairs = [f"{number}: {' and '.join(pair)}" for number, pair in enumerate(combinations(names, 2), 1)]
+        lines = {of: _line(correlations(fields).tolist()) for of, fields in sets.items()}
+        panels.append(Panel(lines, "correlations of channels", ", ".join(pairs), "correlation coefficient"))
+    return panels
+
+
+def _line(values: Sequence[float]) -> Line:
+    """Return the values that are not NaN by their numbers 1, 2, ..."""
+    return {number: value for number, value in enumerate(values, 1) if not isnan(value)}
+
+
+def _histogram(sets: dict[str, Tensor], name: str) -> Panel:
+    """Return the share of values in bins over the range of real fields; the outermost bins have the values outside."""
+    values = {of: _known(fields) for of, fields in sets.items()}
+    low, high = (values["real"].min().item(), values["real"].max().item()) if len(values["real"]) else (0.0, 0.0)
+    width = (high - low) / BINS or 1.0
+    lines = {}
+    for of, each in values.items():
+        bins = ((each - low) / width).clamp(0, BINS - 1).long()
+        shares = bins.bincount(minlength=BINS) / max(1, len(each))
+        lines[of] = {low + (number + 0.5) * width: share for number, share in enumerate(shares.tolist())}
+    return Panel(lines, f"values of {name}", name, "share of the pixels", is_histogram=True)
