@@ -119,6 +119,8 @@ def _train(config: TrainConfig) -> bool:
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
     config = replace(config, data=with_field_flags(config.data))
+    by_features = config.data.is_fields and config.evaluation.evaluate_every
+    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     check_source(config.data, config.source)
     parts.choose_network(config.network)  # raises an error for an unknown name
     parts.choose_flow(config)
@@ -225,8 +227,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
         dataset, preview_data = seen, unseen
         pictures, held_out = divided(pictures, split, sources)
-    if not isinstance(space, Fields):
-        callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
+    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
     flags = recorded(config)
     return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=flags, preview_data=preview_data).train()
 

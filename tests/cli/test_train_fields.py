@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
     for seed in range(COUNT):
         values = np.random.default_rng(seed).integers(1000, 60000, (CHANNELS, SIDE, SIDE), dtype=np.uint16)
-        how: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "separate", "resolution": (50, 50), "resolutionunit": 3}
+        how: dict[str, Any] = {"photometric": "minisblack", "planarconfig": "separate", "resolutionunit": 3}
+        how["resolution"] = (50, 50)
         tifffile.imwrite(folder / f"counts/{seed:02}.tif", values, **how)
         floats = (280 + values[:2] / 1e4).astype(np.float32)
         floats[0, 0, : seed % 3] = np.nan
@@ -179,6 +180,7 @@ def test_two_folders_and_a_degradation(folder: Path, runs: Path, tmp_path: Path)
         ("floats", "--transform cube", "--transform cube is not registered: choose Asinh or Linear or Log or Sqrt"),
         ("floats", "--show 3", "--show 3 does not suit"),
         ("floats", "--show 1:rainbows", "no colour map rainbows"),
+        ("floats", "--evaluate_every 4", "--evaluate_every compares features of photographs"),
         ("floats", "--alpha", "--alpha is for pictures"),
         ("floats", "--augment 0 --autoencoder haar", "--autoencoder encodes pictures"),
         ("floats", "--space Pixels --transform log", "--transform is for measurements"),

@@ -30,8 +30,10 @@ from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run
 from rectified_flow.spaces.autoencoders import Haar
+from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.transforms import Asinh, Linear, Transform
 from rectified_flow.system.signals import Interrupted, _requests
 from tests.analytic import Gaussian, Optimal, image_gaussian
 from tests.programs import assert_refused
@@ -82,6 +84,33 @@ def test_it_is_the_probability_of_an_8_bit_picture(prediction: Any) -> None:
     torch.testing.assert_close(bits, expected, rtol=0, atol=0.01 + clipped)
     entropy = (0.5 * (2 * np.pi * np.e * data.variance).log2() + np.log2(127.5)).mean()
     assert bits.mean().item() == pytest.approx(entropy.item(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype"), [(Linear(), "uint16"), (Linear(), "float32"), (Asinh(500.0), "float32")]
+)
+def test_it_is_in_the_units_of_measurements(transform: Transform, dtype: str) -> None:
+    """For integers the probability of the levels, and for other values the density, with the change of scale."""
+    torch.manual_seed(0)
+    data = gaussian()
+    space = Fields((3, 4, 4), (1000.0, 0.0, 5.0), (9000.0, 4000.0, 600.0), transform=transform, dtype=dtype)
+    flow = RectifiedFlow(Optimal(data, "velocity").float(), space=space)
+    x = data.sample(100).float()
+    values = space.to_stored(x)
+    bits = bits_per_dimension(flow, values, {}, time_grid(STEPS), [0] * len(values))
+    normal = torch.distributions.Normal(data.mean, data.variance.sqrt())
+    if dtype == "uint16":
+        exact = space.encode(values).double()
+        half = (space.encode(values.float() + 0.5).double() - exact).abs()
+        expected = (normal.cdf(exact + half) - normal.cdf(exact - half)).log()
+    else:
+        physical = values.double().requires_grad_()
+        low, high = (torch.tensor(each).double()[:, None, None] for each in (space.low, space.high))
+        ends = transform(low), transform(high)
+        encoded = (2 * transform(physical) - ends[0] - ends[1]) / (ends[1] - ends[0])
+        [slope] = torch.autograd.grad(encoded.sum(), physical)
+        expected = normal.log_prob(encoded.detach()) + slope.log()
+    torch.testing.assert_close(bits, -expected.flatten(1).mean(dim=1) / np.log(2), rtol=0, atol=0.01)
 
 
 def test_the_mean_over_all_probes_is_exact() -> None:
