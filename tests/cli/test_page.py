@@ -19,6 +19,9 @@ from rectified_flow.cli.export import export
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.fields import Fields
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS, write
 
@@ -300,3 +303,25 @@ def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Sh
         shown.set("seed", 3)
         shown.set("walk", 1)
         assert np.abs(shown.picture() - after).max() <= 2
+
+
+def test_measurements_are_shown_in_their_colours(browser: Any, tmp_path: Path) -> None:
+    space = Fields((2, 8, 8), (0.0, 280.0), (1.0, 290.0), show="2:magma", files={"suffix": ".npy"})
+    network = Unet(8, (1, 2), channels=2, image_size=8, attention_sides=())
+    torch.manual_seed(0)
+    torch.nn.init.normal_(network.conv_out.weight, std=0.3)
+    flow = RectifiedFlow(network, space=space)
+    write(flow, tmp_path)
+    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
+            shown.open()
+            for seed in SEEDS:
+                shown.set("seed", seed)
+                expected = drawn(flow, seed)[0]
+                assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 20
+                assert np.abs(shown.picture() - expected).max() <= 8, "colours next to each other differ by up to 8"
+            assert shown.text("legend").split() == ["280", "290"]
+        server.shutdown()
