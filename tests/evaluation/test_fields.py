@@ -184,7 +184,7 @@ def test_correlations() -> None:
     fields[:, 1, 8:] = nan
     assert correlations(fields).isnan().tolist() == [True, False, False]
     few = one[:6, :, :8, :8].double()
-    constant = torch.cat((few, torch.full_like(few, 280.1)), dim=1)  # its mean in float64 is another number
+    constant = torch.cat((few, torch.full_like(few, 280.1)), dim=1)
     assert correlations(constant).tolist() == [0]
 
 
@@ -226,12 +226,12 @@ def test_channels_without_a_scale(change: Callable[[Tensor], Tensor], tmp_path: 
     """A channel that is constant or unknown in real fields has no scores; other channels keep theirs."""
     samples, real, other = (random(6, 2, 8, 8, seed=seed).double() for seed in range(3))
     expected = field_scores(samples[:, :1], real[:, :1], other[:, :1])
-    sets = samples, change(real), change(other)
-    scores = field_scores(*sets)
+    real, other = change(real), change(other)
+    scores = field_scores(samples, real, other)
     correlation = {name: scores.pop(name) for name in [*scores] if name.startswith("correlation")}
     assert scores == expected
     assert correlation.keys() == ({"correlation_error", "correlation_error_of_real"} if change is constant else set())
-    spectra, *_ = panels = field_panels(*sets, ["one", "two"])
+    spectra, *_ = panels = field_panels(samples, real, other, ["one", "two"])
     assert [len(line) for line in spectra.lines.values()] == [4, 4, 0, 0]
     draw_panels(tmp_path / "fields.png", panels)
 
@@ -248,9 +248,9 @@ def test_constant_samples() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 6), (2, 3), (5, 4)])
 def test_one_small_field(size: tuple[int, int], tmp_path: Path) -> None:
-    sets = [random(1, 2, *size, seed=seed) for seed in range(3)]
-    assert all(map(isfinite, field_scores(*sets).values()))
-    draw_panels(tmp_path / "fields.png", field_panels(*sets, ["one", "two"]))
+    samples, real, other = (random(1, 2, *size, seed=seed) for seed in range(3))
+    assert all(map(isfinite, field_scores(samples, real, other).values()))
+    draw_panels(tmp_path / "fields.png", field_panels(samples, real, other, ["one", "two"]))
 
 
 def test_panels(tmp_path: Path) -> None:
