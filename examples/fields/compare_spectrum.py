@@ -1,0 +1,115 @@
+"""Compare the spectrum and the correlation of samples with the law of the fields that a model was trained on.
+
+The samples are files of NumPy, [2, side, side] each. As many new fields are drawn from the law and compared alike:
+their deviation is due to their number alone.
+"""
+
+from rectified_flow.cli.programs import run
+
+if __name__ == "__main__":  # before the rest, which is imported by its name
+    run("compare_spectrum:compare", "compare_spectrum:CompareFlags", __doc__)
+
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from random_fields import Law, draw_field
+from rectified_flow.cli.flags.training import ProgramConfig
+from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.fields import correlations, spectrum
+from rectified_flow.flags import Flags, Seed
+from rectified_flow.system.files import prepare_folder, read_document, writing
+from rectified_flow.system.outputs import write_output
+
+
+@dataclass(frozen=True)
+class CompareConfig(Flags):
+    """The samples and their law."""
+
+    samples: Path = Path("samples")
+    """Folder of samples."""
+    law: Path = Path("law.json")
+    """Law of the fields, a file of make_fields.py."""
+    output: Path = Path("spectrum.png")
+    """File of the plot."""
+    seed: Seed = 1
+    """Seed of the new fields that are drawn from the law; other than that of make_fields.py."""
+
+
+@dataclass(frozen=True)
+class CompareFlags:
+    """All flags of the program."""
+
+    comparison: CompareConfig = field(default_factory=CompareConfig)
+    program: ProgramConfig = field(default_factory=ProgramConfig)
+
+
+def compare(flags: CompareFlags) -> None:
+    """Print the largest deviations from the law, and draw the spectra.
+
+    Raises:
+        UsageError: if the law or the samples cannot be read or do not fit, or the plot is a file of the user.
+        RunError: if the plot cannot be written.
+    """
+    config = flags.comparison
+    law = read_document(config.law, Law)
+    samples = read_samples(config.samples, law)
+    new = torch.stack([torch.from_numpy(draw_field(law, config.seed, number)) for number in range(len(samples))])
+    sets = {"samples": samples, "new fields of the law": new}
+    deviations = {name: 100 * (spectrum(fields) / law.spectrum() - 1) for name, fields in sets.items()}
+    print(f"{len(samples)} samples, wave numbers 1 to {law.side // 2}, correlation of the law {law.correlation:.3f}")
+    for name, fields in sets.items():
+        largest = [f"{each:.1f}%" for each in deviations[name].abs().amax(dim=1).tolist()]
+        print(f"{name}: largest deviation of the spectrum {' and '.join(largest)}, ", end="")
+        print(f"correlation {correlations(fields).item():.3f}")
+    prepare_folder("output", config.output.absolute().parent)
+    with writing(config.output):
+        write_output(config.output, plot(law, deviations))
+
+
+def read_samples(folder: Path, law: Law) -> Tensor:
+    """Read the samples of a folder, ``[n, 2, h, w]``.
+
+    Raises:
+        UsageError: if there are none, or one cannot be read, has another shape or is not finite.
+    """
+    paths, shape = sorted(folder.glob("*.npy")), (2, law.side, law.side)
+    if not paths:
+        raise UsageError(f"--samples {folder} has no .npy files: pass the folder that sample.py wrote")
+    samples = []
+    for path in paths:
+        try:
+            sample = np.load(path)
+        except (OSError, ValueError, EOFError) as error:
+            raise UsageError(f"{path} cannot be read as a file of NumPy ({error}): remove it") from error
+        if sample.shape != shape:
+            raise UsageError(f"{path} has the shape {sample.shape}, not {shape} of the law: pass another --law")
+        if not np.isfinite(sample).all():
+            raise UsageError(f"{path} has pixels that are not finite: train with a lower --learning_rate")
+        samples.append(torch.from_numpy(sample))
+    return torch.stack(samples)
+
+
+def plot(law: Law, deviations: dict[str, Tensor]) -> bytes:
+    """Return a PNG with a column for each channel: spectra above, and below their deviations from the law [%]."""
+    from matplotlib.figure import Figure  # takes a second to import
+
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    numbers = range(1, law.side // 2 + 1)
+    columns = zip(figure.subplots(2, 2, sharex=True).T, law.spectrum(), law.units, strict=True)
+    for channel, (axes, expected, unit) in enumerate(columns):
+        for each, line in zip(axes, (expected, 0 * expected), strict=True):
+            each.plot(numbers, line, color="black", label="law")
+        for (name, values), marker in zip(deviations.items(), "o+", strict=True):
+            axes[0].plot(numbers, expected * (1 + values[channel] / 100), marker, label=name, markersize=5)
+            axes[1].plot(numbers, values[channel], marker, label=name, markersize=5)
+        axes[0].set(title=f"channel {channel + 1}", ylabel=f"power [({unit})$^2$]", xscale="log", yscale="log")
+        axes[1].set(xlabel="wave number [cycles per side]", ylabel="deviation from the law [%]")
+        axes[0].legend()
+    content = BytesIO()
+    figure.savefig(content, format="png", dpi=100)
+    return content.getvalue()
