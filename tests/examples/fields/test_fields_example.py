@@ -93,7 +93,8 @@ def test_the_comparison_finds_a_wrong_channel(tmp_path: Path, capsys: pytest.Cap
         np.save(path, np.load(path) * np.array([1, -2], np.float32)[:, None, None])
     compared(tmp_path)
     written = capsys.readouterr().out
-    [(one, two, correlation)] = re.findall(r"^samples: .* (.*)% and (.*)%, correlation (.*)$", written, re.M)
+    (one, two, correlation), (_, new, _) = re.findall(r": .* (.*)% and (.*)%, correlation (.*)$", written, re.M)
+    assert float(new) < 9
     assert float(one) < 9
     assert 270 < float(two) < 340, "the power is 4 times the law"
     assert float(correlation) == pytest.approx(-0.6, abs=0.03)
