@@ -5,6 +5,7 @@ Imports no torch.
 """
 
 import os
+import re
 import struct
 import zipfile
 import zlib
@@ -25,7 +26,6 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import open_regular, printable
 
 FIELD_SUFFIXES = frozenset({".npy", ".npz", ".tif", ".tiff", ".png"})
-TIFF_SUFFIXES = (".tif", ".tiff")
 TYPES = ("uint8", "uint16", "int16", "int32", "uint32", "float16", "float32", "float64")
 """Types of values that are read and written; bool is read as uint8."""
 MOST_VALUES, MOST_PAGES, MOST_CHANNELS = 2**31, 4096, 64
@@ -104,8 +104,8 @@ class Header:
             if 2 * self.shape[axis] <= min(others) and self.shape[axis] <= MOST_CHANNELS:
                 return axis == 2
         raise UsageError(
-            f"the shape {self.shape} does not tell which axis is that of the channels: pass --channels_last True if it "
-            "is the last axis, or --channels_last False if it is the first"
+            f"its shape {self.shape} does not tell which axis is that of the channels; pass --channels_last True if it "
+            "is the last one, or --channels_last False if it is the first"
         )
 
     def format(self, channels_last: bool | None) -> FieldFormat:
@@ -143,7 +143,7 @@ def read_values(file: Path, channels_last: bool | None) -> Array:
         values = read()
     values = values[None] if values.ndim == 2 else np.moveaxis(values, 2, 0) if last else values
     if values.dtype.kind == "f" and np.isinf(values).any():
-        raise ValueError("it holds an infinite value: write NaN for an unknown one")
+        raise ValueError("it holds an infinite value; write NaN for an unknown one")
     return values.astype(header.dtype, order="C")
 
 
@@ -210,19 +210,19 @@ def _check(shape: tuple[int, ...], dtype: np.dtype[Any], room: int) -> str:
     """
     name = "uint8" if dtype.kind == "b" else dtype.name
     if dtype.hasobject:
-        raise ValueError("it holds Python objects, which are never unpickled: save an array of numbers")
+        raise ValueError("it holds Python objects, which are never unpickled; save an array of numbers")
     if dtype.names is not None:
-        raise ValueError("it holds records: save each of their numbers as a channel")
+        raise ValueError("it holds records; save each of their numbers as a channel")
     if dtype.kind == "c":
-        raise ValueError("it holds complex numbers: save the real and the imaginary part as two channels")
+        raise ValueError("it holds complex numbers; save the real and the imaginary part as two channels")
     if name not in TYPES:
-        raise ValueError(f"its values are of the type {name}: convert them to one of {', '.join(TYPES)}")
+        raise ValueError(f"its values are of the type {name}; convert them to one of {', '.join(TYPES)}")
     if len(shape) not in (2, 3):
-        raise ValueError(f"its shape is {shape}: save arrays of two axes, or of three with the channels")
+        raise ValueError(f"its shape is {shape}; save arrays of two axes, or of three with the channels")
     if min(shape) < 1:
         raise ValueError(f"it is empty: its shape is {shape}")
     if prod(shape) > MOST_VALUES:
-        raise ValueError(f"it declares {prod(shape)} values, more than {MOST_VALUES}: cut it into several files")
+        raise ValueError(f"it declares {prod(shape)} values, more than {MOST_VALUES}; cut it into several files")
     if prod(shape) * dtype.itemsize > room:
         raise ValueError(f"it declares the shape {shape}, which the file is too small to hold")
     return name
@@ -254,9 +254,9 @@ def _open_archive(stream: IO[bytes], size: int) -> Opened:
     members = archive.infolist()
     if len(members) != 1:
         some = ", ".join(member.filename.removesuffix(".npy") for member in members[:4])
-        raise ValueError(f"it holds {len(members)} arrays ({some}): save one array in each file")
+        raise ValueError(f"it holds {len(members)} arrays ({some}); save one array in each file")
     if members[0].compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError("its compression is not that of numpy: write it by numpy.savez_compressed")
+        raise ValueError("its compression is not that of numpy; write it by numpy.savez_compressed")
     member = archive.open(members[0])
     header, read = _open_array(member, _room(size), ".npz")
 
@@ -281,9 +281,9 @@ def _png_header(stream: IO[bytes]) -> tuple[int, int, int, int]:
 def _open_png(stream: IO[bytes], size: int) -> Opened:
     width, height, bits, colours = _png_header(stream)
     if colours == PALETTE:
-        raise ValueError("it has a palette, which is not a measurement: save it as grey or as RGB")
+        raise ValueError("it has a palette, which is not a measurement; save it as grey or as RGB")
     if colours not in PNG_CHANNELS or bits not in (8, 16):
-        raise ValueError(f"it has {bits} bits per value: save 8 or 16")
+        raise ValueError(f"it has {bits} bits per value; save 8 or 16")
     channels, dtype = PNG_CHANNELS[colours], np.dtype(f"uint{bits}")
     shape = (height, width) if channels == 1 else (height, width, channels)
     header = Header(".png", _check(shape, dtype, _room(size)), shape, channels_last=channels > 1)
@@ -311,23 +311,29 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
         raise ValueError(f"it has more than {MOST_PAGES} pages")
     pages = [page for page in found if not page.subfiletype & (REDUCED | MASK)]
     if len({(page.shape, page.dtype, page.axes) for page in pages}) != 1:
-        raise ValueError("its pages differ in size or type: save pages of one size, each with one channel")
-    page, room = pages[0], size
+        raise ValueError("its pages differ in size or type; save pages of one size, each with one channel")
+    page, described = pages[0], found[0].description
+    stack = re.match(r"ImageJ=.*^images=([0-9]+)", described, re.MULTILINE | re.DOTALL)
+    if (stack and int(stack[1]) > len(found)) or '"truncated": true' in described:  # by tifffile
+        raise ValueError("it holds more images than it has pages; save each of them as a page")
     if page.axes not in (("YX",) if len(pages) > 1 else ("YX", "YXS", "SYX")):
-        raise ValueError(f"it has {len(pages)} pages of shape {page.shape}: save channels as pages, or in one page")
+        raise ValueError(f"it has {len(pages)} pages of shape {page.shape}; save channels as pages, or in one page")
     if page.photometric == PALETTE:
-        raise ValueError("it has a palette, which is not a measurement: save it as grey or as RGB")
-    for each in pages:
-        if each.compression not in LOSSLESS:
-            raise ValueError(f"its compression is none of {', '.join(dict.fromkeys(LOSSLESS.values()))}: save it anew")
-        if each.compression != 1:
-            room = _room(size)
+        raise ValueError("it has a palette, which is not a measurement; save it as grey or as RGB")
     if page.dtype is None:
         raise ValueError(f"its values of {page.bitspersample} bits are of no known type")
+    room = size * 8 * page.dtype.itemsize // page.bitspersample  # without compression, 12 bits take less than 16
+    for each in pages:
+        if each.is_tiled:  # a tile is decoded whole, also where it reaches beyond the page
+            _check(each.chunks, each.dtype, _room(size))
+        if any(begin + count > size for begin, count in zip(each.dataoffsets, each.databytecounts, strict=False)):
+            raise ValueError("it is cut off: its header declares more bytes than it has")
+        if each.compression not in LOSSLESS:
+            raise ValueError(f"its compression is none of {', '.join(dict.fromkeys(LOSSLESS.values()))}; save it anew")
+        if each.compression != 1:
+            room = _room(size)
     shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
     dtype = _check(shape, page.dtype, room)
-    if page.is_tiled:
-        _check(page.chunks[-3:], page.dtype, _room(size))
 
     def read() -> Array:
         planes = [each.asarray(maxworkers=1) for each in pages]

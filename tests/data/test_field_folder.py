@@ -148,8 +148,8 @@ def test_other_arrays_are_read_in_the_order_of_the_machine(tmp_path: Path) -> No
         assert read_field(save(tmp_path / f"{name}.npy", stored), None).tobytes() == values.tobytes()
     assert read_field(save(tmp_path / "bool.npy", np.eye(4, dtype=bool)), None).tolist() == [np.eye(4).tolist()]
     assert read_header(tmp_path / "bool.npy").dtype == "uint8"
-    Image.fromarray(np.eye(4, dtype=bool)).save(tmp_path / "bool.tif")
-    assert read_field(tmp_path / "bool.tif", None).tolist() == [np.eye(4).tolist()]
+    Image.fromarray(np.eye(64, dtype=bool)).save(tmp_path / "bool.tif")  # less than a byte for each value
+    assert np.array_equal(read_field(tmp_path / "bool.tif", None), np.eye(64)[None])
 
 
 def test_values_are_rounded_and_clipped_when_they_are_written(tmp_path: Path) -> None:
@@ -235,15 +235,15 @@ def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None
 
 
 BAD_ARRAYS: dict[str, tuple[Any, str]] = {
-    "four axes": (np.zeros((1, 2, 3, 4)), r"its shape is \(1, 2, 3, 4\): save arrays of two axes"),
+    "four axes": (np.zeros((1, 2, 3, 4)), r"its shape is \(1, 2, 3, 4\); save arrays of two axes"),
     "one number": (np.zeros(()), r"its shape is \(\)"),
-    "complex": (np.zeros((4, 4), complex), "complex numbers: save the real and the imaginary part"),
+    "complex": (np.zeros((4, 4), complex), "complex numbers; save the real and the imaginary part"),
     "objects": (np.full((4, 4), None), "Python objects, which are never unpickled"),
     "records": (np.zeros((4, 4), [("a", "f4")]), "it holds records"),
     "empty": (np.zeros((0, 4)), r"it is empty: its shape is \(0, 4\)"),
-    "int64": (np.zeros((4, 4), int), "of the type int64: convert them to one of uint8, uint16"),
+    "int64": (np.zeros((4, 4), int), "of the type int64; convert them to one of uint8, uint16"),
     "texts": (np.full((4, 4), "a"), "of the type str32"),
-    "infinite": (np.array([[1, np.inf]]), "an infinite value: write NaN"),
+    "infinite": (np.array([[1, np.inf]]), "an infinite value; write NaN"),
 }
 
 
@@ -284,6 +284,13 @@ def with_height(content: bytes, height: int) -> bytes:
     return bytes(changed)
 
 
+def with_tile(content: bytes, height: int) -> bytes:
+    """A TIFF file whose last page declares tiles of another height."""
+    changed, page = bytearray(content), tifffile.TiffFile(io.BytesIO(content)).pages[-1]
+    struct.pack_into("<HII", changed, page.tags["TileLength"].offset + 2, 4, 1, height)  # type: ignore[union-attr]
+    return bytes(changed)
+
+
 HUGE = "{'descr': '<f8', 'fortran_order': False, 'shape': (%s), }\n"
 SMALL, EMPTY = np.zeros((8, 8), np.float32), zlib.compress(b"")
 HOSTILE: dict[str, tuple[str, bytes, str]] = {
@@ -299,15 +306,17 @@ HOSTILE: dict[str, tuple[str, bytes, str]] = {
     "long bomb": (".npz", archive(SMALL, header=npy_header(HUGE % "2, 2") + bytes(10**6)), "more values than its"),
     "cut archive": (".npz", archive(SMALL)[:-30], "not a zip file"),
     "damaged archive": (".npz", archive(SMALL, method=0).replace(bytes(9), bytes(8) + b"\1", 1), "Bad CRC-32"),
-    "two arrays": (".npz", archive(SMALL, SMALL), r"2 arrays \(arr_0, arr_1\): save one"),
+    "two arrays": (".npz", archive(SMALL, SMALL), r"2 arrays \(arr_0, arr_1\); save one"),
     "no arrays": (".npz", archive(), "0 arrays"),
     "other compression": (".npz", archive(SMALL, method=zipfile.ZIP_LZMA), "by numpy.savez_compressed"),
     "not an archive": (".npz", b"PK", "not a zip file"),
     "large tiff": (".tif", with_height(tiff(SMALL), 10**6), "too small to hold"),
     "largest tiff": (".tif", with_height(tiff(SMALL), 2**30), "declares 8589934592 values"),
     "large compressed tiff": (".tif", with_height(tiff(SMALL, compression="zlib"), 10**8), "too small to hold"),
-    "cut tiff": (".tif", tiff(SMALL)[:-9], "too small to hold|failed to read"),
-    "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="zlib")[:-99], "."),
+    "large tile": (".tif", with_tile(tiff(np.zeros((2, 8, 8)), tile=(16, 16), compression="lzw"), 2**24), "too small"),
+    "large stack": (".tif", tiff(SMALL, description="ImageJ=1.54f\nimages=3\nslices=3"), "more images than it has"),
+    "cut tiff": (".tif", tiff(SMALL)[:-9], "it is cut off"),
+    "cut compressed tiff": (".tif", tiff(random_field("uint16", 1), compression="zlib")[:-9], "it is cut off"),
     "tiff without pages": (".tif", b"II*\0\0\0\0\0", "."),
     "no tiff": (".tif", b"II", "."),
     "lossy": (".tif", tiff(np.zeros((16, 16), np.uint8), compression="jpeg"), "compression is none of none, LZW"),

@@ -57,7 +57,7 @@ class FieldFolder(FileFolder):
             try:
                 channels_last = headers[undecided].is_last(channels_last)
             except UsageError as error:
-                raise UsageError(f"--dataset_path {path}: {printable(undecided)} is unclear: {error}") from error
+                raise UsageError(f"{printable(undecided)} is unclear: {error}") from error
         formats = {file: header.format(channels_last) for file, header in headers.items()}
         _check_agreement(formats)
         first, sizes = next(iter(headers)), {each.pixel_size for each in formats.values()}
