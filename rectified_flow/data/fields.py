@@ -287,15 +287,15 @@ def _open_png(stream: IO[bytes], size: int) -> Opened:
     channels, dtype = PNG_CHANNELS[colours], np.dtype(f"uint{bits}")
     shape = (height, width) if channels == 1 else (height, width, channels)
     header = Header(".png", _check(shape, dtype, _room(size)), shape, channels_last=channels > 1)
-
-    if bits == 8 or channels == 1:
-        return header, lambda: np.asarray(Image.open(stream, formats=["PNG"])).astype(dtype)
     # Pillow keeps 8 bits of such colours, and torchvision's decoder crashes on a damaged file.
-    decoder = require("imagecodecs", "PNG files of 16-bit colours")
+    decoder = require("imagecodecs", "PNG files of 16-bit colours") if bits == 16 and channels > 1 else None
 
     def read() -> Array:
         stream.seek(0)
-        values: Array = decoder.png_decode(stream.read())
+        content = stream.read()  # a chunk may declare more than the file has
+        if decoder is None:
+            return np.asarray(Image.open(BytesIO(content), formats=["PNG"])).astype(dtype)
+        values: Array = decoder.png_decode(content)
         return values
 
     return header, read
