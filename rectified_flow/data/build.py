@@ -7,7 +7,7 @@ therefore gets a store of its own.
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,7 +170,11 @@ def _build(
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
         width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
-        fields = {"fields": asdict(values.info(source))} if hasattr(source, "format") else {}
+        fields: dict[str, Any] = {}
+        if hasattr(source, "format"):
+            # The size of a pixel, a tag of the files, is no longer true if fields are resized.
+            kept = source.format if sizes == {framing.stored_size} else replace(source.format, pixel_size=None)
+            fields["fields"] = asdict(values.info(source.name, asdict(kept)))
         store.complete(
             np.asarray(labels, dtype=np.int64),
             source=source.name,
@@ -197,8 +201,12 @@ class ValueRange:
         self.low = np.minimum(self.low, np.where(unknown, np.inf, flat).min(axis=1))
         self.high = np.maximum(self.high, np.where(unknown, -np.inf, flat).max(axis=1))
 
-    def info(self, source: Any) -> FieldInfo:
+    def info(self, name: str, files: dict[str, Any]) -> FieldInfo:
         """Return the properties of all fields of a source.
+
+        Args:
+            name: the name of the source.
+            files: the format of its files.
 
         Raises:
             UsageError: if a channel has no known values, or a single one.
@@ -206,8 +214,8 @@ class ValueRange:
         for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
             if not least < most:
                 found = "no known value" if least > most else f"the value {least:g} everywhere"
-                raise UsageError(f"channel {number} of {source.name} has {found}: remove the channel from the files")
-        return FieldInfo(self.low.tolist(), self.high.tolist(), self.missing, asdict(source.format))
+                raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
+        return FieldInfo(self.low.tolist(), self.high.tolist(), self.missing, files)
 
 
 def _decode_all(
