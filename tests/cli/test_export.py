@@ -332,7 +332,7 @@ def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Pa
 
 def test_what_cannot_be_exported_is_refused() -> None:
     latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
-    with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels can be exported"):
+    with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels and fields can be exported"):
         NetworkCall(latents)
     with pytest.raises(UsageError, match="condition caption, a Vector: only labels, numbers, captions and a"):
         NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
