@@ -23,7 +23,7 @@ from rectified_flow.runs.folder import prepare_folders, program_flags, read_conf
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
-    *("space.autoencoder.source", "space.mean", "space.std"),
+    *("space.autoencoder.source", "space.mean", "space.std", "space.show"),
 )
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 SHAPING = (
