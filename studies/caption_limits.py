@@ -16,7 +16,8 @@ from rectified_flow import Evaluator, ImageDataset
 from rectified_flow.evaluation.agreement import AMONG, NEAREST, ridge
 from rectified_flow.evaluation.translation import found
 from rectified_flow.networks.captions import BagOfWords
-from studies.conditions import FEATURES, open_rows
+from studies.conditions import open_rows
+from studies.training import FEATURES
 
 SEED, IMAGE_SIZE = 0, 32
 

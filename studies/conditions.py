@@ -51,7 +51,9 @@ def open_rows(
     return pictures.subset(np.flatnonzero(~held_out)), pictures.subset(np.flatnonzero(held_out))
 
 
-def train(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> None:
+def train(
+    row: Row, columns: Sequence[str], tokens: int | None, times: dict[str, float], settings: dict[str, Any]
+) -> None:
     """Train a case."""
     training, _ = open_rows(row.data, row.image_size, columns, tokens)
     parts, shape = grouped(settings), (3, row.image_size, row.image_size)
@@ -65,17 +67,24 @@ def train(row: Row, columns: Sequence[str], tokens: int | None, shift: float, se
             **parts["network"],
         }
     )
-    times = LogitNormal(shift=shift, stratified=True)
     space = Pixels(shape, horizontal_flip=True)
-    flow = RectifiedFlow(unet, space=space, condition_dropout=0.1, time_distribution=times, **parts["flow"])
+    flow = RectifiedFlow(
+        unet,
+        space=space,
+        condition_dropout=0.1,
+        time_distribution=LogitNormal(**times, stratified=True),
+        **parts["flow"],
+    )
     batch = parts["run"].get("batch_size", BATCH_SIZE)
     parts["run"]["ema_decay"] = 1 - 1 / (AVERAGED * row.budget / batch)
     train_flow(row, flow, training, images=int(row.budget), **parts["run"])
 
 
-def measure(row: Row, columns: Sequence[str], tokens: int | None, shift: float, settings: dict[str, Any]) -> Figures:
+def measure(
+    row: Row, columns: Sequence[str], tokens: int | None, times: dict[str, float], settings: dict[str, Any]
+) -> Figures:
     """Measure the agreement and the distances for each guidance scale, and write samples of held-out rows."""
-    del shift, settings
+    del times, settings
     training, held_out = open_rows(row.data, row.image_size, columns, tokens)
     flow, figures = load_trained(row), {}
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "held_out": held_out}
@@ -94,9 +103,19 @@ def measure(row: Row, columns: Sequence[str], tokens: int | None, shift: float, 
     return figures
 
 
-def case(about: str, *columns: str, tokens: int | None = None, shift: float = 1.0, **settings: Any) -> Case:
-    """Return a case on some columns, see :func:`studies.training.grouped` for the settings."""
-    every: dict[str, Any] = {"columns": columns, "tokens": tokens, "shift": shift}
+def case(
+    about: str, *columns: str, tokens: int | None = None, times: dict[str, float] | None = None, **settings: Any
+) -> Case:
+    """Return a case on some columns.
+
+    Args:
+        about: the expectation.
+        columns: names of the columns.
+        tokens: number of tokens of the sentence model; None for a bag of words.
+        times: settings of the logit-normal distribution of times.
+        settings: see :func:`studies.training.grouped`.
+    """
+    every: dict[str, Any] = {"columns": columns, "tokens": tokens, "times": times or {}}
     every["settings"] = {**CHOSEN, **settings}
     return Case(about, partial(train, **every), partial(measure, **every))
 
@@ -111,7 +130,7 @@ STUDY = Study(
             "expected: colours follow the captions, which decide them near the noise",
             *("text", "category"),
             tokens=12,
-            shift=3.0,
+            times={"shift": 3.0},
         ),
         "numbers": case("expected: correlations of at least 0.9", "size", "hue", "petals"),
     },
