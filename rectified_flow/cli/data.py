@@ -75,20 +75,24 @@ def data_arguments_of(config: DataConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in DATA_FLAGS} | {"fields": config.is_fields}
 
 
-def with_field_flags(config: DataConfig) -> DataConfig:
+def with_field_flags(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
     """Return the flags of the data, with --space Fields and the native size if the folder has measurements.
+
+    Args:
+        config: the flags of the data.
+        may_choose: choose the space by the files, unless a flag names it.
 
     Raises:
         UsageError: if a flag is for measurements, and there are none.
     """
     folder = config.dataset_path
-    if config.space is None and folder is not None and folder.is_dir() and holds_fields(folder):
+    is_free = may_choose and config.space is None
+    if is_free and folder is not None and folder.is_dir() and holds_fields(folder):
         config = replace(config, space=FIELDS)
     if config.is_fields:
         refuse({"autoencoder": config.autoencoder}, f"encodes pictures, and {folder} has measurements: leave it out")
     if not config.is_fields:
-        only = ("value_range", "transform", "show", "native_size")
-        refuse({name: getattr(config, name) for name in only}, "is for measurements: pass --space Fields with it")
+        refuse(config.of_fields, "is for measurements: pass --space Fields with it")
     if config.native_size:
         width, height = cast(FieldFolder, find_source(**data_arguments_of(config))).size
         common = gcd(width, height)
@@ -104,7 +108,9 @@ def check_source(data: DataConfig, flags: SourceConfig) -> None:
         UsageError: if the pictures to start from are no folder, or are among those to generate, or if the pictures
             cannot be degraded.
     """
-    if flags.degrade is not None and data.space is None:
+    if flags.degrade is not None and data.is_fields and flags.degrade.lower() in ("grey", "edges"):
+        raise UsageError(f"--degrade {flags.degrade} is for pictures with colours: pass another for measurements")
+    if flags.degrade is not None and data.space in (None, FIELDS):
         _, height, width = data.framing.shape
         try:
             if (degradation := choose_degradation(flags.degrade)) is not None:
@@ -183,6 +189,23 @@ def add_columns(
     return pictures.with_columns(columns, seed=seed)
 
 
+def check_fields(space: Space, pictures: ImageDataset, flag: str) -> None:
+    """Raise a UsageError if measurements have other channels, or another type, than those that a space is of.
+
+    Args:
+        space: the space of a trained flow.
+        pictures: pictures or measurements.
+        flag: the flag that names them.
+    """
+    if not isinstance(space, Fields):
+        return
+    found = {} if pictures.info.fields is None else pictures.info.fields.files
+    wanted, has = ([files.get(name) for name in ("channels", "dtype")] for files in (space.files, found))
+    if wanted != has:
+        has_text = f"{has[0]} channels of {has[1]}" if found else "pictures"
+        raise UsageError(f"{flag} has {has_text}, and the flow was trained on {wanted[0]} channels of {wanted[1]}")
+
+
 def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
     """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
     if flow.class_names not in ([], pictures.class_names):
@@ -246,19 +269,27 @@ def _field_space(data: DataConfig, source: Any) -> Fields:
     files = asdict(source.format) if fields is None else fields.files
     low, high = ((), ()) if fields is None else _value_range(data, source, fields)
     transform = choose_named("transform", Transform, data.transform or "linear")
-    if fields is not None:
-        for number, least in enumerate(fields.low, 1):
-            try:
-                transform.check(least)
-            except ValueError as error:
-                found = f"--transform {data.transform} {error}: channel {number} reaches down to {least:g}"
-                raise UsageError(found) from error
-    elif data.transform:  # any range that suits the transform, until the values are known
+    for number, least in enumerate((*fields.low, *low) if fields else (), 1):
+        try:
+            transform.check(least)
+        except ValueError as error:
+            flag = (
+                f"--transform {data.transform} {error}: channel {(number - 1) % len(low) + 1} of {source.info.source}"
+            )
+            raise UsageError(f"{flag}, or its range, reaches down to {least:g}") from error
+    if fields is None and data.transform:  # any range that suits the transform, until the values are known
         low, high = (1.0,) * files["channels"], (2.0,) * files["channels"]
     shape = (files["channels"], *data.framing.shape[1:])
     stored = stored_type(files["dtype"], data.store_bits)
     how: dict[str, Any] = {"dtype": stored, "has_missing": fields is not None and fields.missing > 0, "files": files}
     how |= {"horizontal_flip": data.horizontal_flip, "augmentation": data.augment}
+    if isinstance(source, ImageDataset) and isinstance(source.source, ImageDataset):
+        how["sources"] = _field_space(data, source.source)
+        if how["sources"].shape != shape:
+            channels = how["sources"].files["channels"]
+            raise UsageError(
+                f"--source_path has {channels} channels, and the fields to generate have {shape[0]}: pass as many"
+            )
     try:
         return Fields(shape, low, high, transform=transform, show=data.show or default_show(files), **how)
     except ValueError as error:
@@ -290,8 +321,9 @@ def _value_range(
         return fields.low, fields.high
     percent = as_number(share) if name == "percentile" and len(given) == 1 else None
     if percent is not None and 0 <= percent < 50:
-        some = pictures.images[:: max(1, pictures.images.size // MOST_VALUES)].astype(np.float64)
-        ends = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2, 3))
+        pixels = pictures.images.reshape(*pictures.images.shape[:2], -1)
+        some = pixels[..., :: 1 + pixels.size // MOST_VALUES].astype(np.float64)  # from every field
+        ends = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2))
         return ends[0].tolist(), ends[1].tolist()
     numbers = [as_number(text) for text in given]
     if None in numbers or len(numbers) not in (2, 2 * channels):

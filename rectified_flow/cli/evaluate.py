@@ -8,11 +8,11 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.data import add_columns, add_source, check_classes, open_pictures, open_registered
+from rectified_flow.cli.data import add_columns, add_source, check_classes, check_fields, open_pictures, open_registered
 from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.measures.fields import FIELDS_FILE, check_fields, measure_fields
+from rectified_flow.cli.measures.fields import FIELDS_FILE, check_field_flags, measure_fields
 from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
 from rectified_flow.cli.parts import open_trained
 from rectified_flow.data.build import ImageSource
@@ -65,7 +65,7 @@ def evaluate(config: EvaluateConfig) -> None:
     if by_likelihood:
         check_likelihood(config, trained)
     elif of_fields:
-        check_fields(config)
+        check_field_flags(config)
     snapshots = on_main(state, lambda: intact_snapshots(source)) if measure.ema_lengths else {}
     for wanted in measure.ema_lengths:
         find_shares(snapshots, wanted)
@@ -76,6 +76,8 @@ def evaluate(config: EvaluateConfig) -> None:
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_classes(flow, source, dataset)
+    if isinstance(dataset, ImageDataset):
+        check_fields(flow.space, dataset, f"--dataset_path {dataset.info.source}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):

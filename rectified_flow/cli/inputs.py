@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
-from rectified_flow.data.fields import FIELD_SUFFIXES, read_field
+from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
 from rectified_flow.errors import UsageError, first_line
@@ -180,9 +180,13 @@ def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str
 
 def find_inputs(path: Path, space: Space) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
-    suffixes = FIELD_SUFFIXES if isinstance(space, Fields) else IMAGE_SUFFIXES
+    suffixes = {space.files["suffix"]} if isinstance(space, Fields) else IMAGE_SUFFIXES
     found = find_files(path) if path.is_dir() else []
+    ours = [file for file in found if isinstance(space, Fields) and file.name.endswith((PREVIEW, "grid.png"))]
     files = [path] if path.is_file() else [file for file in found if file.suffix.lower() in suffixes]
+    files = [file for file in files if file not in ours]
+    if not files and isinstance(space, Fields) and path.is_dir():
+        raise UsageError(f"--from_images {path} has no {space.files['suffix']} files, which the flow was trained on")
     if not files:
         raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
     return files
@@ -195,7 +199,11 @@ def load_inputs(files: Sequence[Path], space: Space) -> Tensor:
     for file in files:
         try:
             if isinstance(space, Fields):
-                values = fit_field(read_field(file, space.files["channels_last"]), (width, height))
+                values = read_field(file, space.files["channels_last"])
+                known = (space.sources or space).files["dtype"]
+                if values.dtype.name != known:
+                    raise ValueError(f"its values are {values.dtype.name}, not {known}")
+                values = fit_field(values, (width, height))
                 rows.append(torch.from_numpy(values.astype(np.float32)))
             else:
                 rows.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))

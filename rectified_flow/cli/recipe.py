@@ -4,7 +4,7 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 docs/measurements/small_data.md has the measurements behind the settings.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import ceil
 from typing import Any
@@ -151,6 +151,11 @@ def proposed_share(count: int, least: float = 0.05) -> float:
 
 def settings_of_run(config: TrainConfig) -> dict[str, Any] | None:
     """Return the flags of :data:`CHOSEN` that the run began with; None for a fresh run."""
+    return flags_of_run(config, CHOSEN)
+
+
+def flags_of_run(config: TrainConfig, names: Sequence[str] = ("space",)) -> dict[str, Any] | None:
+    """Return some flags that the run began with; None for a fresh run."""
     found = checkpoint.list_checkpoints(config.run.checkpoints)
     if not found and config.run.origin is not None:
         with suppress(UsageError):  # the trainer reports an unusable checkpoint
@@ -159,5 +164,5 @@ def settings_of_run(config: TrainConfig) -> dict[str, Any] | None:
         path = newest / checkpoint.CONFIG_FILE
         with suppress(DamageError):  # the trainer reports a damaged checkpoint
             flags = program_flags(read_config(path))
-            return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
+            return checked(type(config), {name: flags[name] for name in names if name in flags}, path)
     return None

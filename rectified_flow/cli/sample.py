@@ -5,11 +5,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
@@ -116,6 +118,8 @@ def sample(config: SampleConfig) -> None:
     if isinstance(space, Fields):
         wanted = replace(wanted, names=[f"{Path(name).stem}{PREVIEW}" for name in names])
         names = [*wanted.names, *(measured_name(name, space) for name in wanted.names)]
+        if len(set(names)) < len(names):
+            raise UsageError(f"--from_images {flags.from_images}: two results would have the same name; rename a file")
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
@@ -137,7 +141,8 @@ def _write_samples(
     """Write this process's samples; the main process also writes the grid, the trajectories and the model."""
     flags, count = config.samples, len(wanted.names)
     remedy = "lower it, or pass an --output_dir with more room"
-    require_disk(count * BLOCK, folder, f"--num_samples {count}", remedy)
+    sides = prod(flow.space.shape or ()) if isinstance(flow.space, Fields) else 0
+    require_disk(count * (BLOCK + 8 * sides), folder, f"--num_samples {count}", remedy)
     space, files, outside = flow.space, [folder / name for name in wanted.names], list[float]()
     mine = range(state.process_index, count, state.num_processes)
     rows: list[int] = []
@@ -159,7 +164,7 @@ def _write_samples(
                     with writing(file):
                         replace_file(file, content, durable=False)
             bar.update(len(numbers))
-        state.wait_for_everyone()
+        shares = gather_object(outside)
         if not state.is_main_process:
             return
         texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
@@ -167,7 +172,7 @@ def _write_samples(
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
     grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
     if isinstance(space, Fields):
-        texts["values"] = f"{sum(outside) / len(outside):.2%} lie outside of the training range"
+        texts["values"] = f"{sum(shares) / len(shares):.2%} lie outside of the training range"
         texts["fields"] = (
             f"{folder / measured_name(wanted.names[0], space)} to {measured_name(wanted.names[-1], space)}"
         )
@@ -188,7 +193,8 @@ def _results(flow: Flow, numbers: Sequence[int], wanted: Wanted) -> Iterator[tup
         results = data if is_field else space.render_with_alpha(data)
         if wanted.kept is not None:
             known, mask = (each.to(results.device) for each in wanted.kept)
-            results = torch.where(mask, results, known[[number % len(known) for number in some]])
+            known = known[[number % len(known) for number in some]]
+            results = torch.where(mask | known.isnan(), results, known)
         yield some, results, space.render(results) if is_field else results
 
 

@@ -22,6 +22,7 @@ from rectified_flow.cli.data import (
     open_registered,
     with_field_flags,
 )
+from rectified_flow.cli.flags.data import FIELDS
 from rectified_flow.cli.flags.model import UNET
 from rectified_flow.cli.flags.training import (
     EvaluationConfig,
@@ -118,7 +119,10 @@ def _train(config: TrainConfig) -> bool:
     state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    config = replace(config, data=with_field_flags(config.data))
+    begun = recipe.flags_of_run(config)
+    # A run that began on pictures, and the student of a teacher, keep their kind of data.
+    keeps_kind = config.teacher_data is not None or (begun is not None and begun.get("space") != FIELDS)
+    config = replace(config, data=with_field_flags(config.data, may_choose=not keeps_kind))
     by_features = config.data.is_fields and config.evaluation.evaluate_every
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     check_source(config.data, config.source)
@@ -244,6 +248,8 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
             config.teacher_data, pictures, config.run, inherited_flags(config), with_sources=with_sources
         )
         dataset, space = drawn
+        if isinstance(flow.space, Fields) and isinstance(space, Fields):
+            flow.space = flow.space.with_scale_of(space)
         if autoencoder is not None and isinstance(space, Latents):
             if space.autoencoder.fingerprint != autoencoder.fingerprint:
                 raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")

@@ -28,11 +28,13 @@ from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import in_batches
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.spaces.fields import Fields
+from rectified_flow.spaces.pixels import cropped
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.signals import interruptible
 
@@ -138,10 +140,15 @@ def _dequantised(space: Space, data: Tensor) -> tuple[Tensor, Tensor | float]:
     if not isinstance(space, Fields):
         x = space.encode(data)
         return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log(LEVEL, 2)
-    values = data.float()
+    values = cropped(data.float(), space.shape)
     if not data.is_floating_point():
         values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
-    return space.encode(values), space.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
+    log_volume = space.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
+    if not log_volume.isfinite().all():
+        raise UsageError(
+            "--likelihood: the transform has an infinite slope at a value of the fields, such as sqrt at 0"
+        )
+    return space.encode(values), log_volume
 
 
 @torch.no_grad()

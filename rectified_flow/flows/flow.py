@@ -158,7 +158,7 @@ class Flow(nn.Module):
         if self.takes_source and SOURCE in batch and not drawn:
             # With the same random draws, a source is cropped, mirrored and augmented like its target.
             with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
-                batch = batch | {SOURCE: self.space.augment(batch[SOURCE])[0]}
+                batch = batch | {SOURCE: self.space.augment_source(batch[SOURCE])}
         data, described = (data, {}) if drawn else self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
@@ -227,7 +227,10 @@ class Flow(nn.Module):
         """
         if self.from_source:
             # A pair is mirrored and augmented alike, which does not change its distance much.
-            x_0, starts = (self.space.encode(batch[name]) for name in (self.space.key, SOURCE))
+            x_0, starts = (
+                self.space.encode(batch[self.space.key]),
+                self.space.encode_source(batch[SOURCE]).nan_to_num(0.0),
+            )
         else:
             x_0 = self.space.encode(self.space.augment(batch[self.space.key])[0])
             starts = randomness.randn("noise", x_0.shape, x_0.device)
@@ -293,7 +296,7 @@ class Flow(nn.Module):
         source = next(iter(sources), None)
         x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:
-            x = torch.lerp(self.space.encode(start).to(device), x, noise_level)
+            x = torch.lerp(self.space.encode(start).to(device).nan_to_num(0.0), x, noise_level)
         return x, values
 
     def keeping(self, start: Tensor | None, mask: Tensor | None, x: Tensor) -> Keep | None:
@@ -301,7 +304,7 @@ class Flow(nn.Module):
 
         Args:
             start: data ``[b, ...]``, as the space stores them.
-            mask: bool ``[b, 1, h, w]``, true where data are generated.
+            mask: bool ``[b, 1, h, w]``, true where data are generated. Unknown values of ``start`` are generated, too.
             x: the noise at time 1 ``[b, ...]``.
 
         Raises:
@@ -314,6 +317,7 @@ class Flow(nn.Module):
         known, generated = self.space.encode(start).to(x.device), mask.to(x.device)
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
+        generated = generated | known.isnan()
         return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
 
     def known_part(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:

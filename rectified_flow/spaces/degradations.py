@@ -93,7 +93,16 @@ class Blur(Degradation):
         self.sigma = sigma
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Blur along the rows and then along the columns; the edges are repeated outwards."""
+        """Blur along the rows and then along the columns; the edges are repeated outwards.
+
+        Unknown pixels have no weight, and become known where a known one is within reach.
+        """
+        unknown = x.isnan()
+        blurred, weight = self._blurred(x.masked_fill(unknown, 0)), self._blurred((~unknown).to(x.dtype))
+        # Without unknown pixels, the weight is 1 up to rounding, and the result stays the same to the bit.
+        return torch.where(unknown.any(), blurred / weight.masked_fill(weight <= 0, torch.nan), blurred)
+
+    def _blurred(self, x: Tensor) -> Tensor:
         reach = max(1, round(3 * self.sigma))
         places = torch.arange(-reach, reach + 1, device=x.device, dtype=x.dtype)
         weights = (-0.5 * (places / self.sigma) ** 2).exp()

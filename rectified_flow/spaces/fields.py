@@ -47,7 +47,8 @@ class Fields(Space):
         horizontal_flip: mirror half of the training fields.
         augmentation: probability of each change to a training field, without changes of colours; 0 for none.
         files: the format of the files that fields come from, and are written to
-            (:class:`rectified_flow.data.fields.FieldFormat`).
+            (:class:`rectified_flow.data.fields.FieldFormat`); by default ``[c, h, w]`` in ``.npy``.
+        sources: the space of the sources of a translation, if they have a scale of their own.
 
     Raises:
         ValueError: if there is not one range for each channel, a range is empty, or ``show`` names no channels.
@@ -66,12 +67,15 @@ class Fields(Space):
         horizontal_flip: bool = False,
         augmentation: float = 0.0,
         files: Mapping[str, Any] | None = None,
+        sources: "Fields | None" = None,
     ) -> None:
         self.shape: tuple[int, ...] = tuple(shape)
         channels = self.shape[0]
         self.low, self.high = tuple(low) or (-1.0,) * channels, tuple(high) or (1.0,) * channels
         self.transform, self.dtype, self.show, self.has_missing = transform or Linear(), dtype, show, has_missing
-        self.horizontal_flip, self.augmentation, self.files = horizontal_flip, augmentation, dict(files or {})
+        self.horizontal_flip, self.augmentation, self.sources = horizontal_flip, augmentation, sources
+        plain = {"suffix": ".npy", "dtype": dtype, "channels": channels, "channels_last": False}
+        self.files: dict[str, Any] = {**plain, **(files or {})}
         if not len(self.low) == len(self.high) == channels:
             raise ValueError(f"{channels} channels have {len(self.low)} and {len(self.high)} ends of their ranges")
         for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
@@ -93,6 +97,8 @@ class Fields(Space):
         ends = torch.tensor([self.low, self.high], dtype=torch.float64)
         bottom, top = self.transform(ends)
         self._scale, self._offset = 2 / (top - bottom), -(top + bottom) / (top - bottom)
+        if not torch.cat((self._scale, self._offset)).float().isfinite().all():
+            raise ValueError("a range is too narrow for float32")
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -123,13 +129,33 @@ class Fields(Space):
         """Return the logarithm of the derivative of ``x`` by each value, float32 ``[b, c, h, w]``."""
         return self.transform.log_slope(data.float()) + self._scales(data.device)[0].log()
 
+    def augment_source(self, data: Tensor) -> Tensor:
+        """Draw a variant of each row of sources, in physical units."""
+        return (self.sources or self).augment(data)[0]
+
     def encode_source(self, data: Tensor) -> Tensor:
         """Encode sources, which are always in physical units."""
-        return self.encode(data)
+        return (self.sources or self).encode(data)
 
     def decode_source(self, x: Tensor) -> Tensor:
         """Return encoded sources in physical units."""
-        return self.decode(x)
+        return (self.sources or self).decode(x)
+
+    def with_scale_of(self, other: "Fields") -> "Fields":
+        """Return this space with the ranges, the transforms and the file format of another."""
+        return Fields(
+            self.shape,
+            other.low,
+            other.high,
+            transform=other.transform,
+            dtype=other.dtype,
+            show=self.show,
+            has_missing=self.has_missing,
+            horizontal_flip=self.horizontal_flip,
+            augmentation=self.augmentation,
+            files=other.files,
+            sources=other.sources,
+        )
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Return fields of the stored type; integers are rounded and clipped to the range of the type."""

@@ -48,6 +48,10 @@ class Space(ABC):
     def encode(self, data: Tensor) -> Tensor:
         """Convert stored data ``[b, ...]`` to float32 ``x`` ``[b, ...]`` of about unit scale, like the noise."""
 
+    def augment_source(self, data: Tensor) -> Tensor:
+        """Draw a variant of each row of sources ``[b, ...]``, which is that of the data for the same random draws."""
+        return self.augment(data)[0]
+
     def encode_source(self, data: Tensor) -> Tensor:
         """Encode sources of a translation, which may be encoded already: floating point of the shape of ``x``."""
         is_encoded = data.is_floating_point() and data.shape[1:] == self.shape

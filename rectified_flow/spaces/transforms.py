@@ -96,7 +96,7 @@ class Asinh(Transform):
 
     def log_slope(self, values: Tensor) -> Tensor:
         """Return the logarithm of ``1 / sqrt(v^2 + scale^2)``."""
-        return -0.5 * (values.square() + self.scale**2).log()
+        return -torch.hypot(values, torch.tensor(self.scale, dtype=values.dtype, device=values.device)).log()
 
 
 @register

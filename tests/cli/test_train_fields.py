@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from rectified_flow.data.open import open_dataset
+from rectified_flow.data.sources.field_folder import holds_fields
 from rectified_flow.load import load_flow
 from rectified_flow.spaces.fields import Fields
 from tests.programs import assert_refused, program
@@ -210,3 +211,67 @@ def test_a_file_that_does_not_suit(
     np.save(tmp_path / "bad/3.npy", values, allow_pickle=True)
     words = f"--dataset_path {tmp_path}/bad --cache_dir {tmp_path}/cache --image_size 8 {TINY}"
     assert_refused("train_oxford.py", 1, f"{words} --output_dir {tmp_path}/x", sentence)
+
+
+def test_unknown_values_of_a_given_field_are_generated(folder: Path, runs: Path, tmp_path: Path) -> None:
+    Image.fromarray(np.pad(np.full((4, 4), 255, np.uint8), 2)).save(tmp_path / "mask.png")
+    given = np.load(folder / "floats/05.npy")
+    assert np.isnan(given).any()
+    for more in (f"--mask {tmp_path}/mask.png", "--noise_level 0.5"):
+        words = f"--checkpoint {runs}/floats --from_images {folder}/floats/05.npy --steps 2 {more} --num_samples 1"
+        sample(f"{words} --output_dir {tmp_path}/{more[2:6]}")
+        name = "05.npy" if "mask" in more else "00000.npy"
+        assert np.isfinite(np.load(tmp_path / more[2:6] / name)).all(), more
+    filled = np.load(tmp_path / "mask/05.npy")
+    kept = ~np.isnan(given)
+    kept[:, 2:6, 2:6] = False
+    assert np.array_equal(filled[kept], given[kept])
+
+
+def test_sources_have_a_scale_of_their_own(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    for file in (folder / "floats").iterdir():
+        np.save(tmp_path / "small" / file.name, np.load(file) * 1e-6)
+    train(folder, "floats", tmp_path / "run", f"--source_path {tmp_path}/small --paired")
+    assert max(losses(tmp_path / "run")) < 10, "sources of 3e-4 were read as data of 280"
+    space = load_flow(tmp_path / "run").space
+    assert isinstance(space, Fields)
+    assert space.sources is not None
+    assert max(space.sources.high) < 1e-3
+
+
+def test_a_student_has_the_scale_of_its_teacher(folder: Path, runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "grown").mkdir()
+    for file in (folder / "floats").iterdir():
+        np.save(tmp_path / "grown" / file.name, np.load(file))
+    np.save(tmp_path / "grown/z.npy", np.full((2, SIDE, SIDE), 1000, np.float32))
+    flags = f"--teacher {runs}/floats --dataset_path {tmp_path}/grown --teacher_paths 16 --teacher_steps 2"
+    more = f"--global_batch_size 8 --train_num_steps 2 --num_samples 0 --output_dir {tmp_path}/map"
+    [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
+    assert code == 0, errors
+    spaces = [load_flow(run).space for run in (runs / "floats", tmp_path / "map")]
+    assert spaces[0].high == spaces[1].high  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("program_flags", ["--likelihood {other}", "--dataset_path {other} --num_samples 4 --steps 1"])
+def test_other_measurements_are_refused(folder: Path, runs: Path, program_flags: str, tmp_path: Path) -> None:
+    flags = program_flags.format(other=folder / "floats")
+    sentence = "has 2 channels of float32, and the flow was trained on 5 channels of uint16"
+    assert_refused("evaluate.py", 1, f"--checkpoint {runs}/one {flags} --output_dir {tmp_path}", sentence)
+    assert_refused(
+        "sample.py",
+        1,
+        f"--checkpoint {runs}/one --from_images {folder}/floats --output_dir {tmp_path}/x",
+        "has no .tif files, which the flow was trained on",
+    )
+
+
+def test_a_stray_array_does_not_make_pictures_measurements(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"photos/{number}.jpg")
+    assert not holds_fields(tmp_path / "photos")
+    np.save(tmp_path / "photos/features.npy", np.zeros((3, 16)))
+    assert not holds_fields(tmp_path / "photos")
+    assert holds_fields(folder / "floats")
+    assert holds_fields(folder / "counts")

@@ -416,7 +416,10 @@ def test_measurements_are_told_from_pictures(tmp_path: Path, name: str, values: 
         Image.fromarray(values).save(tmp_path / name)
     (tmp_path / "0.png").write_bytes(b"broken")
     assert holds_fields(tmp_path) == measured
-    save(tmp_path / "more/z.npy", SMALL)
+    save(tmp_path / "more/0.npy", SMALL)
+    assert holds_fields(tmp_path) == measured, "a stray array beside pictures"
+    for number in (1, 2):
+        save(tmp_path / f"more/{number}.npy", SMALL)
     assert holds_fields(tmp_path)
 
 

@@ -85,14 +85,22 @@ class DataConfig(Flags):
             "alpha": self.alpha,
             "augment": self.augment > 0,
         }
-        of_fields = {name: getattr(self, name) for name in ("value_range", "transform", "show", "native_size")}
-        of_fields |= {"channels_last": self.channels_last is not None, "store_bits": self.store_bits != 32}
         if self.space not in (None, FIELDS):
-            refuse(of_fields, f"is for measurements, and --space is {self.space}: leave one out")
+            refuse(self.of_fields, f"is for measurements, and --space is {self.space}: leave one out")
         if self.is_fields:
             refuse({"alpha": self.alpha}, "is for pictures: measurements keep all channels; leave it out")
+            refuse({"space_options": self.space_options}, "has no effect with --space Fields: leave it out")
+        if self.native_size:
+            refuse({"crop": self.crop == "random"}, "excludes --native_size: pass --image_size, the side of the parts")
         if self.autoencoder is not None:
             refuse(of_pixels, "excludes --autoencoder, which encodes whole, opaque squares once: leave one out")
+
+    @property
+    def of_fields(self) -> dict[str, object]:
+        """The flags that are for measurements, with a true value if they are given."""
+        names = ("value_range", "transform", "show", "native_size")
+        given: dict[str, object] = {name: getattr(self, name) for name in names}
+        return given | {"channels_last": self.channels_last is not None, "store_bits": self.store_bits != 32}
 
     @property
     def is_fields(self) -> bool:

@@ -29,7 +29,7 @@ UNUSED = ("feature_network", "metric", "ema_lengths")
 """Flags that have no effect on measurements."""
 
 
-def check_fields(config: EvaluateConfig) -> None:
+def check_field_flags(config: EvaluateConfig) -> None:
     """Raise a UsageError if a flag has no effect on measurements."""
     given = config.program.given or ()
     refuse({name: name in given for name in UNUSED}, "has no effect on measurements: leave it out")

@@ -10,6 +10,7 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.data import check_fields
 from rectified_flow.cli.flags.sampling import EvaluateConfig, SolverConfig
 from rectified_flow.data.open import open_dataset, picture_names
 from rectified_flow.data.store import ImageDataset
@@ -25,6 +26,7 @@ from rectified_flow.load import Trained
 from rectified_flow.randomness import mix
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB, Pixels
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import writing
 from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import Panel, draw_panels, to_grid, with_texts, write_picture
@@ -92,7 +94,7 @@ def measure_likelihood(
     """
     flags, flow, state = config.samples, trained.flow, PartialState()
     assert isinstance(flow, RectifiedFlow)
-    groups = _groups(config, dataset, held_out)
+    groups = _groups(config, dataset, held_out, flow.space)
     given = groups.get("given")
     check_equal(state, lambda: {"the pictures of --likelihood": given and given.data.fingerprint})
     how = {"steps": flags.likelihood_steps or STEPS, "probes": flags.likelihood_probes or PROBES, "seed": flags.seed}
@@ -119,7 +121,7 @@ def measure_likelihood(
 
 
 def _groups(
-    config: EvaluateConfig, dataset: ImageDataset | RenderedItems, held_out: ImageDataset | None
+    config: EvaluateConfig, dataset: ImageDataset | RenderedItems, held_out: ImageDataset | None, space: Space
 ) -> dict[str, Pictures]:
     """Return the pictures to measure by the name of their group, those of a folder last."""
     if isinstance(dataset, RenderedItems):
@@ -137,6 +139,11 @@ def _groups(
             given = open_dataset(**dataset.arguments | {"dataset": "", "dataset_path": path})
         except UsageError as error:
             raise UsageError(str(error).replace("--dataset_path", "--likelihood")) from error
+        check_fields(space, given, f"--likelihood {path}")
+        if given.info.fields is not None and given.info.fields.missing:
+            raise UsageError(
+                f"--likelihood {path} has fields with unknown values, which have no likelihood: remove them"
+            )
         groups["given"] = Pictures(given, picture_names(given), conditional=False)
     return groups
 

@@ -127,14 +127,15 @@ def _check_agreement(formats: dict[Path, FieldFormat]) -> None:
 def holds_fields(folder: Path) -> bool:
     """Return whether a folder holds measurements, and not pictures, by the headers of its files.
 
-    It does with any file of a numpy array, or if its first picture with an intact header holds measurements
-    (:func:`rectified_flow.data.fields.is_measured`).
+    It does with more files of numpy arrays than pictures, or if its first picture with an intact header holds
+    measurements (:func:`rectified_flow.data.fields.is_measured`).
     """
     unreadable = list[OSError]()  # reported when the files are read
     files = find_files(folder, unreadable.append)
-    if any(file.suffix.lower() in (".npy", ".npz") for file in files):
+    arrays, pictures = [file for file in files if file.suffix.lower() in (".npy", ".npz")], [*filter(is_image, files)]
+    if len(arrays) > len(pictures):
         return True
-    for file in filter(is_image, files):
+    for file in pictures:
         with suppress(Exception):  # of many types, about a broken picture: the next decides
             return is_measured(file)
     return False
