@@ -166,7 +166,7 @@ def card_of_run(
     Args:
         trained: the checkpoint.
         license_name: the licence of the model, as the hub names it.
-        program: the program that trains this kind of flow.
+        program: the words that start the program that trains this kind of flow.
         defaults: the defaults of that program's flags, by name.
 
     Raises:
@@ -207,7 +207,7 @@ def card_of_run(
     return {
         "metadata": metadata,
         "dataset": dataset,
-        "command": shlex.join(["python", program, *command_line(changed)]) if trained.config.get("flags") else None,
+        "command": shlex.join([*program.split(), *command_line(changed)]) if trained.config.get("flags") else None,
         "results": results,
     }
 

@@ -14,7 +14,7 @@ from tests.patience import PATIENCE
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}
 FLOORS = [
-    {"cli"},
+    {"cli", "__main__"},
     {"training"},
     {"evaluation"},
     {"load", "hub"},

@@ -24,6 +24,7 @@ from PIL import Image
 
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.programs import COMMAND, PROGRAMS
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.errors import UsageError
@@ -50,7 +51,7 @@ CONSOLE_COMMANDS = {
     "rectified-flow-evaluate": "evaluate.py",
     "rectified-flow-export": "export.py",
     "rectified-flow-watch": "watch.py",
-}
+} | {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {
     LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_and_torchrun",
@@ -167,7 +168,7 @@ def commands_in(block: Block) -> Iterator[Command]:
     for written in block.text.replace("\\\n", " ").splitlines() if block.language == "bash" else []:
         expanded = Template(written).safe_substitute(variables)
         for part in [expanded] if "$(" in expanded else re.split(r" (?:&&|\|\|?|;) ", expanded):
-            words = shlex.split(part, comments=True)
+            words = with_one_command(shlex.split(part, comments=True))
             own: dict[str, str] = {}
             while words and re.match(r"\w+=", words[0]):
                 name, _, value = words.pop(0).partition("=")
@@ -176,6 +177,15 @@ def commands_in(block: Block) -> Iterator[Command]:
                 yield Command(words, block.is_run, block.line, own)
             else:
                 variables |= own
+
+
+def with_one_command(words: list[str]) -> list[str]:
+    """The words with ``rectified-flow train`` as one, also where a launcher starts it as a module."""
+    for at, word in enumerate(words):
+        if word in (COMMAND, "rectified_flow"):
+            start = at - 1 if words[at - 1] == "-m" else at
+            return [*words[:start], " ".join([COMMAND, *words[at + 1 : at + 2]]), *words[at + 2 :]]
+    return words
 
 
 # What is wrong with a page
@@ -301,7 +311,9 @@ def test_links_resolve(page: Path) -> None:
 
 def test_the_console_commands_are_those_of_the_package() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert {name: f"{where.partition(':')[2]}.py" for name, where in scripts.items()} == CONSOLE_COMMANDS
+    assert scripts.pop(COMMAND) == "rectified_flow.cli.programs:main"
+    programs = {name: f"{where.partition(':')[2]}.py" for name, where in scripts.items()}
+    assert programs == {name: script for name, script in CONSOLE_COMMANDS.items() if " " not in name}
 
 
 @pytest.mark.parametrize("test", RUN_ELSEWHERE.values())
@@ -324,6 +336,9 @@ def test_commands_that_other_tests_run_are_run_there(test: str) -> None:
         ("bash", "<!-- not run: slow -->\n", "torchrun train_oxford.py --dmi 8", ["line 1: torchrun train_oxford.py"]),
         ("bash", "", 'SAME="--dmi 8"\npython sample.py $SAME', ["line 1: python sample.py --dmi 8"]),
         ("bash", "", "rectified-flow-sample --solver ueler", ["line 1: rectified-flow-sample"]),
+        ("bash", "", "rectified-flow trian", ["line 1: rectified-flow trian"]),
+        ("bash", "", "rectified-flow sample --solver ueler", ["line 1: rectified-flow sample"]),
+        ("bash", "<!-- not run: slow -->\n", "torchrun -m rectified_flow train --dmi 8", ["line 1: torchrun"]),
         ("bash", "<!-- not run: slow -->\n", "make deom", ["line 1: make deom"]),
         ("bash", "<!-- not run: slow -->\n", "python benchmarks/ranks.py --lines a", ["line 1: python benchmarks"]),
         ("python", "", "from rectified_flow import Trainre", ["line 1: rectified_flow:Trainre"]),

@@ -39,7 +39,7 @@ def run_of(folder: Path, data: dict[str, Any], flags: dict[str, Any], results: S
 def card(path: Path, license_name: str | None = None) -> ModelCard:
     """Written and read again, which checks its metadata."""
     trained = read_trained(path)
-    written = model_card(trained.flow, **card_of_run(trained, license_name, "train_oxford.py", DEFAULTS))
+    written = model_card(trained.flow, **card_of_run(trained, license_name, "python train_oxford.py", DEFAULTS))
     return ModelCard(str(written), ignore_metadata_errors=False)
 
 

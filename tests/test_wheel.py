@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from rectified_flow.cli.programs import PROGRAMS
+
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ("train", "train-mean-flow", "sample", "evaluate", "export", "watch")
 TINY = "--image_size 16 --dim 16 --dim_mults 1 2 --batch_size 4 --num_samples 4 --sample_steps 2 --save_every 2"
 
 
@@ -40,9 +41,11 @@ def test_its_console_commands_are_those_of_the_readme(wheel: Path) -> None:
         [name] = [name for name in content.namelist() if name.endswith("entry_points.txt")]
         entry_points = content.read(name).decode()
     readme = (ROOT / "README.md").read_text()
-    for command in COMMANDS:
-        assert f"rectified-flow-{command} = " in entry_points
-        assert f"rectified-flow-{command}" in readme
+    assert "rectified-flow = rectified_flow.cli.programs:main\n" in entry_points
+    for name in PROGRAMS:
+        assert f"rectified-flow {name}" in readme
+    for earlier in ("train", "train-one-step", "train-mean-flow", "sample", "evaluate", "export", "watch"):
+        assert f"rectified-flow-{earlier} = " in entry_points
 
 
 @pytest.mark.slow
@@ -52,20 +55,20 @@ def test_it_trains_draws_and_exports_from_any_folder(wheel: Path, tmp_path: Path
     zipfile.ZipFile(wheel).extractall(installed)
     work.mkdir()
 
-    def command(name: str, flags: str) -> None:
+    def command(words: str) -> None:
         program = f"""
 import rectified_flow
 from rectified_flow.cli import programs
 
 assert rectified_flow.__file__.startswith({str(installed)!r})
-programs.{name}()
+programs.main()
 """
         variables = os.environ | {"PYTHONPATH": str(installed), "PYTHONSAFEPATH": "1"}
-        subprocess.run([sys.executable, "-c", program, *flags.split()], cwd=work, env=variables, check=True)
+        subprocess.run([sys.executable, "-c", program, *words.split()], cwd=work, env=variables, check=True)
 
-    command("train_oxford", f"--dataset synthetic-flowers {TINY} --train_num_steps 2 --output_dir run")
-    command("train_one_step", f"--teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
-    command("sample", "--checkpoint run --num_samples 2 --steps 2")
-    command("evaluate", "--checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
-    command("export", "--checkpoint map --format page")
+    command(f"train --dataset synthetic-flowers {TINY} --train_num_steps 2 --output_dir run")
+    command(f"one-step --teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
+    command("sample --checkpoint run --num_samples 2 --steps 2")
+    command("evaluate --checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
+    command("export --checkpoint map --format page")
     assert (work / "map" / "exported" / "index.html").exists()

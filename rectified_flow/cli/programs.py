@@ -5,12 +5,14 @@ itself imports no other package: until :func:`run` handles errors and signals, e
 """
 
 import atexit
+import difflib
 import errno
 import os
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pkgutil import resolve_name
 from threading import Thread, Timer
@@ -85,16 +87,19 @@ def _parse(config_class: str, description: str) -> Any:
     share_processors()
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-    # torch.distributed.launch passes this flag in addition to LOCAL_RANK.
-    arguments = [each for each in sys.argv[1:] if not each.startswith(("--local-rank=", "--local_rank="))]
     try:
-        config = parse(resolve_name(config_class), description, arguments, quiet=not _is_first_worker())
+        config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_first_worker())
     except SystemExit as explained:
         if explained.code:
             _await_explanation()
         raise
     allow_open_files()
     return config
+
+
+def _arguments() -> list[str]:
+    # torch.distributed.launch passes this flag in addition to LOCAL_RANK.
+    return [each for each in sys.argv[1:] if not each.startswith(("--local-rank=", "--local_rank="))]
 
 
 def _program() -> str:
@@ -215,11 +220,11 @@ CLI = "rectified_flow.cli"
 
 
 def train_oxford() -> None:
-    """Train a rectified flow on Oxford Flowers, or on your own pictures with --dataset_path FOLDER.
+    """Train a rectified flow on your own pictures, or on Oxford Flowers.
 
-    Start it with python on one device, and with torchrun or accelerate launch on several. The same command resumes
-    from the newest checkpoint. With --dataset_path, some flags that are not given are chosen by the number of pictures,
-    and printed.
+    With --dataset_path FOLDER, some flags that are not given are chosen by the number of pictures, and printed. Start
+    it with torchrun or accelerate launch to train on several devices. The same command resumes from the newest
+    checkpoint.
     """
     run(f"{CLI}.train:train_rectified_flow", f"{CLI}.flags.training:TrainRectifiedFlow", train_oxford.__doc__)
 
@@ -228,10 +233,9 @@ def train_one_step() -> None:
     """Train a one-step generator, which needs one network call per picture.
 
     With --teacher RUN, the generator learns from samples of a trained rectified flow (--method distill or reflow).
-    Without --teacher, a mean flow learns from Oxford Flowers or your own pictures (--dataset_path FOLDER). Start the
-    program with python on one device, and with torchrun or accelerate launch on several. The same command resumes from
-    the newest checkpoint. With a teacher or your own pictures, the program chooses some of the flags that are not
-    given, and prints them.
+    Without --teacher, a mean flow learns from Oxford Flowers or your own pictures (--dataset_path FOLDER). With a
+    teacher or your own pictures, the program chooses some of the flags that are not given, and prints them. Start it
+    with torchrun or accelerate launch to train on several devices. The same command resumes from the newest checkpoint.
     """
     run(f"{CLI}.train:train_one_step", f"{CLI}.flags.training:TrainMeanFlow", train_one_step.__doc__)
 
@@ -246,7 +250,7 @@ def sample() -> None:
 
 
 def evaluate() -> None:
-    """Measure how near a trained flow's pictures are to the pictures it was trained on.
+    """Measure how near generated pictures are to the training pictures.
 
     Distances are printed and written to the run's evaluation.json. Start it with torchrun or accelerate launch to share
     the work between several devices.
@@ -255,18 +259,80 @@ def evaluate() -> None:
 
 
 def export() -> None:
-    """Write one network call of a trained flow as a program that other software runs.
+    """Write a trained flow as a web page, or as a program for other software.
 
-    A model.json beside it describes its inputs and outputs. The program is compared with the flow before it is written.
-    It needs the packages of the extra export: pip install '.[export]'.
+    The program is one network call. A model.json beside it describes its inputs and outputs. The program is compared
+    with the flow before it is written. It needs the packages of the extra export: pip install '.[export]'.
     """
     run(f"{CLI}.export:export", f"{CLI}.flags.sampling:ExportConfig", export.__doc__)
 
 
 def watch() -> None:
-    """Show runs in a browser while they train: losses, samples, distances, and how long they will take.
+    """Show runs in a browser while they train.
 
-    The page is served to this machine alone, unless --host names another address. The program reads the folders of the
-    runs, and writes nothing.
+    The page shows losses, samples, distances and the remaining time. It is served to this machine alone, unless --host
+    names another address. The program reads the folders of the runs, and writes nothing.
     """
     run(f"{CLI}.watch:watch", f"{CLI}.flags.sampling:WatchConfig", watch.__doc__)
+
+
+COMMAND = "rectified-flow"
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "train": train_oxford,
+    "one-step": train_one_step,
+    "sample": sample,
+    "evaluate": evaluate,
+    "export": export,
+    "watch": watch,
+}
+"""Programs by the first argument of :data:`COMMAND`; their scripts in a checkout have the names of the functions."""
+
+
+def main() -> None:
+    """Start the program that the first argument names: ``rectified-flow train`` is :func:`train_oxford`."""
+    name, *arguments = _arguments() or [""]
+    if name in PROGRAMS:
+        sys.argv = [f"{COMMAND} {name}", *arguments]  # the name of the program in its messages
+        return PROGRAMS[name]()
+    open_missing_streams()
+    with tolerant_streams(), exit_on_signals():
+        if name in ("-h", "--help", "--version"):
+            if _is_first_worker():
+                print(_version() if name == "--version" else _help())
+            sys.exit()
+        close = difflib.get_close_matches(name, [*PROGRAMS, "--help", "--version"], 1)
+        remedy = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PROGRAMS)}"
+        sys.exit(_explain(f"{COMMAND}: error: {name} is not a command; {remedy}" if name else _help(), 2))
+
+
+def command(name: str) -> str:
+    """Return the words that start one of the :data:`PROGRAMS`: those of a script if this program is a script."""
+    return f"python {PROGRAMS[name].__name__}.py" if _program().endswith(".py") else f"{COMMAND} {name}"
+
+
+def _help() -> str:
+    summaries = {name: (program.__doc__ or "").partition("\n")[0] for name, program in PROGRAMS.items()}
+    programs = "\n".join(f"  {name:<9} {summary}" for name, summary in summaries.items())
+    return f"""usage: {COMMAND} COMMAND [flags]
+
+Train image generators from your own pictures with rectified flow.
+
+commands:
+{programs}
+
+{COMMAND} COMMAND --help lists the flags of a command; {COMMAND} --version prints the version.
+
+The first steps, with a folder of pictures:
+  {COMMAND} train --dataset_path FOLDER --dry_run    print the plan of a run of one hour
+  {COMMAND} train --dataset_path FOLDER              train; the same command resumes
+  {COMMAND} sample                                   generate pictures with the trained flow"""
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    name = "rectified-flow-trainer"
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:  # a checkout
+        return f"{name} is not installed"

@@ -32,6 +32,7 @@ from rectified_flow.cli.inputs import (
     written_conditions,
 )
 from rectified_flow.cli.parts import open_trained
+from rectified_flow.cli.programs import command
 from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
@@ -123,8 +124,8 @@ def sample(config: SampleConfig) -> None:
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
-        program, kind = ("train_one_step.py", TrainMeanFlow) if is_map else ("train_oxford.py", TrainRectifiedFlow)
-        card = card_of_run(trained, flags.license, program, plain(kind()))
+        program, kind = ("one-step", TrainMeanFlow) if is_map else ("train", TrainRectifiedFlow)
+        card = card_of_run(trained, flags.license, command(program), plain(kind()))
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
         place = folder if flags.output_dir else trained.run_folder

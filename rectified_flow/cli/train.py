@@ -31,6 +31,7 @@ from rectified_flow.cli.flags.training import (
     TrainRectifiedFlow,
     seconds_of,
 )
+from rectified_flow.cli.programs import command
 from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
@@ -88,7 +89,7 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
     run, own = config.run, plain(config)
     flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
     flags |= {"budget": recipe.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
-    PartialState().print(line("one step", f"train_one_step.py {shlex.join(command_line(flags))}"))
+    PartialState().print(line("one step", f"{command('one-step')} {shlex.join(command_line(flags))}"))
     if config.program.dry_run:
         return True
     AcceleratorState._reset_state()  # the run may have another precision
@@ -106,7 +107,7 @@ def train_one_step(config: TrainMeanFlow) -> bool:
     names = {name: REFLOW_FLAGS.get(name, name) for name in config.given - {"method"}}
     refuse({name: names[name] not in known for name in names}, "has no effect with --method reflow; leave it out")
     words = command_line({names[name]: own[name] for name in sorted(names)})
-    state.print(line("reflow", f"train_oxford.py {shlex.join(words)}"))
+    state.print(line("reflow", f"{command('train')} {shlex.join(words)}"))
     reflow = parse(TrainRectifiedFlow, "", words)
     if config.program.given is None:  # built in Python, so nothing is chosen
         object.__setattr__(reflow.program, "given", None)

@@ -123,7 +123,7 @@ async function update() {
     find("status").textContent = runs.length ? "" : "No run has begun in these folders yet.";
     find("status").classList.remove("failed");
   } catch {
-    find("status").textContent = "The program watch.py does not answer: start it again.";
+    find("status").textContent = "The program that serves this page does not answer: start it again.";
     find("status").classList.add("failed");
   }
   document.body.dataset.updates = Number(document.body.dataset.updates ?? 0) + 1;

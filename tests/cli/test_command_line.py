@@ -13,6 +13,7 @@ import pytest
 
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
+from rectified_flow.cli.programs import PROGRAMS, command
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, plain, recorded
 from rectified_flow.runs.config import TrainingConfig
@@ -22,7 +23,7 @@ from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = [TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig, ExportConfig]
-PROGRAMS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py", "export.py"]
+SCRIPTS = ["train_oxford.py", "train_mean_flow.py", "sample.py", "evaluate.py", "export.py"]
 FLAGS: dict[str, Any] = {
     "dataset_path": "pictures",
     "dim_mults": [1, 2],
@@ -129,7 +130,7 @@ def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
     assert len(written.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("script", PROGRAMS)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_module_that_is_not_there_is_one_sentence(script: str) -> None:
     [(code, written)] = run_on_ranks(1, program, script, ["--import", "nobodys_module"])
     assert code == 2
@@ -154,7 +155,7 @@ def import_in(folder: Path, module: str) -> tuple[int, str]:
     return program("train_oxford.py", [*TINY.split(), "--import", module])
 
 
-@pytest.mark.parametrize("script", PROGRAMS)
+@pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["--sede", "1"], 2), (["--import", "json", "--x"], 2)])
 def test_help_and_typos_do_not_wait_for_torch(script: str, words: list[str], code: int) -> None:
     source = f"""
@@ -171,6 +172,78 @@ finally:
     assert done.returncode == code, done.stderr
     assert done.stdout.splitlines()[-1] == "imported []"
     assert "usage:" in done.stdout if code == 0 else "Unrecognized options" in done.stderr
+
+
+def start_command(words: list[str]) -> tuple[int, str, str]:
+    """The exit code of ``python -m rectified_flow``, and what it wrote to stdout and stderr without slow packages."""
+    source = f"""
+import runpy, sys
+sys.argv = {["rectified-flow", *words]!r}
+sys.path.insert(0, {str(ROOT)!r})
+try:
+    runpy.run_module("rectified_flow", run_name="__main__")
+finally:
+    slow = {{"torch", "accelerate", "datasets", "matplotlib", "pydantic"}} & sys.modules.keys()
+    assert not slow, slow
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_command_lists_its_programs() -> None:
+    code, shown, errors = start_command(["--help"])
+    assert (code, errors) == (0, "")
+    listed = dict(line.strip().split(maxsplit=1) for line in shown.splitlines() if re.match(r"  [a-z-]+  ", line))
+    assert listed.keys() == PROGRAMS.keys()
+    assert all(summary.endswith(".") for summary in listed.values())
+    assert len(shown.splitlines()) < 25
+    assert max(map(len, shown.splitlines())) <= 104
+    assert start_command([]) == (2, "", shown), "without a program, a script has made a mistake"
+
+
+def test_the_command_names_its_version() -> None:
+    code, shown, _ = start_command(["--version"])
+    assert code == 0
+    assert re.fullmatch(r"rectified-flow-trainer (\d+\.\d+\.\d+|is not installed)\n", shown)
+
+
+@pytest.mark.parametrize(
+    ("word", "remedy"),
+    [
+        ("trian", "did you mean train?"),
+        ("eval", "did you mean evaluate?"),
+        ("train-one-step", "did you mean one-step?"),
+        ("help", "did you mean --help?"),
+        ("--dataset_path", "choose one of train, one-step, sample, evaluate, export, watch"),
+    ],
+)
+def test_an_unknown_program_is_one_sentence(word: str, remedy: str) -> None:
+    assert start_command([word]) == (2, "", f"rectified-flow: error: {word} is not a command; {remedy}\n")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_the_command_has_the_help_of_its_script(name: str) -> None:
+    script = f"{PROGRAMS[name].__name__}.py"
+    code, shown, errors = start_command([name, "--help"])
+    assert (code, errors) == (0, "")
+    words = [sys.executable, script, "--help"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=True)
+    assert shown.startswith(f"usage: rectified-flow {name} [-h]")
+    assert shown == done.stdout.replace(script, f"rectified-flow {name}", 1)
+
+
+def test_messages_name_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [sys.executable, "-m", "rectified_flow", "sample", "--import", "nobodys_module"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("rectified-flow sample: error: --import nobodys_module failed")
+    for started, one_step in (
+        ("rectified-flow train", "rectified-flow one-step"),
+        ("/usr/bin/rectified-flow-train", "rectified-flow one-step"),
+        ("/home/me/train_oxford.py", "python train_one_step.py"),
+    ):
+        monkeypatch.setattr(sys, "argv", [started])
+        assert command("one-step") == one_step
 
 
 def test_signals_are_heeded_before_anything_slow_is_imported() -> None:
