@@ -87,7 +87,7 @@ ENDS: dict[str, tuple[type, dict[str, tuple[str, ...]]]] = {
 """Each example with values of its own flags at both ends of their range, and beyond."""
 SLOW = ("open", "compile", "import", "config", "interrupted_exit_code")
 """Flags that are not tried: they start a browser or a compiler, or have tests of their own."""
-SLOW_VALUES = ("wandb", "inception", "spawn", "forkserver")
+SLOW_VALUES = ("trackio", "wandb", "inception", "spawn", "forkserver")
 MEMORY, SECONDS = 4 * 2**30, 5.0
 """Memory that a case may allocate [bytes], and the time after which it gets a SIGTERM [s]."""
 

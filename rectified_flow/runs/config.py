@@ -1,6 +1,7 @@
 """The flags of a training run, all used by :class:`rectified_flow.Trainer`."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,7 +23,7 @@ from rectified_flow.flags import (
 from rectified_flow.system.files import usable_path
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
-Tracker = Literal["none", "tensorboard", "wandb"]
+Tracker = Literal["none", "tensorboard", "trackio", "wandb"]
 LrDecay = Literal["none", "cosine", "rsqrt"]
 DEFAULT_BATCH_SIZE = 64
 DEFAULT_TRAIN_NUM_STEPS = 100_000
@@ -136,7 +137,7 @@ class TrainingConfig(Flags):
     log_every: Positive = 50
     """Steps between lines of metrics.jsonl."""
     log_with: Tracker = "none"
-    """Also log to TensorBoard or Weights & Biases (WANDB_MODE=offline works without an account)."""
+    """Also log to TensorBoard, Trackio (on this machine), or Weights & Biases (WANDB_MODE=offline needs no account)."""
     rank_timeout: PositiveNumber = 300.0
     """Seconds to wait for other processes after the first step before failing."""
     num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
@@ -164,6 +165,8 @@ class TrainingConfig(Flags):
         if items > LARGEST_STEP:
             flags = "--global_batch_size" if self.global_batch_size else "--batch_size or --gradient_accumulation_steps"
             raise UsageError(f"a step would train on {items} items; it must be at most {LARGEST_STEP}: lower {flags}")
+        if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
+            raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
         if self.num_workers <= 0 and (self.persistent_workers or self.multiprocessing_context):
             raise UsageError("--persistent_workers and --multiprocessing_context need --num_workers above 0")
 

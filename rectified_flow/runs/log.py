@@ -147,13 +147,24 @@ class RunLog:
         """
         flags = program_flags(document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
-        settings = {"wandb": {"id": run_id, "resume": "allow"}, "tensorboard": {"purge_step": self.step + 1}}
+        settings: dict[str, dict[str, Any]] = {
+            "tensorboard": {"purge_step": self.step + 1},
+            "trackio": {"name": run_id, "resume": "allow", "config": simple},
+            "wandb": {"id": run_id, "resume": "allow"},
+        }
+        of_trackio = flags["log_with"] == "trackio"
+        # Trackio takes the flags at every start. TensorBoard makes a run of its own of each set of flags.
+        first = None if self.step or of_trackio else simple
         try:
-            # TensorBoard makes a run of its own of each set of flags.
-            self.accelerator.init_trackers(PROJECT, None if self.step else simple, settings)
+            if of_trackio:
+                # Trackio drops a value that it gets while a thread, such as that of loss.png, imports this module.
+                import matplotlib.figure  # noqa: F401
+            self.accelerator.init_trackers(PROJECT, first, settings)
         except Exception as error:  # each service has errors of its own
-            problem = f"--log_with {flags['log_with']} does not start ({first_line(error)})"
-            raise UsageError(f"{problem}; WANDB_MODE=offline needs no account") from error
+            remedy = "WANDB_MODE=offline needs no account" if flags["log_with"] == "wandb" else "leave it out"
+            raise UsageError(
+                f"--log_with {flags['log_with']} does not start ({first_line(error)}); {remedy}"
+            ) from error
 
     def close(self) -> None:
         """Let the trackers write everything."""
@@ -194,7 +205,12 @@ class RunLog:
             replace_file(path, encode_picture(grid))
         for tracker in self.accelerator.trackers:
             with self.tolerant("the trackers"):
-                tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
+                if tracker.name == "trackio":  # for which Accelerate has no log_images
+                    from trackio import Image
+
+                    tracker.log({"samples": Image(grid)}, step=step)
+                else:
+                    tracker.log_images({"samples": grid[None]}, step=step, **_IMAGE_ARGUMENTS.get(tracker.name, {}))
 
     def draw_loss(self) -> None:
         """Plot the training loss over the steps, and below it the held-out loss if it is measured."""

@@ -1,7 +1,6 @@
 """The trainer with other people's datasets and flows, and what it does at the edges."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -224,24 +223,6 @@ def test_without_average_the_weights_are_sampled(tmp_path: Path, flowers: ImageD
     run_on_ranks(1, train, tiny_config(tmp_path, train_num_steps=2, use_ema=False), flowers)
     assert (tmp_path / "samples/step_00000002.png").exists()
     assert not (tmp_path / "checkpoints/step_00000002/ema.safetensors").exists()
-
-
-@pytest.mark.parametrize("tracker", ["wandb", "tensorboard"])
-def test_trackers_resume_the_same_run(tmp_path: Path, flowers: ImageDataset, tracker: str) -> None:
-    run_on_ranks(1, train_tracked, tmp_path, flowers, tracker, (4, 8))
-    if tracker == "wandb":
-        names = [path.name.rsplit("-", 1)[1] for path in tmp_path.rglob("*.wandb")]
-        assert len(names) == 2
-        assert len(set(names)) == 1, "a resumed run is another run"
-    else:
-        assert len([path for path in (tmp_path / "rectified-flow").iterdir() if path.is_file()]) == 2
-        assert len([path for path in (tmp_path / "rectified-flow").iterdir() if path.is_dir()]) <= 2
-
-
-def train_tracked(output_dir: Path, dataset: ImageDataset, tracker: Any, steps: tuple[int, ...]) -> None:
-    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(output_dir)}
-    for total in steps:
-        train(tiny_config(output_dir, train_num_steps=total, num_samples=0, log_with=tracker), dataset)
 
 
 def test_one_folder_for_output_and_checkpoints(tmp_path: Path, flowers: ImageDataset) -> None:
