@@ -20,6 +20,7 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds, Values, chosen, none_of
 from rectified_flow.flows import Solver
+from rectified_flow.flows.adaptive import DormandPrince
 
 Velocity = Callable[[Tensor, float], Tensor]
 Watch = Callable[[float, Tensor], object]
@@ -29,7 +30,6 @@ Keep = Callable[[Tensor, float], Tensor]
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
 """Network calls in one interval; the adaptive solver has no fixed number."""
 
-TOLERANCE = 1e-4
 LAST_STEP = 1e-3
 
 
@@ -52,8 +52,9 @@ def integrate(
         solver: ``euler`` has order 1 and calls ``velocity`` once a step; ``midpoint`` and ``heun`` have order 2 and
             call it twice. ``stochastic`` steps like Euler and replaces part of the noise that is left by a fresh draw,
             which keeps the distribution at each time and corrects errors made before (the generalised DDIM of Song et
-            al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is Dormand-Prince 5(4) of torchdiffeq, which chooses its
-            own steps for the batch as a whole; ``times`` only say where it is watched.
+            al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is
+            :class:`DormandPrince <rectified_flow.flows.adaptive.DormandPrince>`, which chooses its own steps for the
+            batch as a whole; ``times`` only say where it is watched.
         watch: called with time and ``x`` at the start and after each interval.
         keep: see :func:`take_steps`.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
@@ -61,6 +62,7 @@ def integrate(
 
     Raises:
         ValueError: if a part is to be kept by the adaptive solver.
+        RunError: if no step of the adaptive solver is small enough.
     """
     if solver == "adaptive":
         if keep is not None:
@@ -127,17 +129,10 @@ def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tenso
 
 
 def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None, evaluate_at_data: bool) -> Tensor:
-    from torchdiffeq import odeint
-
-    def derivative(t: Tensor, x: Tensor) -> Tensor:
-        return velocity(x, float(t))
-
     ends_at_data = times[-1] == 0 and not evaluate_at_data
     end = min(LAST_STEP, times[-2] / 2) if ends_at_data else times[-1]
-    ways = [*times[:-1], end] if watch is not None else [times[0], end]
-    stops = torch.tensor(ways, device=x.device)
-    # Without step_t, odeint would step past the end and interpolate, where the network is not trained.
-    path = odeint(derivative, x, stops, rtol=TOLERANCE, atol=TOLERANCE, method="dopri5", options={"step_t": stops})
+    stops = [*times[:-1], end] if watch is not None else [times[0], end]
+    path = [x, *DormandPrince(velocity).path(x, stops)]
     if ends_at_data:
         path[-1] = _euler(velocity, path[-1], end, 0.0)
     if watch is not None:
