@@ -2,17 +2,17 @@
 
 A rectified flow's paths are nearly straight, so few steps of a fixed solver suffice. Euler takes the velocity at the
 start of an interval for all of it; its error falls with the number of steps. Midpoint takes the velocity halfway, Heun
-the mean of the velocities at both ends; their errors fall with its square, at two network calls a step. The adaptive
-solver chooses its steps by an estimate of its error, for the whole batch, so that a sample depends on the others in its
-batch. The stochastic solver is no integrator: it replaces some of the noise at each step, which corrects earlier errors
-and adds variance.
+the mean of the velocities at both ends; their errors fall with its square, at two network calls a step. The multistep
+solvers extrapolate from the step before, and so have order 2 at one call a step. The adaptive solver chooses its steps
+by an estimate of its error, for the whole batch, so that a sample depends on the others in its batch. The stochastic
+solver is no integrator: it replaces some of the noise at each step, which corrects earlier errors and adds variance.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from math import exp, sqrt
+from math import copysign, exp, inf, isfinite, log, sqrt
 
 import torch
 from torch import Tensor
@@ -23,11 +23,13 @@ from rectified_flow.flows import Solver
 from rectified_flow.flows.adaptive import DormandPrince
 
 Velocity = Callable[[Tensor, float], Tensor]
+Step = Callable[[Tensor, float, float], Tensor]
+"""A function of ``x``, its time and the next time that returns ``x`` at the next time."""
 Watch = Callable[[float, Tensor], object]
 Keep = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
-CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "stochastic": 1}
+CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
 """Network calls in one interval; the adaptive solver has no fixed number."""
 
 LAST_STEP = 1e-3
@@ -50,9 +52,10 @@ def integrate(
         x: initial value.
         times: falling, or rising for the way back (not for ``stochastic``).
         solver: ``euler`` has order 1 and calls ``velocity`` once a step; ``midpoint`` and ``heun`` have order 2 and
-            call it twice. ``stochastic`` steps like Euler and replaces part of the noise that is left by a fresh draw,
-            which keeps the distribution at each time and corrects errors made before (the generalised DDIM of Song et
-            al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is
+            call it twice; ``ab2`` (Adams-Bashforth) and ``dpmpp_2m`` (DPM-Solver++(2M), by its name in k-diffusion)
+            have order 2 and call it once. ``stochastic`` steps like Euler and replaces part of the noise that is left
+            by a fresh draw, which keeps the distribution at each time and corrects errors made before (the generalised
+            DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is
             :class:`DormandPrince <rectified_flow.flows.adaptive.DormandPrince>`, which chooses its own steps for the
             batch as a whole; ``times`` only say where it is watched.
         watch: called with time and ``x`` at the start and after each interval.
@@ -68,14 +71,19 @@ def integrate(
         if keep is not None:
             raise ValueError("the adaptive solver cannot keep a part of the data")
         return _adaptive(velocity, x, times, watch, evaluate_at_data)
-    method = {"euler": _euler, "midpoint": _midpoint, "heun": _heun, "stochastic": _stochastic}[solver]
-    if solver == "heun" and times[-1] == 0 and not evaluate_at_data:
-        method = _heun_before_data
-    return take_steps(partial(method, velocity), x, times, watch, keep)
+    steps: dict[Solver, Step] = {
+        "euler": partial(_euler, velocity),
+        "midpoint": partial(_midpoint, velocity),
+        "heun": partial(_heun if evaluate_at_data else _heun_before_data, velocity),
+        "ab2": _adams_bashforth(velocity),
+        "dpmpp_2m": _data_prediction(velocity),
+        "stochastic": partial(_stochastic, velocity),
+    }
+    return take_steps(steps[solver], x, times, watch, keep)
 
 
 def take_steps(
-    step: Callable[[Tensor, float, float], Tensor],
+    step: Step,
     x: Tensor,
     times: list[float],
     watch: Watch | None = None,
@@ -126,6 +134,59 @@ def _stochastic(velocity: Velocity, x: Tensor, t: float, t_next: float) -> Tenso
     fresh = randomness.randn(f"solver noise at {t_next:.6f}", x.shape, x.device)
     noise = sqrt(1 - renewed) * noise + sqrt(renewed) * fresh
     return (1 - t_next) * clean + t_next * noise
+
+
+def _adams_bashforth(velocity: Velocity) -> Step:
+    """Return the steps of Adams-Bashforth of order 2 for steps of different sizes.
+
+    The velocity is extrapolated from the step before by a straight line, whose mean over the step is
+    ``v + dt / (2 dt_before) (v - v_before)``. The first step is an Euler step: its error is of the order of the square
+    of the step, and it is made once, so that the order is 2 without a second call.
+    """
+    before: tuple[float, Tensor] | None = None
+
+    def step(x: Tensor, t: float, t_next: float) -> Tensor:
+        nonlocal before
+        v = velocity(x, t)
+        t_before, v_before = before or (inf, v)
+        before = t, v
+        ratio = (t_next - t) / (t - t_before)
+        return x + (t_next - t) * (v + ratio / 2 * (v - v_before))
+
+    return step
+
+
+def _data_prediction(velocity: Velocity) -> Step:
+    """Return the steps of DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) for straight paths.
+
+    The velocity is ``v = (x - D) / t`` for the data ``D`` that it leads to. In terms of ``l = log((1 - t) / t)``,
+    half the logarithm of the signal-to-noise ratio, ``d(x / t) / dl = exp(l) D``. With a constant ``D``, the solution
+    from ``t`` to ``s`` is ``x_s = s / t x + (1 - s / t) D = x + (s - t) v``, an Euler step. The solver draws a straight
+    line in ``l`` through the last two predictions and takes its value in the middle of the step, whose size in ``l`` is
+    ``h``: ``D + h / (2 h_before) (D - D_before)``. With ``u = (x - D_before) / t``, the velocity to the prediction
+    before, this is the velocity ``v + h / (2 h_before) (v - u)``.
+
+    At times 0 and 1, ``l`` is infinite. After a step from there, the correction has the limit 0. The step that ends
+    there is an Euler step, as extrapolation has no limit; at time 0 its result is ``D``.
+    """
+    before: tuple[float, Tensor] | None = None
+
+    def step(x: Tensor, t: float, t_next: float) -> Tensor:
+        nonlocal before
+        v, now = velocity(x, t), _log_ratio(t)
+        past, clean = before or (inf, x)
+        before = now, x - t * v
+        h = _log_ratio(t_next) - now
+        ratio = h / (now - past) if isfinite(h) else 0.0
+        corrected = v + ratio / 2 * (v - (x - clean) / t) if ratio else v
+        return x + (t_next - t) * corrected
+
+    return step
+
+
+def _log_ratio(t: float) -> float:
+    """Return the logarithm of ``(1 - t) / t``, infinite at 0 and 1."""
+    return log((1 - t) / t) if 0 < t < 1 else copysign(inf, 0.5 - t)
 
 
 def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None, evaluate_at_data: bool) -> Tensor:

@@ -37,7 +37,7 @@ class SolverConfig(Flags):
     """Sampling from noise to data."""
 
     solver: Annotated[Solver | None, default_is("midpoint")] = None
-    """ODE solver of a rectified flow; adaptive chooses its own steps."""
+    """ODE solver of a rectified flow; ab2 and dpmpp_2m call the network once a step, adaptive chooses its own steps."""
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: NonNegative = 1.0
