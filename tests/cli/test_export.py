@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 
 from rectified_flow.cli import export as exporting
-from rectified_flow.cli.export import FILES, Format, NetworkCall, export, write_page
+from rectified_flow.cli.export import export
+from rectified_flow.cli.exports import program as programs
+from rectified_flow.cli.exports.call import FILES, Format, NetworkCall
+from rectified_flow.cli.exports.page import page_files, write_files
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
@@ -56,7 +59,7 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
     file = folder / "exported" / FILES[form]
     for path in (ROOT, sys.prefix):
         assert str(path).encode() not in contents(file), "a path of this machine"
-    loaded = exporting._load(file.read_bytes(), form)
+    loaded = programs.load(file.read_bytes(), form)
     return lambda **inputs: loaded(inputs), json.loads((folder / "exported/model.json").read_text())
 
 
@@ -227,7 +230,7 @@ def test_a_text_encoder_is_exported_beside_the_model(
     described: dict[str, Any] = said["conditions"][0]  # type: ignore[index]
     assert described["encoder"] == {"kind": "program", **files, "most_tokens": 12, "pools": False}
     texts = ["Two red flowers, and a cat", "cat"]
-    run = exporting._session((tmp_path / "exported/text_encoder.onnx").read_bytes())
+    run = programs._session((tmp_path / "exported/text_encoder.onnx").read_bytes())
     vectors, hidden = run(encoder.tokenize(texts))
     expected = encoder.encode(texts, hidden.shape[1])
     largest = 2e-2 if half else 1e-5
@@ -305,8 +308,8 @@ def test_a_program_that_differs_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returned: float
 ) -> None:
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
-    monkeypatch.setattr(exporting, "_serialise", lambda *_arguments, **_flags: b"")
-    monkeypatch.setattr(exporting, "_load", lambda _content, _form: lambda inputs: returned * inputs["x"])
+    monkeypatch.setattr(exporting, "serialise", lambda *_arguments, **_flags: b"")
+    monkeypatch.setattr(exporting, "load", lambda _content, _form: lambda inputs: returned * inputs["x"])
     sys.argv = ["export.py", "--checkpoint", str(tmp_path)]
     with pytest.raises(RunError, match=r"the program differs from the flow by .* more than 0.0001"):
         export(parse(ExportConfig, "Export."))
@@ -314,7 +317,7 @@ def test_a_program_that_differs_is_not_written(
 
 
 def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Path) -> None:
-    write_page(tmp_path)
+    write_files(tmp_path, page_files())
     for folder, package, licence, notices in (
         ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
         ("tokenizers", "@huggingface/tokenizers", "Apache License", []),

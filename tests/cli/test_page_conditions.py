@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.export import export, write_page
+from rectified_flow.cli.export import export
+from rectified_flow.cli.exports.page import page_files, write_files
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Condition, Labels, Number
 from rectified_flow.flags import parse
@@ -53,7 +54,7 @@ LATER = "document.body.dataset.drawn = ''"
 def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a page, unpacked."""
     folder = tmp_path_factory.mktemp("page")
-    write_page(folder)
+    write_files(folder, page_files())
     return folder
 
 

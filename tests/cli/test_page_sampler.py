@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.cli.export import NetworkCall, describe
+from rectified_flow.cli.exports.call import NetworkCall, describe
 from rectified_flow.condition import Condition, Labels, Picture, with_map
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow

@@ -1,0 +1,36 @@
+"""The files of the web page that samples in a browser."""
+
+import lzma
+from collections.abc import Mapping
+from pathlib import Path
+
+from rectified_flow.system.files import replace_file
+
+SOURCES = Path(__file__).resolve().parents[2] / "page"
+
+
+def page_files() -> dict[str, bytes]:
+    """Return the contents of the page's own files by their paths in its folder, with the runtimes unpacked."""
+    files = {}
+    for file in sorted(SOURCES.rglob("*")):
+        if file.is_file():
+            name, content = file.relative_to(SOURCES), file.read_bytes()
+            if file.suffix == ".xz":
+                name, content = name.with_suffix(""), lzma.decompress(content)
+            files[name.as_posix()] = content
+    return files
+
+
+def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write files into ``folder`` and its subfolders, which are made if they do not exist.
+
+    Args:
+        folder: an existing folder.
+        files: contents by path in ``folder``.
+
+    Raises:
+        OSError: if a file cannot be written; it is then as it was.
+    """
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        replace_file(folder / name, content)
