@@ -3,7 +3,7 @@
 import json
 
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
-from rectified_flow.cli.exports.page import page_files, write_files
+from rectified_flow.cli.exports.page import page_files, write_files, zipped
 from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Kinds
@@ -15,7 +15,7 @@ from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.degradations import Downsample, Grey
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB
-from rectified_flow.system.files import prepare_folder, writing
+from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.terminal import lines
 
@@ -44,6 +44,9 @@ def export(config: ExportConfig) -> None:
     names = [FILES[flags.format], "model.json", *([TEXT_FILE, TOKENIZER_FILE] if encoder else []), *page]
     ours = is_run(folder if flags.output_dir else trained.run_folder)
     claim(folder, {name.partition("/")[0] for name in names}, ours=ours)
+    archive = folder.resolve().parent / f"{folder.resolve().name}.zip"
+    if flags.zip:
+        claim(archive.parent, [archive.name], ours=is_run(archive.parent))
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()
@@ -68,6 +71,9 @@ def export(config: ExportConfig) -> None:
     files["model.json"] = (json.dumps(description, indent=1) + "\n").encode()
     with writing(f"the exported program in --output_dir {folder}"):
         write_files(folder, files | page)
+        if flags.zip:
+            replace_file(archive, zipped(files | page))
+            report["archive"] = f"{archive}, {archive.stat().st_size / 1e6:.1f} MB"
     if flags.format == "page":
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"
     print(lines(report))

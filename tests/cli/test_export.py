@@ -16,7 +16,7 @@ from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import export
 from rectified_flow.cli.exports import program as programs
 from rectified_flow.cli.exports.call import FILES, Format, NetworkCall
-from rectified_flow.cli.exports.page import page_files, write_files
+from rectified_flow.cli.exports.page import page_files, write_files, zipped
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
@@ -331,6 +331,36 @@ def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Pa
             assert hashlib.sha256((unpacked / name).read_bytes()).hexdigest() == digest
         assert licence in (unpacked / "LICENSE").read_text()
     assert len((tmp_path / "ort/ThirdPartyNotices.txt").read_text()) > 300_000
+
+
+def test_a_page_is_also_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has the files of the page, and no others that are in the folder; the same files are the same bytes."""
+    folder, archive = tmp_path / "exported", tmp_path / "exported.zip"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("of the user")
+    written(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path, "--format", "page", "--zip")
+    own = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    del own["notes.txt"], own[RECORD]
+    assert {"index.html", "model.onnx", "model.json", "ort/ort.wasm.bundle.min.mjs"} < own.keys()
+    with zipfile.ZipFile(archive) as opened:
+        assert {name: opened.read(name) for name in opened.namelist()} == own
+        assert opened.namelist() == sorted(own)
+        assert {entry.date_time for entry in opened.infolist()} == {(1980, 1, 1, 0, 0, 0)}
+    assert archive.read_bytes() == zipped(dict(reversed(own.items())))
+    assert archive.stat().st_size < sum(map(len, own.values())) / 3
+    assert f"archive     {archive}, " in capsys.readouterr().out
+
+
+def test_a_zip_of_the_user_stays(tmp_path: Path) -> None:
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
+    (tmp_path / "page.zip").write_text("of the user")
+    flags = ["--checkpoint", str(tmp_path), "--output_dir", str(tmp_path / "page"), "--zip"]
+    sys.argv = ["export.py", *flags, "--format", "page"]
+    with pytest.raises(UsageError, match=r"page\.zip would be overwritten, and this project did not write it"):
+        export(parse(ExportConfig, "Export."))
+    sys.argv = ["export.py", *flags]
+    with pytest.raises(UsageError, match="--zip has no effect without --format page: pass both"):
+        parse(ExportConfig, "Export.")
 
 
 def test_what_cannot_be_exported_is_refused() -> None:

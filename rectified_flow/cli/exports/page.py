@@ -2,7 +2,9 @@
 
 import lzma
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from rectified_flow.system.files import replace_file
 
@@ -34,3 +36,14 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
         replace_file(folder / name, content)
+
+
+def zipped(files: Mapping[str, bytes]) -> bytes:
+    """Return a .zip of files, which is the same for the same files: their order and times are fixed."""
+    written = BytesIO()
+    with ZipFile(written, "w") as archive:
+        for name, content in sorted(files.items()):
+            entry = ZipInfo(name)  # of the year 1980
+            entry.create_system, entry.external_attr = 3, 0o644 << 16  # a file of Unix that everyone may read
+            archive.writestr(entry, content, ZIP_DEFLATED)
+    return written.getvalue()

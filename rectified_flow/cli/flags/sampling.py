@@ -213,6 +213,13 @@ class ExportedConfig(Flags):
     """Folder for the program and its model.json."""
     half: bool = False
     """Store weights in float16, half the size; the program still computes in float32."""
+    zip: bool = False
+    """Also write the page's files as one .zip beside the folder."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format != "page":
+            refuse({"zip": self.zip}, "has no effect without --format page: pass both")
 
 
 @dataclass(frozen=True)
