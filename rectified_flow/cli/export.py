@@ -3,7 +3,7 @@
 import json
 
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
-from rectified_flow.cli.exports.page import page_files, write_files, zipped
+from rectified_flow.cli.exports.page import SOURCES, THUMBNAIL, newest_samples, page_files, write_files, zipped
 from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Kinds
@@ -40,10 +40,14 @@ def export(config: ExportConfig) -> None:
         _check_page(call)
     encoder = None if flags.format == "torch" else _text_encoder(call.kinds, flags.format)
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
-    page = page_files() if flags.format == "page" else {}
-    names = [FILES[flags.format], "model.json", *([TEXT_FILE, TOKENIZER_FILE] if encoder else []), *page]
+    names = [FILES[flags.format], "model.json", *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
+    thumbnail = None
+    if flags.format == "page":
+        # a preview of a flow from pictures shows pictures of the data, which need not be public
+        thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
+        names += [each.name for each in SOURCES.iterdir()] + [THUMBNAIL] * (thumbnail is not None)
     ours = is_run(folder if flags.output_dir else trained.run_folder)
-    claim(folder, {name.partition("/")[0] for name in names}, ours=ours)
+    claim(folder, names, ours=ours)
     archive = folder.resolve().parent / f"{folder.resolve().name}.zip"
     if flags.zip:
         claim(archive.parent, [archive.name], ours=is_run(archive.parent))
@@ -69,10 +73,12 @@ def export(config: ExportConfig) -> None:
         size = f"{len(files[TEXT_FILE]) / 1e6:.1f} MB, from {encoder.name}"
         report["encoder"] = f"{folder / TEXT_FILE}, {size}, difference at most {difference:.1e}"
     files["model.json"] = (json.dumps(description, indent=1) + "\n").encode()
+    if flags.format == "page":
+        files = page_files(files, thumbnail)
     with writing(f"the exported program in --output_dir {folder}"):
-        write_files(folder, files | page)
+        write_files(folder, files)
         if flags.zip:
-            replace_file(archive, zipped(files | page))
+            replace_file(archive, zipped(files))
             report["archive"] = f"{archive}, {archive.stat().st_size / 1e6:.1f} MB"
     if flags.format == "page":
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"

@@ -16,7 +16,7 @@ from rectified_flow.cli import export as exporting
 from rectified_flow.cli.export import export
 from rectified_flow.cli.exports import program as programs
 from rectified_flow.cli.exports.call import FILES, Format, NetworkCall
-from rectified_flow.cli.exports.page import page_files, write_files, zipped
+from rectified_flow.cli.exports.page import newest_samples, page_files, write_files, zipped
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, Vector, with_map
 from rectified_flow.errors import RunError, UsageError
@@ -317,7 +317,7 @@ def test_a_program_that_differs_is_not_written(
 
 
 def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Path) -> None:
-    write_files(tmp_path, page_files())
+    write_files(tmp_path, page_files({}))
     for folder, package, licence, notices in (
         ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
         ("tokenizers", "@huggingface/tokenizers", "Apache License", []),
@@ -349,6 +349,18 @@ def test_a_page_is_also_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert archive.read_bytes() == zipped(dict(reversed(own.items())))
     assert archive.stat().st_size < sum(map(len, own.values())) / 3
     assert f"archive     {archive}, " in capsys.readouterr().out
+
+
+def test_the_newest_samples_are_the_thumbnail_of_a_page(tmp_path: Path) -> None:
+    assert newest_samples(tmp_path) is None
+    assert b"og:title" in page_files({})["index.html"]
+    assert b"thumbnail" not in page_files({})["index.html"]
+    (tmp_path / "samples").mkdir()
+    for step in (900, 1000):
+        (tmp_path / f"samples/step_{step:08d}.png").write_text(f"samples of step {step}")
+    files = page_files({}, newest_samples(tmp_path))
+    assert files["thumbnail.png"] == b"samples of step 1000"
+    assert b'<meta property="og:image" content="thumbnail.png">' in files["index.html"]
 
 
 def test_a_zip_of_the_user_stays(tmp_path: Path) -> None:

@@ -6,20 +6,38 @@ from io import BytesIO
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
-from rectified_flow.system.files import replace_file
+from rectified_flow.runs.watched import SAMPLES
+from rectified_flow.system.files import read_bytes, replace_file
 
 SOURCES = Path(__file__).resolve().parents[2] / "page"
+THUMBNAIL = "thumbnail.png"
+THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
 
 
-def page_files() -> dict[str, bytes]:
-    """Return the contents of the page's own files by their paths in its folder, with the runtimes unpacked."""
-    files = {}
+def newest_samples(run_folder: Path) -> bytes | None:
+    """Return the newest grid of samples that a run has written, a PNG file, or None if there is none."""
+    grids = sorted((run_folder / SAMPLES).glob("step_*.png"))
+    return read_bytes(grids[-1]) if grids else None
+
+
+def page_files(program: Mapping[str, bytes], thumbnail: bytes | None = None) -> dict[str, bytes]:
+    """Return the contents of all files of the page by their paths in its folder, with the runtimes unpacked.
+
+    Args:
+        program: the exported program and its description by file name.
+        thumbnail: a PNG file that other sites show with a link to the page.
+    """
+    files = dict(program)
     for file in sorted(SOURCES.rglob("*")):
         if file.is_file():
             name, content = file.relative_to(SOURCES), file.read_bytes()
             if file.suffix == ".xz":
                 name, content = name.with_suffix(""), lzma.decompress(content)
             files[name.as_posix()] = content
+    if thumbnail is None:
+        files["index.html"] = files["index.html"].replace(THUMBNAIL_TAG, b"")
+    else:
+        files[THUMBNAIL] = thumbnail
     return files
 
 
