@@ -1,7 +1,7 @@
 // The page: controls make a job, the worker draws it, and its pictures are shown as they come.
 
 import { makeControls } from "./controls.mjs";
-import { Comparison, paint, readPicture } from "./picture.mjs";
+import { Comparison, joined, paint, readPicture } from "./picture.mjs";
 import { degraded, fromPixels, isGuidable } from "./sampler.mjs";
 
 const GRID = 16;
@@ -14,6 +14,7 @@ const TASKS = {
   Mask: ["Paint over a picture", "Then paint over a part of it, and the model generates this part."],
   Edges: ["Pictures from drawings", "The model turns a drawing, dark lines on white, into a picture."],
 };
+const LARGE = 4; // pixels of a large download for each pixel, along a side
 const OTHER_TASK = ["Image translation", "The model translates your picture."];
 const LARGEST_SEED = 2 ** 32 - 1;
 const at = (id) => document.getElementById(id);
@@ -22,7 +23,7 @@ const worker = new Worker(workerSource(), { type: "module" });
 let begun; // to be called when there is a model
 const beginning = new Promise((resolve) => { begun = resolve; });
 let model = null;
-let values = null; // the function that returns the values of the conditions
+let conditions = null; // the controls of the conditions
 let shape = null; // [channels, height, width]
 let newest = 0;
 let latest = 0; // the job whose pictures are shown; of older ones nothing is shown any more
@@ -60,6 +61,7 @@ function nameBackend({ backend, reason }) {
   at("other").textContent = card ? "Draw by the processor" : "Try the graphics card";
   at("other").href = card ? "?backend=wasm" : "?";
   at("other").hidden = !card && !location.search;
+  navigator.serviceWorker?.register(`offline.js?backend=${backend}`).catch(() => {}); // without it, the page needs a network
 }
 
 function begin(description) {
@@ -72,7 +74,7 @@ function begin(description) {
   const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
   at("about").textContent = `A ${way}: ${side}${classes}.`;
   if (model.fields?.ends) showLegend(model.fields);
-  values = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
+  conditions = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
   at("conditions").hidden = !at("conditions").children.length;
   if (at("texts").children.length) document.title = at("title").textContent = "Pictures from a text";
   at("guidance-row").hidden = map || !isGuidable(model);
@@ -86,6 +88,7 @@ function begin(description) {
   for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;
   if (model.source) beginWithSource();
   comparison = new Comparison(shape, !model.source || isMask(), supersede, arrange);
+  restore();
   arrange(true);
   begun();
 }
@@ -140,6 +143,7 @@ function arrange(reveal = false) {
   for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
   at("brush-row").hidden = !picture || !canPaint;
   at("clear").disabled = !unknown;
+  at("link").hidden = Boolean(picture); // a link cannot have it
   const count = model.kind === "map" && isRandom() ? GRID : 1;
   const kind = count === 1 ? "single" : picture ? "variants" : "grid";
   at("pictures").hidden = calling || Boolean(picture && count === 1);
@@ -197,7 +201,10 @@ function fit(element) {
   return element;
 }
 
-const seed = () => Math.min(LARGEST_SEED, Math.max(0, Math.floor(Number(at("seed").value) || 0)));
+/** The nearest seed to a number or its text; 0 for other texts. */
+const inRange = (number) => Math.min(LARGEST_SEED, Math.max(0, Math.floor(Number(number) || 0)));
+
+const seed = () => inRange(at("seed").value);
 
 /** The seeds between which the noise lies, and where. */
 function place() {
@@ -220,7 +227,7 @@ function draw(reveal = false) {
     id: newest,
     numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),
     ...place(),
-    conditions: values(),
+    conditions: conditions.values(),
     steps: Number(at("steps").value),
     guidance: model.kind === "map" ? 1 : Number(at("guidance").value),
     picture: comparison.picture,
@@ -244,6 +251,7 @@ function show({ id, interval, steps, x, milliseconds }) {
   if (!finished && interval) say(`Step ${interval} of ${steps}`);
   if (!finished) return;
   say(`${count} in ${(milliseconds / 1000).toFixed(2)} s`);
+  at("keep").hidden = false;
   [shown, latest] = [x, id];
   document.body.dataset.seconds = milliseconds / 1000;
   document.body.dataset.drawn = id === newest ? id : "";
@@ -271,10 +279,49 @@ const renew = () => go(crypto.getRandomValues(new Uint32Array(1))[0] % 1_000_000
 function hold(name) {
   if (!shown) return;
   const { from, to, mix } = place();
-  held[name] = mix > 0.5 ? to : from;
   paint(at(`hold-${name}`).querySelector("canvas"), shown, chosen, shape, model.fields);
-  at(`hold-${name}`).querySelector("span").textContent = `${name.toUpperCase()}: ${held[name]}`;
+  setHeld(name, mix > 0.5 ? to : from);
+}
+
+function setHeld(name, number) {
+  held[name] = number;
+  at(`hold-${name}`).querySelector("span").textContent = `${name.toUpperCase()}: ${number}`;
   at("mix").disabled = held.a === null || held.b === null;
+}
+
+/** Save the shown pictures as one file: the compared result, or all in their grid. */
+async function download(scale) {
+  if (!document.body.dataset.drawn) return say("The picture is not finished yet.");
+  const { from, to, mix } = place();
+  const pictures = comparison.picture ? [at("after")] : [...at("pictures").querySelectorAll("canvas")];
+  const file = await joined(pictures, shape, scale);
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(file);
+  link.download = `seed-${from}${mix ? `-to-${to}-at-${mix}` : ""}${scale > 1 ? `-${scale}x` : ""}.png`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}
+
+/** Write the settings of the pictures into the address, and copy it. */
+async function copyLink() {
+  const settings = { seed: seed(), ...conditions.settings() };
+  for (const id of ["steps", "guidance", "walk"]) settings[id] = at(id).value;
+  if (held.mixing) Object.assign(settings, { a: held.a, b: held.b, mix: at("mix").value });
+  history.replaceState(null, "", `#${new URLSearchParams(settings)}`);
+  const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  say(copied ? "The link is copied." : "The link is in the address bar.");
+}
+
+/** Take the settings in the address, in which some may be missing; controls refuse what has no meaning. */
+function restore() {
+  const settings = new URLSearchParams(location.hash.slice(1));
+  for (const id of ["seed", "steps", "guidance", "walk"]) if (settings.has(id)) at(id).value = settings.get(id);
+  held.mixing = ["a", "b", "mix"].every((name) => settings.has(name));
+  if (held.mixing) {
+    for (const name of ["a", "b"]) setHeld(name, inRange(settings.get(name)));
+    at("mix").value = settings.get("mix");
+  }
+  conditions.restore(settings);
 }
 
 /** Give the picture in a file, once there is a model, unless another one is given or removed in the meantime. */
@@ -311,6 +358,9 @@ at("mix").oninput = () => { held.mixing = true; draw(); };
 at("new").onclick = renew;
 at("hold-a").onclick = () => hold("a");
 at("hold-b").onclick = () => hold("b");
+at("download").onclick = () => download(1);
+at("download-large").onclick = () => download(LARGE);
+at("link").onclick = copyLink;
 at("forget").onclick = forget;
 at("clear").onclick = clear;
 at("brush").oninput = () => { at("brush-value").textContent = at("brush").value; };
@@ -336,6 +386,12 @@ addEventListener("keydown", (event) => {
   if (!model || !action || (control && !at(control).offsetParent)) return;
   event.preventDefault();
   action();
+});
+
+addEventListener("hashchange", () => {
+  if (!model) return;
+  restore();
+  draw(true);
 });
 
 addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dropping"); });

@@ -7,14 +7,25 @@ const PAUSE = 250; // after which a text counts as typed [ms]
 const NAMED = 8; // of unknown words
 const SVG = "http://www.w3.org/2000/svg";
 
-/** Build the controls, texts into one element and the others into another, and return a function that returns their values. */
+/**
+ * Build the controls, texts into one element and the others into another.
+ *
+ * `values()` returns the values of the conditions. `settings()` returns texts by the ids of the controls, and `restore(settings)`
+ * takes them again, as an URLSearchParams, in which some may be missing or have no meaning.
+ */
 export function makeControls(conditions, texts, others, changed) {
   const make = { caption, number, label };
   const controls = conditions.map((condition) => make[condition.kind](condition, changed));
   const ofKind = (isCaption) => controls.filter((_, i) => (conditions[i].kind === "caption") === isCaption);
   texts.replaceChildren(...ofKind(true).map(({ element }) => element));
   others.replaceChildren(...ofKind(false).map(({ element }) => element));
-  return () => Object.fromEntries(controls.map(({ value }, i) => [conditions[i].name, value()]));
+  return {
+    values: () => Object.fromEntries(controls.map(({ value }, i) => [conditions[i].name, value()])),
+    settings: () => Object.fromEntries(controls.map(({ setting }, i) => [idOf(conditions[i]), setting()])),
+    restore: (settings) => conditions.forEach((condition, i) => {
+      if (settings.has(idOf(condition))) controls[i].restore(settings.get(idOf(condition)));
+    }),
+  };
 }
 
 /** An element with properties and children. */
@@ -35,6 +46,8 @@ function label(condition, changed) {
   return {
     element: element("label", { htmlFor: menu.id }, title, menu),
     value: () => (menu.value === "" ? null : Number(menu.value)),
+    setting: () => menu.value,
+    restore: (text) => { if ([...menu.options].some(({ value }) => value === text)) menu.value = text; },
   };
 }
 
@@ -55,7 +68,16 @@ function number(condition, changed) {
   slider.oninput = () => { any.checked = false; show(); changed(); };
   any.oninput = () => { show(); changed(); };
   show();
-  return { element: made, value: () => (any.checked ? null : Number(slider.value)) };
+  return {
+    element: made,
+    value: () => (any.checked ? null : Number(slider.value)),
+    setting: () => (any.checked ? "any" : slider.value),
+    restore: (text) => {
+      any.checked = text === "any";
+      if (!any.checked) slider.value = text;
+      show();
+    },
+  };
 }
 
 /** Bars of the given heights, which only say what the slider's place says, too. */
@@ -107,6 +129,8 @@ function caption(condition, changed) {
   return {
     element: element("div", { className: "caption" }, element("label", { htmlFor: box.id }, titleOf(condition)), row, note),
     value: () => usable,
+    setting: () => usable,
+    restore: (text) => { box.value = text; take(); },
   };
 }
 

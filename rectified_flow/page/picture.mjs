@@ -33,6 +33,17 @@ function paintPixels(element, rgba, [, height, width]) {
   element.getContext("2d").putImageData(new ImageData(rgba, width, height), 0, 0);
 }
 
+/** A PNG file of canvases side by side in a square grid, in which each pixel is a square of `scale` pixels. */
+export function joined(canvases, [, height, width], scale) {
+  const columns = Math.ceil(Math.sqrt(canvases.length));
+  const [wide, high] = [scale * width, scale * height];
+  const surface = new OffscreenCanvas(columns * wide, Math.ceil(canvases.length / columns) * high);
+  const context = surface.getContext("2d");
+  context.imageSmoothingEnabled = false;
+  canvases.forEach((each, i) => context.drawImage(each, (i % columns) * wide, Math.floor(i / columns) * high, wide, high));
+  return surface.convertToBlob();
+}
+
 /** The given picture, and the same picture with a result over it from a line that the visitor slides. */
 export class Comparison {
   #shape;

@@ -58,7 +58,7 @@ class Shown:
         page.set_default_timeout(PATIENCE * 100)
         page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
+        page.context.on("request", lambda request: self.requests.append(request.url))
         self.address = address
 
     def open(self, query: str = "") -> None:
@@ -141,9 +141,10 @@ def on_card(browser_with_card: Any, exported: tuple[Flow, str]) -> Iterator[Show
 
 
 @contextmanager
-def looking_at(browser: Any, address: str) -> Iterator[Shown]:
+def looking_at(browser: Any, address: str, **options: Any) -> Iterator[Shown]:
     """A phone's view of the page; at the end nothing has gone wrong there, and nothing was asked of other hosts."""
-    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark")
+    options = {"service_workers": "block"} | options  # a kept page would not ask for the files that tests replace
+    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark", **options)
     shown = Shown(page, address)
     yield shown
     assert shown.problems == []

@@ -1,7 +1,9 @@
 """The files of the web page that samples in a browser."""
 
+import json
 import lzma
 from collections.abc import Mapping
+from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
@@ -12,6 +14,8 @@ from rectified_flow.system.files import read_bytes, replace_file
 SOURCES = Path(__file__).resolve().parents[2] / "page"
 THUMBNAIL = "thumbnail.png"
 THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
+OFFLINE = "offline.js"
+READ_BY_PAGE = (".css", ".html", ".json", ".mjs", ".onnx", ".wasm")
 
 
 def newest_samples(run_folder: Path) -> bytes | None:
@@ -38,6 +42,10 @@ def page_files(program: Mapping[str, bytes], thumbnail: bytes | None = None) -> 
         files["index.html"] = files["index.html"].replace(THUMBNAIL_TAG, b"")
     else:
         files[THUMBNAIL] = thumbnail
+    read = sorted(name for name in files if name.endswith(READ_BY_PAGE))
+    version = sha256(b"".join(sha256(files[name]).digest() for name in read)).hexdigest()[:16]
+    constants = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(read)};\n"
+    files[OFFLINE] = constants.encode() + files[OFFLINE]
     return files
 
 

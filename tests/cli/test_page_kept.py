@@ -1,0 +1,200 @@
+"""What a visitor keeps of an exported page: a link, a file, and the page itself without a network."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.cli.export import export
+from rectified_flow.cli.exports.page import page_files, write_files
+from rectified_flow.cli.flags.sampling import ExportConfig
+from rectified_flow.condition import Labels, Number
+from rectified_flow.flags import parse
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.captions import BagOfWords, Caption
+from rectified_flow.spaces.pixels import Pixels
+from tests.cli.test_export import small
+from tests.cli.test_page import Quiet, Shown, looking_at
+from tests.patience import wait_for
+from tests.test_load import FLOWS, write
+
+pytestmark = pytest.mark.page
+
+
+def flow_with_conditions() -> Flow:
+    caption = Caption(BagOfWords(("red", "flower", "two")), 3, 0, ("a red flower", "two"))
+    conditions = {"text": caption, "size": Number((0.0, 1.5, 8.0)), "species": Labels(2, ("cat", "dog"))}
+    return RectifiedFlow(small(**conditions), space=Pixels((3, 8, 8)))
+
+
+class Page:
+    """The folder and the address of an exported page, and the paths that were asked for."""
+
+    def __init__(self, folder: Path, address: str, asked: list[str]) -> None:
+        self.folder, self.address, self.asked = folder, address, asked
+
+
+def served(flow: Flow, folder: Path) -> Iterator[Page]:
+    write(flow, folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
+    export(parse(ExportConfig, "Export."))
+    asked: list[str] = []
+
+    class Noting(Quiet):
+        def do_GET(self) -> None:  # noqa: N802
+            asked.append(self.path)
+            super().do_GET()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Noting, directory=folder / "exported")) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield Page(folder / "exported", f"http://127.0.0.1:{server.server_port}/", asked)
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def rectified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    yield from served(flow_with_conditions(), tmp_path_factory.mktemp("rectified"))
+
+
+@pytest.fixture(scope="module")
+def flow_map(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    yield from served(FLOWS["mean"](), tmp_path_factory.mktemp("map"))
+
+
+def downloaded(shown: Shown, action: Callable[[], None]) -> tuple[str, np.ndarray]:
+    """The name and the pixels of the file that an action saves."""
+    with shown.page.expect_download() as download:
+        action()
+    with Image.open(download.value.path()) as picture:
+        assert picture.format == "PNG"
+        return download.value.suggested_filename, np.array(picture.convert("RGB"))
+
+
+def test_a_link_restores_the_picture_and_all_controls(browser: Any, rectified: Page) -> None:
+    given = {"seed": 7, "steps": 5, "guidance": 2.5, "condition-size": 3, "condition-species": 1}
+    with looking_at(browser, rectified.address, has_touch=True) as shown:
+        shown.open("?backend=wasm")
+        first = shown.picture()
+        shown.page.fill("#condition-text", "two & a #flower")
+        shown.page.keyboard.press("Enter")
+        for name, value in given.items():
+            shown.set(name, value)
+        picture = shown.picture()
+        shown.page.tap("#link")
+        wait_for("a message", lambda: shown.text("status").startswith("The link is "))
+        link = shown.page.url
+        shown.page.evaluate(
+            "location.hash = '#seed=0&steps=16&guidance=1&condition-text=a+red+flower&condition-size=1.5'"
+        )
+        shown.page.evaluate("document.body.dataset.drawn = ''")
+        shown.page.evaluate("location.hash = '#condition-species='")
+        shown.wait("document.getElementById('condition-species').value === ''")
+    assert link.startswith(f"{rectified.address}?backend=wasm#")
+    assert not np.array_equal(picture, first)
+    with looking_at(browser, link) as shown:
+        shown.address = rectified.address
+        shown.page.goto(link)
+        shown.wait()
+        assert np.abs(shown.picture().astype(int) - picture).max() <= 2
+        assert {name: float(shown.page.input_value(f"#{name}")) for name in given} == given
+        assert shown.page.input_value("#condition-text") == "two & a #flower"
+
+
+def test_a_link_between_two_seeds_and_one_without_meaning(browser: Any, rectified: Page) -> None:
+    with looking_at(browser, rectified.address) as shown:
+        shown.open()
+        default = shown.picture()
+        shown.page.click("#hold-a")
+        shown.set("seed", 9)
+        shown.page.click("#hold-b")
+        shown.set("mix", 0.25)
+        middle = shown.picture()
+        shown.page.click("#link")
+        link = shown.page.url
+        shown.page.goto("about:blank")
+        shown.page.goto(link)
+        shown.wait()
+        assert np.abs(shown.picture().astype(int) - middle).max() <= 2
+        assert (shown.text("hold-a"), shown.text("hold-b")) == ("A: 0", "B: 9")
+        name, _ = downloaded(shown, lambda: shown.page.click("#download"))
+        assert name == "seed-0-to-9-at-0.25.png"
+        shown.page.goto("about:blank")
+        wrong = (
+            "#seed=-3&steps=x&guidance=&mix=2&condition-species=99&condition-size=any%22%3E&condition-text=zebra&x=1"
+        )
+        shown.page.goto(rectified.address + wrong)
+        shown.wait()
+        assert shown.page.input_value("#condition-species") == ""
+        assert "knows no word of this text" in shown.text("condition-text-note")
+        assert shown.page.input_value("#mix") == "0"
+        assert shown.picture().shape == default.shape
+
+
+def test_a_download_has_the_drawn_picture(browser: Any, rectified: Page) -> None:
+    with looking_at(browser, rectified.address, has_touch=True) as shown:
+        shown.open()
+        shown.set("seed", 12)
+        picture = shown.picture()
+        name, pixels = downloaded(shown, lambda: shown.page.tap("#download"))
+        assert name == "seed-12.png"
+        assert np.array_equal(pixels, picture)
+        shown.page.focus("#download-large")
+        name, pixels = downloaded(shown, lambda: shown.page.keyboard.press("Enter"))
+        assert name == "seed-12-4x.png"
+        assert np.array_equal(pixels, picture.repeat(4, axis=0).repeat(4, axis=1))
+
+
+def test_a_download_of_a_grid_and_of_a_varied_picture(browser: Any, flow_map: Page, tmp_path: Path) -> None:
+    with looking_at(browser, flow_map.address) as shown:
+        shown.open("#walk=1.5")
+        rows = [np.concatenate([shown.picture(4 * row + i) for i in range(4)], axis=1) for row in range(4)]
+        name, pixels = downloaded(shown, lambda: shown.page.click("#download"))
+        assert name == "seed-1-to-2-at-0.5.png"
+        assert np.array_equal(pixels, np.concatenate(rows))
+        Image.fromarray(np.full((8, 8, 3), 90, np.uint8)).save(tmp_path / "given.png")
+        shown.page.evaluate("document.body.dataset.drawn = ''")
+        shown.page.set_input_files("#file", tmp_path / "given.png")
+        shown.wait()
+        assert shown.page.locator("#link").is_hidden(), "a link cannot have the given picture"
+        shown.page.click("#pictures button:nth-child(3)")
+        _, pixels = downloaded(shown, lambda: shown.page.click("#download"))
+        assert np.array_equal(pixels, shown.picture(2))
+
+
+def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified: Page) -> None:
+    kept = "caches.keys().then((names) => names.join())"
+    with looking_at(browser, rectified.address, service_workers="allow") as shown:
+        shown.open()
+        shown.page.evaluate("navigator.serviceWorker.ready.then(() => true)")
+        picture, version = shown.picture(), shown.page.evaluate(kept)
+        assert version.startswith(f"{rectified.address} ")
+        assert not [path for path in rectified.asked if "webgpu" in path or "asyncify" in path], "only one runtime"
+        shown.page.context.set_offline(True)
+        before = len(rectified.asked)
+        for query in ("", "?backend=wasm", "index.html#seed=0"):
+            shown.page.goto("about:blank")
+            shown.open(query)
+            assert np.array_equal(shown.picture(), picture)
+        shown.set("seed", 5)
+        assert not np.array_equal(shown.picture(), picture)
+        assert {path.partition("?")[0] for path in rectified.asked[before:]} <= {"/offline.js"}, (
+            "an update is asked for"
+        )
+        shown.problems.clear()  # the browser says that there is no network
+
+        shown.page.context.set_offline(False)
+        program = {name: (rectified.folder / name).read_bytes() for name in ("model.json", "model.onnx")}
+        program["model.json"] += b" "
+        write_files(rectified.folder, page_files(program))
+        shown.page.reload()
+        shown.wait()
+        wait_for("the new version", lambda: shown.page.evaluate(kept) != version)
+        wait_for("one version", lambda: "," not in shown.page.evaluate(kept))
