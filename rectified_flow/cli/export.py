@@ -5,6 +5,7 @@ import json
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
 from rectified_flow.cli.exports.page import SOURCES, THUMBNAIL, newest_samples, page_files, write_files, zipped
 from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
+from rectified_flow.cli.exports.space import find_space, publish
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Kinds
 from rectified_flow.errors import UsageError
@@ -39,6 +40,7 @@ def export(config: ExportConfig) -> None:
     if flags.format == "page":
         _check_page(call)
     encoder = None if flags.format == "torch" else _text_encoder(call.kinds, flags.format)
+    space = find_space(flags)
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     names = [FILES[flags.format], "model.json", *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
     thumbnail = None
@@ -83,6 +85,8 @@ def export(config: ExportConfig) -> None:
     if flags.format == "page":
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"
     print(lines(report))
+    if space is not None:
+        publish(space, files, "flow map" if call.is_map else "rectified flow", asks=not flags.yes)
 
 
 def _check_page(call: NetworkCall) -> None:

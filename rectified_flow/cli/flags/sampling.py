@@ -128,9 +128,12 @@ class PicturesConfig(Flags):
         if self.mask is not None:
             refuse({"noise_level": self.noise_level}, "excludes --mask, which generates the masked part from noise")
             refuse({"reverse": self.reverse}, "excludes --mask: leave one out")
-        spelled = self.license is None or re.fullmatch(r"[a-z0-9.-]+", self.license)
-        if not spelled:
-            raise UsageError(f"--license {self.license} is not a license id of the hub: choose one such as mit")
+        _check_license(self.license)
+
+
+def _check_license(name: str | None) -> None:
+    if name is not None and not re.fullmatch(r"[a-z0-9.-]+", name):
+        raise UsageError(f"--license {name} is not a license id of the hub: choose one such as mit")
 
 
 @dataclass(frozen=True)
@@ -215,11 +218,29 @@ class ExportedConfig(Flags):
     """Store weights in float16, half the size; the program still computes in float32."""
     zip: bool = False
     """Also write the page's files as one .zip beside the folder."""
+    push_to_hub: str | None = None
+    """Also upload the page to the Hugging Face hub as a static Space of this id, such as me/flowers."""
+    private: bool = False
+    """Make a new Space private."""
+    yes: bool = False
+    """Upload without a question."""
+    license: Annotated[str | None, default_is("that of --model_repo")] = None
+    """Licence of the Space, as the hub spells it, such as mit or cc-by-4.0."""
+    model_repo: str | None = None
+    """Id of the model on the hub, such as me/flowers-model, to which the Space links."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format != "page":
-            refuse({"zip": self.zip}, "has no effect without --format page: pass both")
+            page_only = {"zip": self.zip, "push_to_hub": self.push_to_hub}
+            refuse(page_only, "has no effect without --format page: pass both")
+        if self.push_to_hub is None:
+            hub_only = {name: getattr(self, name) for name in ("private", "yes", "license", "model_repo")}
+            refuse(hub_only, "has no effect without --push_to_hub: pass both")
+        for flag, name in {"push_to_hub": self.push_to_hub, "model_repo": self.model_repo}.items():
+            if name is not None and not re.fullmatch(r"[^/]+/[^/]+", name):
+                raise UsageError(f"--{flag} {name} is not an id of the hub: pass OWNER/NAME, such as me/flowers")
+        _check_license(self.license)
 
 
 @dataclass(frozen=True)
