@@ -14,7 +14,7 @@ from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.cli.measures.fields import FIELDS_FILE, check_field_flags, measure_fields
 from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
-from rectified_flow.cli.parts import open_trained
+from rectified_flow.cli.parts import guidance_of, open_trained
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.open import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
@@ -86,7 +86,7 @@ def evaluate(config: EvaluateConfig) -> None:
         measure_likelihood(config, trained, dataset, held_out, folder)
         return
     settings = {"checkpoint": str(source), "weights": trained.weights, **plain(config.solver)}
-    settings["solver"] = config.solver.solver or "default"
+    settings |= {"solver": config.solver.solver or "default", "guidance_scale": guidance_of(config.solver, flow).scale}
     if isinstance(dataset, ImageDataset) and dataset.info.fields is not None:
         for found in measure_fields(config, trained, dataset, held_out, folder, options):
             _write_down(folder, settings | found)

@@ -67,6 +67,14 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     return state, trained, _solver_options(config.solver, trained)
 
 
+def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:
+    """Return the guidance of samples; the default scale of a flow has no effect beside scales of single conditions."""
+    scale = flags.guidance_scale
+    if scale is None:
+        scale = 1.0 if flags.guidance else getattr(flow, "default_guidance", 1.0)
+    return Guidance(scale, flags.guidance_interval, flags.guidance_scales)
+
+
 def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     """Return the arguments of ``flow.sample`` for the flags of the solver.
 
@@ -78,8 +86,9 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
         options["solver"] = flags.solver
     if flags.time_grid != "uniform":
         options["grid"] = flags.time_grid
-    if flags.guidance_scale != 1 or flags.guidance:
-        options["guidance"] = Guidance(flags.guidance_scale, flags.guidance_interval, flags.guidance_scales)
+    guidance = guidance_of(flags, flow)
+    if guidance.scale != 1 or guidance.scales:
+        options["guidance"] = guidance
     named = {"solver": "--solver", "grid": "--time_grid", "guidance": "--guidance_scale"}
     unused = [named[name] for name in options if name not in signature(flow.sample).parameters]
     hint = ", which needs no solver and is guided in training, by --guidance_scale" * isinstance(flow, FlowMap)

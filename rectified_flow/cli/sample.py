@@ -114,6 +114,8 @@ def sample(config: SampleConfig) -> None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
         trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
+    if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
+        options.pop("guidance", None)  # a default
     wanted = _choose(flags, trained, options)
     names, space = wanted.names, trained.flow.space
     if isinstance(space, Fields):
@@ -378,6 +380,7 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver,
+        **({"guidance": f"scale {options['guidance'].scale:g}"} if "guidance" in options else {}),
         "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
     }
     for name, values in wanted.written.items():

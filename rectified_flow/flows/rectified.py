@@ -43,6 +43,11 @@ class RectifiedFlow(Flow):
         self.time_distribution = time_distribution or LogitNormal()
         self.distance = distance
 
+    @property
+    def default_guidance(self) -> float:
+        """The guidance scale of programs unless a flag sets it: the largest default of the conditions."""
+        return max((getattr(kind, "guidance", 1.0) for kind in self.conditions.values()), default=1.0)
+
     def forward(self, **batch: Any) -> Tensor:
         """Draw noise and times for a batch and return the scalar loss; see :meth:`Flow.draw_batch`."""
         x_0, noise, conditions = self.draw_batch(batch)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -203,6 +203,8 @@ class Caption(WrittenCondition, SequenceCondition):
         examples: captions of the training data, for a user to start from.
     """
 
+    guidance: ClassVar[float] = 2.0
+    """Guidance scale of samples by default (docs/measurements/conditions.md)."""
     encoder: TextEncoder
     size: int
     tokens: int = 0

@@ -83,6 +83,7 @@ function begin(description) {
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
+  at("guidance").value = model.guidance ?? 1; // earlier exports do not say it
   at("strip").replaceChildren(...Array.from({ length: STOPS }, () => canvas("On the way")));
   for (const each of document.querySelectorAll("form canvas, .frame canvas")) fit(each);
   for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;

@@ -13,6 +13,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator, conditions_of, render_sources
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import BEST
 from rectified_flow.system.files import check_document
@@ -45,6 +46,7 @@ def sample_preview(trainer: "Trainer") -> None:
     trainer.stepper.finish_pending()
     how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
     how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
+    how |= _default_guidance(flow)
 
     data: Any = trainer.dataset if trainer.preview_data is None else trainer.preview_data
     count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
@@ -66,6 +68,12 @@ def sample_preview(trainer: "Trainer") -> None:
         if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
         trainer.run.log.samples(trainer.state.step, images, columns, texts, getattr(space, "legend", None))
+
+
+def _default_guidance(flow: Any) -> dict[str, Guidance]:
+    """Return the guidance with which sample.py samples a flow, as an argument of ``flow.sample``; none for scale 1."""
+    scale = getattr(flow, "default_guidance", 1.0)
+    return {} if scale == 1 else {"guidance": Guidance(scale)}
 
 
 class EvaluationHook(Measurement):
@@ -90,7 +98,8 @@ class EvaluationHook(Measurement):
 
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the features of some samples, ``[n, d]``."""
-        return self.evaluator.sample_features(_averaged(trainer), numbers, steps=self.steps)
+        flow = _averaged(trainer)
+        return self.evaluator.sample_features(flow, numbers, steps=self.steps, **_default_guidance(flow))
 
     def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
         """Compute the metrics, and return them with the settings."""

@@ -20,6 +20,7 @@ from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.fields import Fields
 from tests.patience import PATIENCE, wait_for
@@ -157,6 +158,8 @@ def looking_at(browser: Any, address: str, **options: Any) -> Iterator[Shown]:
 def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
     """What sample.py draws."""
     options.setdefault("steps", flow.default_steps)
+    if getattr(flow, "default_guidance", 1.0) != 1:
+        options.setdefault("guidance", Guidance(flow.default_guidance))  # type: ignore[attr-defined]
     [(_, pictures)] = sample_batches(flow, range(numbers), seed=seed, **options)
     return pictures.permute(0, 2, 3, 1).numpy().astype(int)
 

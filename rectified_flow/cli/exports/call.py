@@ -150,6 +150,7 @@ def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
         "conditions": [{"name": name} | _describe_condition(kind, form) for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
+        "guidance": getattr(flow, "default_guidance", 1.0),
         "velocity_at_data": getattr(flow, "prediction", None) != "clean",
         "source": {
             "as": "start" if flow.from_source else "condition",

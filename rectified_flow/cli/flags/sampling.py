@@ -40,7 +40,7 @@ class SolverConfig(Flags):
     """ODE solver of a rectified flow; ab2 and dpmpp_2m call the network once a step, adaptive chooses its own steps."""
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
-    guidance_scale: NonNegative = 1.0
+    guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
     """Classifier-free guidance scale, for models with conditions; above 1, images vary less."""
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
@@ -53,7 +53,7 @@ class SolverConfig(Flags):
         if first >= last:
             raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: pass the smaller number first")
         scales = self.guidance_scales
-        if self.guidance_scale == 1 and not scales:
+        if self.guidance_scale in (None, 1) and not scales:
             refuse({"guidance_interval": self.guidance_interval != (0, 1)}, "needs a --guidance_scale other than 1")
 
     @property
