@@ -1,4 +1,4 @@
-"""What can a caption decide? Scores of predictions from captions, for comparison with those of samples.
+"""How much do captions determine? Scores of predictions from captions, for comparison with those of samples.
 
 Ridge regression on the vectors of training captions predicts the features and the mean colour of held-out pictures. The
 retrieval by predicted features is that of rectified_flow/evaluation/agreement.py. The picture of the training caption

@@ -110,10 +110,10 @@ def measure(
 
 
 def colour_figures(flow: Any, sides: Mapping[str, ImageDataset], seed: int) -> dict[str, dict[str, float]]:
-    """Return what decides the mean colour of samples: captions, or the random draws that all captions share.
+    """Return the shares of captions and of random draws in the variance of the mean colour of samples.
 
-    For captions with all conditions of their rows, and alone: the shares of the variance that captions and draws
-    explain, and the correlation of the mean colours of captions with those of the real pictures.
+    The draws are the same for all captions. Captions are given with the other conditions of their rows, and alone. The
+    third figure is the correlation of the mean colours of captions with those of the real pictures.
     """
     figures, others = {}, [name for name in flow.conditions if name != "text"]
     for (name, rows), alone in product(sides.items(), (False, True)):

@@ -1,7 +1,7 @@
 """Compare the spectrum and the correlation of samples with the law of the fields that a model was trained on.
 
-The samples are files of NumPy, [2, side, side] each. As many new fields are drawn from the law and compared alike:
-their deviation is due to their number alone.
+The samples are files of NumPy, [2, side, side] each. The same number of new fields is drawn from
+the law and compared in the same way: they deviate from the law only because their number is limited.
 """
 
 from rectified_flow.cli.programs import run

@@ -28,7 +28,7 @@ class Law:
     units: tuple[str, str] = ("K", "m/s")
     """Unit of each channel."""
     correlation: float = 0.6
-    """Correlation coefficient of the channels at the same pixel; pixels that are apart have it times their own."""
+    """Correlation of the channels at one pixel; at a distance, it is multiplied by the autocorrelation."""
 
     def power(self) -> Tensor:
         """Return the power of each mode, as a share of the variance, float64 ``[h, w]`` with the mean 1."""

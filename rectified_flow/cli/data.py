@@ -190,7 +190,7 @@ def add_columns(
 
 
 def check_fields(space: Space, pictures: ImageDataset, flag: str) -> None:
-    """Raise a UsageError if measurements have other channels, or another type, than those that a space is of.
+    """Raise a UsageError if the channels or the type of measurements differ from those of a space.
 
     Args:
         space: the space of a trained flow.
@@ -203,7 +203,9 @@ def check_fields(space: Space, pictures: ImageDataset, flag: str) -> None:
     wanted, has = ([files.get(name) for name in ("channels", "dtype")] for files in (space.files, found))
     if wanted != has:
         has_text = f"{has[0]} channels of {has[1]}" if found else "pictures"
-        raise UsageError(f"{flag} has {has_text}, and the flow was trained on {wanted[0]} channels of {wanted[1]}")
+        raise UsageError(
+            f"{flag} has {has_text}, and the flow was trained on {wanted[0]} channels of {wanted[1]}: pass such files"
+        )
 
 
 def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
@@ -223,7 +225,7 @@ def check_columns(flow: Flow, source: object, pictures: ImageDataset) -> None:
 
 
 def build_space(data: DataConfig, items: Any = None, source: ImageDataset | ImageSource | None = None) -> Space:
-    """Build the space of the flags; a space of latents does not know their scales yet.
+    """Build the space of the flags; the scales of a space of latents are measured later.
 
     Args:
         data: the flags of the data.
@@ -288,12 +290,13 @@ def _field_space(data: DataConfig, source: Any) -> Fields:
         if how["sources"].shape != shape:
             channels = how["sources"].files["channels"]
             raise UsageError(
-                f"--source_path has {channels} channels, and the fields to generate have {shape[0]}: pass as many"
+                f"--source_path has {channels} channels, and the fields to generate have {shape[0]}: pass sources with "
+                "the same number"
             )
     try:
         return Fields(shape, low, high, transform=transform, show=data.show or default_show(files), **how)
     except ValueError as error:
-        flag = f"--show {data.show}" if str(error).startswith(str(data.show)) else "--value_range"
+        flag = f"--show {data.show}" if str(error).startswith((str(data.show), "matplotlib")) else "--value_range"
         raise UsageError(f"{flag} does not suit {source.info.source if fields else source.name}: {error}") from error
 
 
@@ -329,7 +332,7 @@ def _value_range(
     if None in numbers or len(numbers) not in (2, 2 * channels):
         raise UsageError(
             f"--value_range {' '.join(given)} must be measured, percentile:P with P below 50, MIN MAX, or "
-            f"these for each of the {channels} channels"
+            f"MIN MAX for each of the {channels} channels"
         )
     known = [float(number or 0) for number in numbers] * (2 * channels // len(numbers))
     return known[::2], known[1::2]

@@ -1,7 +1,7 @@
 """Inputs of sample.py: prompts, values of conditions by name, the axes of a grid, and pictures to start from."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
-from rectified_flow.data.fields import read_field
+from rectified_flow.data.fields import TIFF_SUFFIXES, read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
 from rectified_flow.errors import UsageError, first_line
@@ -180,13 +180,17 @@ def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str
 
 def find_inputs(path: Path, space: Space) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
-    suffixes = {space.files["suffix"]} if isinstance(space, Fields) else IMAGE_SUFFIXES
+    suffixes: Collection[str] = IMAGE_SUFFIXES
+    if isinstance(space, Fields):
+        suffixes = TIFF_SUFFIXES if space.files["suffix"] in TIFF_SUFFIXES else (space.files["suffix"],)
     found = find_files(path) if path.is_dir() else []
     ours = [file for file in found if isinstance(space, Fields) and file.name.endswith((PREVIEW, "grid.png"))]
     files = [path] if path.is_file() else [file for file in found if file.suffix.lower() in suffixes]
     files = [file for file in files if file not in ours]
     if not files and isinstance(space, Fields) and path.is_dir():
-        raise UsageError(f"--from_images {path} has no {space.files['suffix']} files, which the flow was trained on")
+        raise UsageError(
+            f"--from_images {path} has no {space.files['suffix']} files like the training data: pass another folder"
+        )
     if not files:
         raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
     return files

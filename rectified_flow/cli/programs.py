@@ -306,7 +306,7 @@ def main() -> None:
 
 
 def command(name: str) -> str:
-    """Return the words that start one of the :data:`PROGRAMS`: those of a script if this program is a script."""
+    """Return the command of one of the :data:`PROGRAMS`: a script's if this program was started as a script."""
     return f"python {PROGRAMS[name].__name__}.py" if _program().endswith(".py") else f"{COMMAND} {name}"
 
 

@@ -175,7 +175,7 @@ def _write_samples(
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
     grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
     if isinstance(space, Fields):
-        texts["values"] = f"{sum(shares) / len(shares):.2%} lie outside of the training range"
+        texts["values"] = f"{sum(shares) / len(shares):.2%} are outside of the range by more than 1% of it"
         texts["fields"] = (
             f"{folder / measured_name(wanted.names[0], space)} to {measured_name(wanted.names[-1], space)}"
         )

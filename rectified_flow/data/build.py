@@ -125,10 +125,10 @@ def row_of(source: ImageSource, framing: Framing, store_bits: StoreBits = 32) ->
 
 
 def stored_type(dtype: str, store_bits: StoreBits) -> str:
-    """Return the type in which values of a type are stored: their own, if it has at most so many bits."""
+    """Return the stored type: integers of up to 16 bits keep theirs, others become float16 or float32."""
     given = np.dtype(dtype)
     if given.kind in "iu" and given.itemsize <= 2:
-        return "int16" if dtype == "int8" else dtype
+        return dtype
     return "float16" if store_bits == 16 or dtype == "float16" else "float32"
 
 

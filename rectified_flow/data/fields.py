@@ -1,6 +1,6 @@
-"""Fields: measured values ``[c, h, w]`` in files, read and written with every value kept.
+"""Fields: measured values ``[c, h, w]`` in files, read and written without loss.
 
-A file is never trusted: its header is checked against its size before the values get memory, and nothing is unpickled.
+A file is never trusted: its header is checked against its size before memory is allocated, and nothing is unpickled.
 Imports no torch.
 """
 
@@ -47,9 +47,9 @@ PixelSize = tuple[float, float, int]
 
 @dataclass(frozen=True)
 class FieldFormat:
-    """How the files of a folder hold a field, by which generated ones are written alike.
+    """Format of the files of a folder. Generated fields are written in the same format.
 
-    All are plain values: the format is saved as JSON.
+    All attributes are plain values, because the format is saved as JSON.
     """
 
     suffix: str
@@ -69,7 +69,7 @@ class FieldFormat:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file declares about its array."""
+    """The declared format of the array in a file."""
 
     suffix: str
     dtype: str
@@ -82,18 +82,18 @@ class Header:
 
     @property
     def leaves_open(self) -> bool:
-        """Whether the array has three axes of which none is declared that of the channels."""
+        """Whether the array has three axes and the file does not declare the axis of the channels."""
         return len(self.shape) == 3 and self.channels_last is None
 
     def is_last(self, channels_last: bool | None) -> bool:
         """Return whether the last axis is that of the channels.
 
         Args:
-            channels_last: the answer for files that do not say; None measures it by the shape: the axis of channels is
-                at most half as long as the two others, and at most :data:`MOST_CHANNELS` long.
+            channels_last: the value for files that do not declare it; None decides by the shape: the axis of channels
+                is at most half as long as the two others, and at most :data:`MOST_CHANNELS` long.
 
         Raises:
-            UsageError: if the shape leaves a doubt.
+            UsageError: if the shape is ambiguous.
         """
         if len(self.shape) == 2:
             return False
@@ -104,7 +104,7 @@ class Header:
             if 2 * self.shape[axis] <= min(others) and self.shape[axis] <= MOST_CHANNELS:
                 return axis == 2
         raise UsageError(
-            f"its shape {self.shape} does not tell which axis is that of the channels; pass --channels_last True if it "
+            f"the axis of the channels is ambiguous in the shape {self.shape}; pass --channels_last True if it "
             "is the last one, or --channels_last False if it is the first"
         )
 
@@ -304,7 +304,7 @@ def _open_png(stream: IO[bytes], size: int) -> Opened:
 def _open_tiff(stream: IO[bytes], size: int) -> Opened:
     """Read the header of a TIFF file, whose pages of full size are channels.
 
-    Its pages are read one by one: what formats such as OME write in a description may name other files.
+    Its pages are read one by one, because descriptions of formats such as OME may refer to other files.
     """
     found = list(islice(require("tifffile", "TIFF files").TiffFile(stream, name="the file").pages, MOST_PAGES + 1))
     if len(found) > MOST_PAGES:
@@ -321,7 +321,9 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
     if page.photometric == PALETTE:
         raise ValueError("it has a palette, which is not a measurement; save it as grey or as RGB")
     if page.dtype is None:
-        raise ValueError(f"its values of {page.bitspersample} bits are of no known type")
+        raise ValueError(
+            f"its type of {page.bitspersample} bits is not supported; convert it to one of {', '.join(TYPES)}"
+        )
     room = size * 8 * page.dtype.itemsize // page.bitspersample  # without compression, 12 bits take less than 16
     for each in pages:
         if each.is_tiled:  # a tile is decoded whole, also where it reaches beyond the page
@@ -329,7 +331,9 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
         if any(begin + count > size for begin, count in zip(each.dataoffsets, each.databytecounts, strict=False)):
             raise ValueError("it is cut off: its header declares more bytes than it has")
         if each.compression not in LOSSLESS:
-            raise ValueError(f"its compression is none of {', '.join(dict.fromkeys(LOSSLESS.values()))}; save it anew")
+            raise ValueError(
+                f"its compression is not supported; save it with {', '.join(dict.fromkeys(LOSSLESS.values()))}"
+            )
         if each.compression != 1:
             room = _room(size)
     shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
@@ -357,7 +361,7 @@ def is_measured(file: Path) -> bool:
     """Return whether a picture file holds measurements rather than a picture, by its header.
 
     These are values of 16 or more bits or of float, or a TIFF file with 2 or more than 4 channels or with several
-    pages. It needs no further package.
+    pages. Neither tifffile nor imagecodecs is needed.
 
     Raises:
         Exception: of many types, if it cannot be read.

@@ -1,4 +1,4 @@
-"""Open a dataset by the values of flags, and find again what lies beside its pictures."""
+"""Open a dataset from the values of flags, and read the metadata and the file names of its pictures."""
 
 import os
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Fields in another size, without a step through 8 bits. Imports no torch."""
+"""Resize fields in floating point. Imports no torch."""
 
 from math import ceil, floor
 from typing import Any
@@ -68,7 +68,7 @@ def _boxes(side: int, extent: float, after: int) -> Boxes:
 
 def _mean(channel: Array, rows: Boxes, columns: Boxes) -> Array:
     """Return the means over boxes of one channel ``[h, w]``, float64."""
-    for numbers, weights in (rows, columns):  # each turn shrinks the first axis and exchanges the two
+    for numbers, weights in (rows, columns):  # each iteration resizes the first axis, then transposes
         shrunk = np.zeros((len(numbers), channel.shape[1]))
         for number, weight in zip(numbers.T, weights.T, strict=True):
             shrunk += weight[:, None] * channel[number]

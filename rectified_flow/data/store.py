@@ -321,7 +321,7 @@ class ImageDataset(StoreDataset):
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white.
 
-        Of measurements, they show the first channel, or three channels of integers as red, green and blue.
+        For measurements, the first channel is rendered, or three unsigned integer channels as red, green and blue.
         """
         images, framing, fields = self.read_entries(indices)["images"], self.info.framing, self.info.fields
         if fields is not None and framing is not None:

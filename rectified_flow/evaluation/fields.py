@@ -1,7 +1,7 @@
 """Scores of fields of measurements: spectra, one-point distributions and correlations between channels.
 
-Feature networks are trained on photographs, and judge no measurements. These scores compare samples with real fields in
-physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. Each score stands beside the same score of
+Feature networks are trained on photographs, and do not suit measurements. These scores compare samples with real fields
+in physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. Each score stands beside the same score of
 other real fields, which is not 0 either, because the number of fields is limited.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from rectified_flow.system.pictures import Line, Panel
 
 FLOOR = 1e-12
-"""Smallest power that counts, as a share of the variance of real fields: smaller powers are rounding of float32."""
+"""Lower limit of the power, as a share of the variance of real fields: smaller powers are rounding of float32."""
 MOST_CHANNELS, BINS = 4, 50
 """Largest number of channels in plots, and number of bins of a histogram."""
 AT_ONCE = 2**22
@@ -50,8 +50,9 @@ def spectrum(fields: Tensor) -> Tensor:
 
     The power of a mode is |DFT|^2 / (number of known pixels), where the DFT is of the deviations from the mean over the
     known pixels of the field, and an unknown pixel has the deviation 0. The mean power of all h * w modes is the
-    variance of the known pixels (Parseval's theorem). White noise has its variance as the power of each shell, whatever
-    share of many pixels is known. Gaps smooth the spectrum of other fields (Hivon et al. 2002, arXiv:astro-ph/0105302).
+    variance of the known pixels (Parseval's theorem). For white noise, the power of each shell is the variance, for any
+    share of known pixels if these are many. Gaps smooth the spectrum of other fields (Hivon et al. 2002,
+    arXiv:astro-ph/0105302).
 
     Args:
         fields: fields ``[n, c, h, w]``.
@@ -87,7 +88,7 @@ def _correlation(fields: Tensor) -> float:
     pairs = pairs[:, ~pairs.isnan().any(dim=0)]
     if pairs.shape[1] == 0:
         return nan
-    is_constant = (pairs.amin(dim=1) == pairs.amax(dim=1)).any()  # by its deviation, rounding would hide it
+    is_constant = (pairs.amin(dim=1) == pairs.amax(dim=1)).any()  # exact, as no standard deviation is
     return 0.0 if is_constant else torch.corrcoef(pairs)[0, 1].item()
 
 

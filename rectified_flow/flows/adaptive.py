@@ -20,7 +20,7 @@ STAGES = (
 ERROR_WEIGHTS = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 """The weights of order 5 minus those of order 4."""
 SMALLEST_STEP = 1e-8
-"""The solver gives up below it: times in float32 are no longer distinct."""
+"""Smaller steps raise an error: their times are not distinct in float32."""
 
 
 class DormandPrince:
@@ -57,7 +57,7 @@ class DormandPrince:
         """Yield ``x`` ``[b, ...]``, which is given at ``times[0]``, at each later one of rising or falling ``times``.
 
         Raises:
-            RunError: if no step is small enough, as of a velocity that is not finite.
+            RunError: if no step meets the tolerance, for example because the velocity is not finite.
         """
         t, slope, rejected = times[0], self.velocity(x, times[0]), False
         dt = self._first_step(x, slope, t, times[-1])
@@ -73,7 +73,9 @@ class DormandPrince:
                 else:  # or not a number, for which max returns its first argument
                     dt, rejected = dt * max(0.2, 0.9 * size**-0.2), True
                     if not dt > SMALLEST_STEP:
-                        raise RunError(f"--solver adaptive finds no step at time {t:.3g}: pass another solver")
+                        raise RunError(
+                            f"no step of --solver adaptive meets its tolerance at time {t:.3g}: pass another solver"
+                        )
             yield x
 
     def _first_step(self, x: Tensor, slope: Tensor, t: float, end: float) -> float:

@@ -321,9 +321,9 @@ class Flow(nn.Module):
         return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
 
     def known_part(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return encoded data with 0 in place of unknown values, and weights ``[b, ...]`` for the error; None for 1.
+        """Return encoded data with 0 in place of unknown values, and weights ``[b, ...]`` of the error, or None.
 
-        The weights are such that the mean square of the weighted error is that over the known values. A row without
+        With the weights, the mean square of the error over all values equals that over the known values. A row without
         known values has a loss of 0.
         """
         if not self.space.has_missing:

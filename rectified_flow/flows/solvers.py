@@ -57,7 +57,7 @@ def integrate(
             by a fresh draw, which keeps the distribution at each time and corrects errors made before (the generalised
             DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is
             :class:`DormandPrince <rectified_flow.flows.adaptive.DormandPrince>`, which chooses its own steps for the
-            batch as a whole; ``times`` only say where it is watched.
+            batch as a whole; ``times`` only set where ``watch`` is called.
         watch: called with time and ``x`` at the start and after each interval.
         keep: see :func:`take_steps`.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
@@ -65,7 +65,7 @@ def integrate(
 
     Raises:
         ValueError: if a part is to be kept by the adaptive solver.
-        RunError: if no step of the adaptive solver is small enough.
+        RunError: if no step of the adaptive solver meets its tolerance.
     """
     if solver == "adaptive":
         if keep is not None:

@@ -83,7 +83,7 @@ function begin(description) {
   at("way").hidden = map;
   at("steps").max = Math.max(model.steps, MOST_STEPS[model.kind]);
   at("steps").value = model.steps;
-  at("guidance").value = model.guidance ?? 1; // earlier exports do not say it
+  at("guidance").value = model.guidance ?? 1; // earlier exports have no default
   at("strip").replaceChildren(...Array.from({ length: STOPS }, () => canvas("On the way")));
   for (const each of document.querySelectorAll("form canvas, .frame canvas")) fit(each);
   for (const frame of document.querySelectorAll(".frame")) frame.style.aspectRatio = `${shape[2]} / ${shape[1]}`;
@@ -144,7 +144,7 @@ function arrange(reveal = false) {
   for (const name of ["level-row", "level-hint"]) at(name).hidden = Boolean(!picture || unknown || model.source);
   at("brush-row").hidden = !picture || !canPaint;
   at("clear").disabled = !unknown;
-  at("link").hidden = Boolean(picture); // a link cannot have it
+  at("link").hidden = Boolean(picture); // a link cannot contain the picture
   const count = model.kind === "map" && isRandom() ? GRID : 1;
   const kind = count === 1 ? "single" : picture ? "variants" : "grid";
   at("pictures").hidden = calling || Boolean(picture && count === 1);
@@ -310,10 +310,10 @@ async function copyLink() {
   if (held.mixing) Object.assign(settings, { a: held.a, b: held.b, mix: at("mix").value });
   history.replaceState(null, "", `#${new URLSearchParams(settings)}`);
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  say(copied ? "The link is copied." : "The link is in the address bar.");
+  say(copied ? "Link copied." : "The link could not be copied: copy it from the address bar.");
 }
 
-/** Take the settings in the address, in which some may be missing; controls refuse what has no meaning. */
+/** Apply the settings in the address. Missing settings keep their values; controls ignore invalid values. */
 function restore() {
   const settings = new URLSearchParams(location.hash.slice(1));
   for (const id of ["seed", "steps", "guidance", "walk"]) if (settings.has(id)) at(id).value = settings.get(id);

@@ -153,7 +153,7 @@ class RunLog:
             "wandb": {"id": run_id, "resume": "allow"},
         }
         of_trackio = flags["log_with"] == "trackio"
-        # Trackio takes the flags at every start. TensorBoard makes a run of its own of each set of flags.
+        # Trackio needs the flags at every start. TensorBoard creates a further run for each set of flags.
         first = None if self.step or of_trackio else simple
         try:
             if of_trackio:
@@ -163,7 +163,7 @@ class RunLog:
         except Exception as error:  # each service has errors of its own
             remedy = "WANDB_MODE=offline needs no account" if flags["log_with"] == "wandb" else "leave it out"
             raise UsageError(
-                f"--log_with {flags['log_with']} does not start ({first_line(error)}); {remedy}"
+                f"--log_with {flags['log_with']} could not be started ({first_line(error)}); {remedy}"
             ) from error
 
     def close(self) -> None:

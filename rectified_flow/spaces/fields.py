@@ -1,4 +1,4 @@
-"""Fields: measurements of any number of channels in physical units, and as a flow works on them, in about [-1, 1]."""
+"""Fields: a space of measurements, which converts between physical units and values of about -1 to 1."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LEVELS = 256
 OUTSIDE = 0.01
-"""Share of the range by which a value is outside of it before a picture marks it."""
+"""Margin beyond the range within which values are not marked, as a share of the range."""
 BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
 """Colours of values below and above the range, and of unknown ones."""
 SHOWN = re.compile(r"([0-9]{1,4})(?:,([0-9]{1,4}),([0-9]{1,4})|:(\w+))?")
@@ -77,10 +77,12 @@ class Fields(Space):
         plain = {"suffix": ".npy", "dtype": dtype, "channels": channels, "channels_last": False}
         self.files: dict[str, Any] = {**plain, **(files or {})}
         if not len(self.low) == len(self.high) == channels:
-            raise ValueError(f"{channels} channels have {len(self.low)} and {len(self.high)} ends of their ranges")
+            raise ValueError(
+                f"low has {len(self.low)} and high {len(self.high)} values for {channels} channels: pass one for each"
+            )
         for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
             if not least < most:
-                raise ValueError(f"the range of channel {number} is from {least:g} to {most:g}: it is empty")
+                raise ValueError(f"the range of channel {number} is from {least:g} to {most:g}: pass MIN below MAX")
             self.transform.check(least)
         shown = SHOWN.fullmatch(show)
         numbers = [int(each) for each in shown.groups()[:RGB] if each] if shown else [0]
@@ -98,7 +100,7 @@ class Fields(Space):
         bottom, top = self.transform(ends)
         self._scale, self._offset = 2 / (top - bottom), -(top + bottom) / (top - bottom)
         if not torch.cat((self._scale, self._offset)).float().isfinite().all():
-            raise ValueError("a range is too narrow for float32")
+            raise ValueError("a range is too narrow for float32: pass a wider one")
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -220,7 +222,7 @@ class Fields(Space):
 
 
 def default_show(files: Mapping[str, Any]) -> str:
-    """Return how fields of a format are shown by default: integers like photographs, others in a colour map."""
+    """Return the default of ``show``: uint8 and uint16 in grey or RGB, other types in a colour map."""
     if not str(files.get("dtype", "")).startswith(("uint8", "uint16")):
         return "1:viridis"
     return "1,2,3" if files["channels"] == RGB else "1:grey"

@@ -28,7 +28,7 @@ class Transform(ABC):
         """Return the logarithm of the derivative at values in physical units."""
 
     def check(self, least: float) -> None:  # noqa: B027, as most take any
-        """Raise a ValueError if values from ``least`` on cannot be transformed."""
+        """Raise a ValueError, whose message is a predicate, if values of ``least`` and above cannot be transformed."""
 
 
 @register
@@ -67,7 +67,7 @@ class Log(Transform):
     def check(self, least: float) -> None:
         """Raise a ValueError for values that are not positive."""
         if least <= 0:
-            raise ValueError("has no value for numbers of 0 or below; pass asinh or sqrt")
+            raise ValueError("is undefined for values of 0 or below; pass asinh or sqrt")
 
 
 @register

@@ -221,7 +221,11 @@ def test_an_existing_space_keeps_its_rights(hub: Hub, capsys: pytest.CaptureFixt
             None,
             "other/flowers: the access token does not allow this: choose one with",
         ),
-        ({"push_to_hub": "me/hidden"}, None, "me/hidden: it exists already, and the access token may not read it"),
+        (
+            {"push_to_hub": "me/hidden"},
+            None,
+            "me/hidden: the repository exists already, and the access token cannot read it",
+        ),
         ({"push_to_hub": "me/flo wers"}, None, "me/flo wers is not an id of the hub .Repo id must "),
         ({"model_repo": "me/none"}, None, "--model_repo me/none: the hub does not find it"),
         (
@@ -258,10 +262,10 @@ def test_a_hub_that_fails_or_is_not_there_is_a_sentence(hub: Hub, monkeypatch: p
     space = find_space(flags())
     assert space is not None
     hub.failing = "/commit/"
-    with pytest.raises(RunError, match=r"the hub answers with the status code 408 .*: check the network, or try again"):
+    with pytest.raises(RunError, match=r"the hub returned the status code 408 .*: check the network, or try again"):
         publish(space, {}, "flow map", asks=False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(RunError, match=r"the hub gives no usable answer .*refused"):
+    with pytest.raises(RunError, match=r"the hub sent no valid response .*refused"):
         find_space(flags())
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(UsageError, match="needs the hub, which HF_HUB_OFFLINE switches off: unset this variable"):

@@ -158,8 +158,8 @@ def looking_at(browser: Any, address: str, **options: Any) -> Iterator[Shown]:
 def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
     """What sample.py draws."""
     options.setdefault("steps", flow.default_steps)
-    if getattr(flow, "default_guidance", 1.0) != 1:
-        options.setdefault("guidance", Guidance(flow.default_guidance))  # type: ignore[attr-defined]
+    if isinstance(flow, RectifiedFlow) and flow.default_guidance != 1:
+        options.setdefault("guidance", Guidance(flow.default_guidance))
     [(_, pictures)] = sample_batches(flow, range(numbers), seed=seed, **options)
     return pictures.permute(0, 2, 3, 1).numpy().astype(int)
 

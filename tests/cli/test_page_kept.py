@@ -1,4 +1,4 @@
-"""What a visitor keeps of an exported page: a link, a file, and the page itself without a network."""
+"""Links to an exported page, downloads from it, and the page without a network."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Measurements through every program: the same on 1 and 2 processes, resumed, in and out alike; and bad input."""
+"""Every program on measurements: equal results on 1 and 2 processes and after resuming, file formats, and bad input."""
 
 import json
 import shutil
@@ -61,7 +61,7 @@ def sample(flags: str) -> None:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Straight to step 8 on two processes, resumed from step 4 there, and on one process; and a run on floats."""
+    """Runs of 8 steps: uninterrupted and resumed at step 4 on two processes, on one process, and on floats."""
     runs = tmp_path_factory.mktemp("runs")
     run_on_ranks(2, train, folder, "counts", runs / "two")
     shutil.copytree(runs / "two", runs / "resumed")
@@ -175,7 +175,11 @@ def test_two_folders_and_a_degradation(folder: Path, runs: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
-        ("floats", "--value_range 1", "must be measured, percentile:P with P below 50, MIN MAX, or these for each of"),
+        (
+            "floats",
+            "--value_range 1",
+            "must be measured, percentile:P with P below 50, MIN MAX, or MIN MAX for",
+        ),
         ("floats", "--value_range 5 1", "the range of channel 1 is from 5 to 1"),
         ("floats", "--value_range percentile:60", "percentile:P with P below 50"),
         ("floats", "--transform cube", "--transform cube is not registered: choose Asinh or Linear or Log or Sqrt"),
@@ -262,7 +266,7 @@ def test_other_measurements_are_refused(folder: Path, runs: Path, program_flags:
         "sample.py",
         1,
         f"--checkpoint {runs}/one --from_images {folder}/floats --output_dir {tmp_path}/x",
-        "has no .tif files, which the flow was trained on",
+        "has no .tif files like the training data: pass another folder",
     )
 
 

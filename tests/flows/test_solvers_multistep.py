@@ -1,4 +1,4 @@
-"""The solvers that remember the step before: exact values, singular ends, masks and guidance."""
+"""The multistep solvers: exact values, singular ends, masks and guidance."""
 
 from math import log2
 from typing import Any

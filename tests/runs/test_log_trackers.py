@@ -1,4 +1,4 @@
-"""What trackers store, read back from their files: the flags, every line of metrics, and the grids of samples."""
+"""The stored data of trackers, read from their files: the flags, every line of metrics, and the grids of samples."""
 
 import json
 import sqlite3

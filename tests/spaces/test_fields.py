@@ -1,4 +1,4 @@
-"""Measurements as a flow works on them, and the loss on known values alone."""
+"""The space of measurements, and the loss on known values alone."""
 
 import math
 from typing import Any
@@ -90,7 +90,7 @@ def test_three_channels_as_colours() -> None:
         ({"show": "1,2"}, "names no channels"),
         ({"show": "1:rainbows"}, "no colour map rainbows"),
         ({"low": (0.0, 1.0), "high": (1.0, 1.0)}, "the range of channel 2 is from 1 to 1"),
-        ({"low": (0.0,), "high": (1.0,)}, "2 channels have 1 and 1 ends"),
+        ({"low": (0.0,), "high": (1.0,)}, "low has 1 and high 1 values for 2 channels"),
         ({"low": (0.0, 1.0), "high": (1.0, 2.0), "transform": Log()}, "0 or below"),
     ],
 )

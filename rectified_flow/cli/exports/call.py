@@ -20,7 +20,7 @@ from rectified_flow.spaces.pixels import Pixels
 
 Format = Literal["onnx", "torch", "page"]
 FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
-"""Projections that the page applies to a picture."""
+"""Name of the program's file by format."""
 INPUT_KINDS = (Labels, Number, Caption)
 """Kinds of the conditions that are inputs of a program under their own names."""
 UNKNOWN = "unknown"

@@ -57,7 +57,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
         files: contents by path in ``folder``.
 
     Raises:
-        OSError: if a file cannot be written; it is then as it was.
+        OSError: if a file cannot be written; its earlier contents then remain.
     """
     for name, content in files.items():
         (folder / name).parent.mkdir(exist_ok=True)

@@ -18,8 +18,8 @@ LOGIN = "run `hf auth login`, or set HF_TOKEN"
 REFUSALS = {
     401: f"the hub does not accept the access token: {LOGIN}",
     403: "the access token does not allow this: choose one with the permission to write, or another owner",
-    404: "the hub does not find it, or the access token may not read it: check the name",
-    409: "it exists already, and the access token may not read it: choose another name",
+    404: "the repository does not exist, or the access token cannot read it: check the name",
+    409: "the repository exists already, and the access token cannot read it: choose another name",
 }
 """What to do after an answer of the hub, by its status code."""
 NO_ANSWER: tuple[type[Exception], ...] = (HfHubHTTPError.__bases__[0], OSError, RuntimeError, ValueError)
@@ -163,5 +163,5 @@ def _answered(what: str) -> Iterator[None]:
         status = next((each.status_code for each in answers if each is not None), None)
         if status in REFUSALS:
             raise UsageError(f"{what}: {REFUSALS[status]}") from error
-        reason = f"the hub answers with the status code {status}" if status else "the hub gives no usable answer"
+        reason = f"the hub returned the status code {status}" if status else "the hub sent no valid response"
         raise RunError(f"{what}: {reason} ({first_line(error)}): check the network, or try again later") from error

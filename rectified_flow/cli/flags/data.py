@@ -35,11 +35,11 @@ class DataConfig(Flags):
     dataset_options: Options = ()
     """Arguments of a registered dataset."""
     dataset_path: Path | None = None
-    """Folder of your own pictures (with a subfolder per class, or none), or a local datasets folder."""
+    """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     native_size: bool = False
-    """Keep the size of measurements, which replaces --image_size and --aspect_ratio."""
+    """Use the size of the first file of measurements instead of --image_size and --aspect_ratio."""
     aspect_ratio: str = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
@@ -53,15 +53,15 @@ class DataConfig(Flags):
     value_range: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[MIN MAX | measured | percentile:P]"), default_is("measured")
     ] = ()
-    """Range of measurements that is scaled to [-1, 1], for all channels or for each: MIN MAX MIN MAX ..."""
+    """Range of measurements that is scaled to [-1, 1]: MIN MAX for all channels, or MIN MAX for each channel."""
     transform: Annotated[str | None, default_is("linear")] = None
     """Transform of measurements before scaling: linear, log, asinh:SCALE, sqrt, or a registered one."""
     show: Annotated[str | None, default_is("by their type")] = None
-    """Channels of measurements to show: 3,2,1 as colours, or 1:viridis for one in a colour map (1:grey for grey)."""
+    """Channels of measurements to show as red, green, blue (3,2,1), or one and its colour map (1:viridis, 1:grey)."""
     channels_last: Annotated[bool | None, default_is("by their shape")] = None
-    """Whether the last axis of arrays is that of the channels."""
+    """Whether the channels are the last axis of the arrays in .npy and .npz files."""
     store_bits: StoreBits = 32
-    """Bits of a stored value of measurements: 16 halves the disk space of floats, and rounds them."""
+    """Bits of a stored value of measurements; 16 rounds floats and 32-bit integers to float16, in half the space."""
     autoencoder: str | None = None
     """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
     autoencoder_options: Options = ()

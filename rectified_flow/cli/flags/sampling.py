@@ -221,9 +221,9 @@ class ExportedConfig(Flags):
     push_to_hub: str | None = None
     """Also upload the page to the Hugging Face hub as a static Space of this id, such as me/flowers."""
     private: bool = False
-    """Make a new Space private."""
+    """Create the Space as private; an existing Space must be private already."""
     yes: bool = False
-    """Upload without a question."""
+    """Upload without asking for confirmation."""
     license: Annotated[str | None, default_is("that of --model_repo")] = None
     """Licence of the Space, as the hub spells it, such as mit or cc-by-4.0."""
     model_repo: str | None = None

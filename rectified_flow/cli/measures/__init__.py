@@ -1,1 +1,1 @@
-"""Measurements of evaluate.py beside distances of features."""
+"""Parts of evaluate.py: scores of fields, and likelihoods."""

@@ -59,7 +59,7 @@ def measure_fields(
     flags, flow, state = config.samples, trained.flow, PartialState()
     count = min(flags.num_samples, len(fields) if held_out is not None else len(fields) // 2)
     if count < 1:
-        raise UsageError(f"{fields.info.source} has a single field; a comparison needs at least 2")
+        raise UsageError(f"{fields.info.source} has a single field: add files, as a comparison needs at least 2")
     order = permuted(np.arange(len(fields)), len(fields), mix(flags.seed, "fields")).tolist()
     others = held_out.subset(range(min(count, len(held_out)))) if held_out else fields.subset(order[count : 2 * count])
     compared, results = fields.subset(order[:count]), []

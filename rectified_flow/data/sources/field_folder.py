@@ -43,7 +43,7 @@ class FieldFolder(FileFolder):
 
     Raises:
         UsageError: if the folder cannot be read or contains no fields, the files differ in type, channels or suffix,
-            the axis of the channels is in doubt, or a package is missing.
+            the axis of the channels is ambiguous, or a package is missing.
     """
 
     suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES) - FIELD_SUFFIXES
@@ -106,7 +106,7 @@ def _check_agreement(formats: dict[Path, FieldFormat]) -> None:
     """Check that files agree in type, channels and suffix.
 
     Raises:
-        UsageError: if they do not, with the first of those that differ from most.
+        UsageError: if they differ; the message names the first file that differs from the majority.
     """
 
     def kind_of(each: FieldFormat) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def _check_agreement(formats: dict[Path, FieldFormat]) -> None:
 def holds_fields(folder: Path) -> bool:
     """Return whether a folder holds measurements, and not pictures, by the headers of its files.
 
-    It does with more files of numpy arrays than pictures, or if its first picture with an intact header holds
+    A folder holds them if it has more numpy files than pictures, or if its first picture with an intact header holds
     measurements (:func:`rectified_flow.data.fields.is_measured`).
     """
     unreadable = list[OSError]()  # reported when the files are read
