@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
-from rectified_flow.data.fields import TIFF_SUFFIXES, read_field
+from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
 from rectified_flow.errors import UsageError, first_line
@@ -182,7 +182,7 @@ def find_inputs(path: Path, space: Space) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
     suffixes: Collection[str] = IMAGE_SUFFIXES
     if isinstance(space, Fields):
-        suffixes = TIFF_SUFFIXES if space.files["suffix"] in TIFF_SUFFIXES else (space.files["suffix"],)
+        suffixes = {space.files["suffix"], space.files["suffix"].replace(".tif", ".tiff")}
     found = find_files(path) if path.is_dir() else []
     ours = [file for file in found if isinstance(space, Fields) and file.name.endswith((PREVIEW, "grid.png"))]
     files = [path] if path.is_file() else [file for file in found if file.suffix.lower() in suffixes]

@@ -1,8 +1,8 @@
 """Scores of fields of measurements: spectra, one-point distributions and correlations between channels.
 
 Feature networks are trained on photographs, and do not suit measurements. These scores compare samples with real fields
-in physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. Each score stands beside the same score of
-other real fields, which is not 0 either, because the number of fields is limited.
+in physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. Each score stands beside the same score
+of other real fields, which is not 0 either, because the number of fields is limited.
 """
 
 from collections.abc import Sequence

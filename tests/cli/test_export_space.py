@@ -227,7 +227,7 @@ def test_an_existing_space_keeps_its_rights(hub: Hub, capsys: pytest.CaptureFixt
             "me/hidden: the repository exists already, and the access token cannot read it",
         ),
         ({"push_to_hub": "me/flo wers"}, None, "me/flo wers is not an id of the hub .Repo id must "),
-        ({"model_repo": "me/none"}, None, "--model_repo me/none: the hub does not find it"),
+        ({"model_repo": "me/none"}, None, "--model_repo me/none: the repository does not exist"),
         (
             {"private": True},
             {"sdk": "static", "private": False},
