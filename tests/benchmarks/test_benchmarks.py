@@ -71,6 +71,7 @@ def test_a_machines_table_takes_the_place_of_its_last(tmp_path: Path) -> None:
     assert page.read_text() == "# Benchmarks\n\nText.\n\n## card (8 GB)\n\n| new |\n\n## processor\n\n| other |\n"
 
 
+@pytest.mark.slow
 def test_rounds_end_when_their_time_is_over(tmp_path: Path) -> None:
     """A round of all contenders is completed, so that ratios have as many of each."""
     times = take_turns({name: partial(work, 0.01, tmp_path / "log") for name in "ab"}, rounds=1000, minutes=0)

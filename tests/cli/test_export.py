@@ -217,7 +217,8 @@ def test_a_name_that_a_torch_program_cannot_have_is_refused(tmp_path: Path) -> N
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("half", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [False, True])
 def test_a_text_encoder_is_exported_beside_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], half: bool
 ) -> None:

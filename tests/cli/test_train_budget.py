@@ -76,7 +76,8 @@ def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path
     assert (flags["dim"], flags["dim_mults"]) == (12, [1, 2])
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--init_from starter", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["", "--init_from starter"])
 def test_own_pictures_start_from_the_starter(flags: str, pictures: Path, tmp_path: Path) -> None:
     """The learning rate is so low that the trained weights equal those of the starter."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 32 --num_samples 0 --budget 1s"

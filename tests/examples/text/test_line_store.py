@@ -181,6 +181,7 @@ def test_bad_input(content: bytes, sentence: str, tmp_path: Path, monkeypatch: p
         open_lines(path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="memory is read from Linux's /proc")
 def test_processes_share_a_large_text(tmp_path: Path) -> None:
     path = tmp_path / "text"

@@ -76,6 +76,7 @@ def test_a_resumed_run_is_the_same_to_the_byte(text: Path, whole: Path, tmp_path
     assert rows == [json.loads(line) for line in (whole / "accuracy.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_it_finds_more_than_the_most_frequent_token(text: Path, tmp_path: Path) -> None:
     folder = run(text, tmp_path, "--train_num_steps 120 --measure_every 120 --max_samples 2900 --ema_decay 0.9")
     *_, row = [json.loads(line) for line in (folder / "accuracy.jsonl").read_text().splitlines()]

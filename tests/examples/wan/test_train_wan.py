@@ -129,6 +129,7 @@ def ended(calls: list[list[str]]) -> list[tuple[int, str]]:
     return [program("train_wan.py", words) for words in calls]
 
 
+@pytest.mark.slow
 def test_each_flag_beyond_its_range_is_a_sentence(clips: Path, models: dict[str, Path], tmp_path: Path) -> None:
     assert flag_types(WanConfig).keys() == BEYOND.keys()
     base = f"--model {models['one']} --dataset_path {clips} {FLAGS} --cache_dir {tmp_path}/cache --train_num_steps 1"
