@@ -89,7 +89,7 @@ def test_a_link_restores_the_picture_and_all_controls(browser: Any, rectified: P
             shown.set(name, value)
         picture = shown.picture()
         shown.page.tap("#link")
-        wait_for("a message", lambda: shown.text("status").startswith("The link is "))
+        wait_for("a message", lambda: "copied" in shown.text("status"))
         link = shown.page.url
         shown.page.evaluate(
             "location.hash = '#seed=0&steps=16&guidance=1&condition-text=a+red+flower&condition-size=1.5'"
