@@ -16,7 +16,7 @@ STAGES = (
     (1.0, (9017 / 3168, -355 / 33, 46732 / 5247, 49 / 176, -5103 / 18656)),
     (1.0, (35 / 384, 0.0, 500 / 1113, 125 / 192, -2187 / 6784, 11 / 84)),
 )
-"""For each call, its time as a fraction of the step, and the weights of the earlier velocities."""
+"""The time of each network call as a fraction of the step, and the weights of the velocities of the calls before."""
 ERROR_WEIGHTS = (71 / 57600, 0.0, -71 / 16695, 71 / 1920, -17253 / 339200, 22 / 525, -1 / 40)
 """The weights of order 5 minus those of order 4."""
 SMALLEST_STEP = 1e-8

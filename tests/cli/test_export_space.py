@@ -14,7 +14,7 @@ import pytest
 from huggingface_hub import SpaceCard, constants
 
 from rectified_flow.cli.export import export
-from rectified_flow.cli.exports.space import Space, find_space, publish, readme
+from rectified_flow.cli.exports.space import HubSpace, find_space, publish, readme
 from rectified_flow.cli.flags.sampling import ExportConfig, ExportedConfig
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
@@ -195,7 +195,7 @@ def test_nothing_is_sent_before_an_answer(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("builtins.input", ask)
     space = find_space(flags(yes=False, private=True))
-    assert space == Space("me/flowers", exists=False, private=True)
+    assert space == HubSpace("me/flowers", exists=False, private=True)
     publish(space, {"index.html": b"page"}, "flow map", asks=True)
     assert (hub.files.get("me/flowers", {}).get("index.html") == b"page") == agreed
     assert ("nothing was uploaded" in capsys.readouterr().out) != agreed
@@ -205,7 +205,7 @@ def test_nothing_is_sent_before_an_answer(
 def test_an_existing_space_keeps_its_rights(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     hub.repositories["me/flowers"] = {"id": "me/flowers", "sdk": "static", "private": True}
     space = find_space(flags(license="mit"))
-    assert space == Space("me/flowers", exists=True, private=True, license_name="mit")
+    assert space == HubSpace("me/flowers", exists=True, private=True, license_name="mit")
     publish(space, {"model.onnx": b"weights"}, "flow map", asks=False)
     assert "an existing private Space\nlicence     mit\n" in capsys.readouterr().out
     assert hub.files["me/flowers"]["model.onnx"] == b"weights"
@@ -243,7 +243,7 @@ def test_what_the_hub_or_the_program_refuses_is_a_sentence(
     if space:
         hub.repositories["me/flowers"] = {"id": "me/flowers", **space}
     with pytest.raises(UsageError, match=sentence):
-        publish(find_space(flags(**given)) or Space("", True, True), {}, "flow map", asks=False)
+        publish(find_space(flags(**given)) or HubSpace("", True, True), {}, "flow map", asks=False)
     assert not hub.files
 
 

@@ -146,7 +146,7 @@ def test_fields_of_twice_the_size() -> None:
 
 
 def test_errors_of_single_shells_are_averaged_as_squares() -> None:
-    """Of the 8 shells of a side of 16, one has ten times the power."""
+    """One of the 8 shells of a field of side 16 has ten times the power."""
 
     def amplify(real: Tensor) -> Tensor:
         numbers = wave_numbers(16, 16)

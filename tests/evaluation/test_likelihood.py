@@ -90,7 +90,7 @@ def test_it_is_the_probability_of_an_8_bit_picture(prediction: Any) -> None:
     ("transform", "dtype"), [(Linear(), "uint16"), (Linear(), "float32"), (Asinh(500.0), "float32")]
 )
 def test_it_is_in_the_units_of_measurements(transform: Transform, dtype: str) -> None:
-    """For integers the probability of the levels, and for other values the density, with the change of scale."""
+    """Compare integers with the probability of their levels, and floating-point values with their density."""
     torch.manual_seed(0)
     data = gaussian()
     space = Fields((3, 4, 4), (1000.0, 0.0, 5.0), (9000.0, 4000.0, 600.0), transform=transform, dtype=dtype)

@@ -29,7 +29,7 @@ TINY = (
 
 @dataclass
 class Stored:
-    """What a tracker stored of a run: its flags, numbers by step and name, and pictures by step."""
+    """The stored data of a run: flags, numbers by step and name, and pictures by step."""
 
     flags: dict[str, Any] = field(default_factory=dict)
     numbers: dict[int, dict[str, float]] = field(default_factory=dict)

@@ -21,13 +21,13 @@ REFUSALS = {
     404: "the repository does not exist, or the access token cannot read it: check the name",
     409: "the repository exists already, and the access token cannot read it: choose another name",
 }
-"""What to do after an answer of the hub, by its status code."""
+"""Remedies for the status codes with which the hub refuses a request."""
 NO_ANSWER: tuple[type[Exception], ...] = (HfHubHTTPError.__bases__[0], OSError, RuntimeError, ValueError)
 """Errors of huggingface_hub if a request fails; the first is the base of all errors of its HTTP library."""
 
 
 @dataclass(frozen=True)
-class Space:
+class HubSpace:
     """A Space that a page is uploaded to."""
 
     repo_id: str
@@ -44,7 +44,7 @@ class Space:
         return f"{constants.ENDPOINT}/spaces/{self.repo_id}"
 
 
-def find_space(flags: ExportedConfig) -> Space | None:
+def find_space(flags: ExportedConfig) -> HubSpace | None:
     """Look for the Space of ``--push_to_hub`` on the hub. Nothing is created or uploaded.
 
     Args:
@@ -82,10 +82,10 @@ def find_space(flags: ExportedConfig) -> Space | None:
             card = HfApi().model_info(flags.model_repo).card_data
         license_name = license_name or getattr(card, "license", None)
     private = flags.private if found is None else bool(found.private)
-    return Space(flags.push_to_hub, found is not None, private, flags.model_repo, license_name)
+    return HubSpace(flags.push_to_hub, found is not None, private, flags.model_repo, license_name)
 
 
-def publish(space: Space, page: Mapping[str, bytes], kind: str, *, asks: bool) -> None:
+def publish(space: HubSpace, page: Mapping[str, bytes], kind: str, *, asks: bool) -> None:
     """Print what becomes public, ask, and upload it to a Space, which is created if it does not exist.
 
     Args:
@@ -118,7 +118,7 @@ def publish(space: Space, page: Mapping[str, bytes], kind: str, *, asks: bool) -
     print(line("space", space.address))
 
 
-def readme(space: Space, kind: str, has_thumbnail: bool) -> str:
+def readme(space: HubSpace, kind: str, has_thumbnail: bool) -> str:
     """Return the README of a Space, whose header the hub reads."""
     title = space.repo_id.rpartition("/")[2].replace("-", " ").replace("_", " ").capitalize()
     header = SpaceCardData(
