@@ -377,7 +377,7 @@ def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
     every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
     return {
         "num_samples": count,
-        "sample_steps": PREVIEW_CALLS // 2,
+        "sample_steps": PREVIEW_CALLS,
         "sample_every": every,
         "save_every": every,
         "log_every": min(50, max(1, round(LOG_SECONDS / step))),

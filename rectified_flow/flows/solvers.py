@@ -39,7 +39,7 @@ def integrate(
     velocity: Velocity,
     x: Tensor,
     times: list[float],
-    solver: Solver = "midpoint",
+    solver: Solver = "ab2",
     *,
     watch: Watch | None = None,
     keep: Keep | None = None,

@@ -73,12 +73,11 @@ export async function sample(model, job, call, watch) {
   let { x, noise, conditions } = begin(model, job);
   const varied = job.picture && !job.unknown && !model.source;
   const times = timeGrid(job.steps, varied ? job.level : 1);
-  const step = model.kind === "map" ? mapStep : midpointStep;
-  const field = model.kind === "map" ? call : guided(model, job, call);
+  const step = model.kind === "map" ? mapStep(call) : adamsBashforth(guided(model, job, call));
   const keep = keeping(model, job, noise);
   if ((await watch(0, x)) === false) return null;
   for (let i = 0; i < job.steps; i++) {
-    x = keep(await step(field, x, times[i], times[i + 1], conditions), times[i + 1]);
+    x = keep(await step(x, times[i], times[i + 1], conditions), times[i + 1]);
     if ((await watch(i + 1, x)) === false) return null;
   }
   return x;
@@ -86,14 +85,18 @@ export async function sample(model, job, call, watch) {
 
 const added = (x, factor, v) => x.map((value, i) => value + factor * v[i]);
 
-async function mapStep(call, x, t, r, conditions) {
-  return added(x, r - t, await call({ x, t, r, ...conditions }));
-}
+const mapStep = (call) => async (x, t, r, conditions) => added(x, r - t, await call({ x, t, r, ...conditions }));
 
-async function midpointStep(field, x, t, next, conditions) {
-  const dt = next - t;
-  const middle = added(x, dt / 2, await field({ x, t, ...conditions }));
-  return added(x, dt, await field({ x: middle, t: t + dt / 2, ...conditions }));
+/** Steps of Adams-Bashforth of order 2, whose first is an Euler step, as the solver `ab2` takes them. */
+function adamsBashforth(velocity) {
+  let before = null;
+  return async (x, t, next, conditions) => {
+    const v = await velocity({ x, t, ...conditions });
+    const last = before ?? { t: Infinity, v };
+    before = { t, v };
+    const ratio = (next - t) / (t - last.t) / 2;
+    return added(x, next - t, v.map((value, i) => value + ratio * (value - last.v[i])));
+  };
 }
 
 /** The velocity under classifier-free guidance (Ho & Salimans 2022, arXiv:2207.12598), in one call on twice the rows. */

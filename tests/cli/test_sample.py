@@ -88,7 +88,7 @@ def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.Cap
     told = capfd.readouterr().out
     assert "6 of the network for each picture" in told
     assert "cat, dog" in told
-    assert "3 intervals, midpoint, uniform grid" in told
+    assert "3 intervals, ab2, uniform grid" in told
 
 
 def test_a_mean_flow_draws_in_one_step(mean_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

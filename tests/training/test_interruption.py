@@ -48,12 +48,12 @@ def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tup
 
 
 def train_with_signal_in_preview(output_dir: Path, dataset: ImageDataset) -> tuple[bool, int]:
-    trainer = build_trainer(tiny_config(output_dir, sample_every=4, sample_steps=4), dataset)
+    trainer = build_trainer(tiny_config(output_dir, sample_every=4, sample_steps=8), dataset)
     network, calls = network_of(trainer.averaged_flow), []
 
     def stop_in_the_second_preview(*_: Any) -> None:
         calls.append(1)
-        if len(calls) == 12 and os.environ["RANK"] == "1":  # midpoint: 8 calls a preview
+        if len(calls) == 12 and os.environ["RANK"] == "1":  # ab2: 8 calls a preview
             os.kill(os.getpid(), signal.SIGTERM)
 
     network.register_forward_pre_hook(stop_in_the_second_preview)

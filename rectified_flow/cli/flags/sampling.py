@@ -1,7 +1,7 @@
 """The flags of sample.py, evaluate.py, export.py and watch.py; imports no torch, so that ``--help`` answers at once."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,8 +36,8 @@ class ModelConfig(Flags):
 class SolverConfig(Flags):
     """Sampling from noise to data."""
 
-    solver: Annotated[Solver | None, default_is("midpoint")] = None
-    """ODE solver of a rectified flow; ab2 and dpmpp_2m call the network once a step, adaptive chooses its own steps."""
+    solver: Annotated[Solver | None, default_is("ab2")] = None
+    """ODE solver of a rectified flow; midpoint and heun call the network twice, adaptive chooses its own steps."""
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
@@ -109,6 +109,8 @@ class PicturesConfig(Flags):
     """Folder for the images."""
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
+    film: Path | None = None
+    """Write a film of the grids that the run saved during training instead: a .gif, .mp4 or .webm file."""
     save_pretrained: Path | None = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: str | None = None
@@ -116,6 +118,9 @@ class PicturesConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.film is not None:
+            changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
+            refuse(changed | {"film": False}, "has no effect with --film, which shows grids of the run: leave it out")
         needs = dict.fromkeys(("noise_level", "mask", "degrade", "reverse"), "from_images")
         for flag, needed in {**needs, "license": "save_pretrained"}.items():
             if getattr(self, needed) is None:
