@@ -44,8 +44,10 @@ from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
 from rectified_flow.randomness import Samples, deterministic
+from rectified_flow.runs.film import film_of, format_of
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
+from rectified_flow.runs.watched import WatchedRun
 from rectified_flow.spaces.degradations import Degradation, Mask
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -109,6 +111,9 @@ def sample(config: SampleConfig) -> None:
         RunError: if a picture cannot be written.
     """
     flags = config.samples
+    if flags.film is not None:
+        _write_film(config.model.checkpoint, flags.film)
+        return
     state, trained, options = open_trained(config)
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
@@ -136,6 +141,22 @@ def sample(config: SampleConfig) -> None:
         if state.is_main_process:
             tqdm.write(describe(config, trained, wanted, state))
         _write_samples(config, trained.flow, wanted, card, folder, state)
+
+
+def _write_film(run: Path, path: Path) -> None:
+    """Write a film of the grids of samples that a run saved during training; only the main process does.
+
+    Raises:
+        UsageError: if the run has fewer than two grids, or the file has another suffix than films have.
+        RunError: if the file cannot be written.
+    """
+    state, kind = PartialState(), format_of(path)
+    if state.is_main_process:
+        content = film_of(grids := WatchedRun(run).grids(), kind)
+        with writing(path):
+            prepare_folder("film", path.parent)
+            write_output(path, content)
+        tqdm.write(lines({"film": f"{path}, {len(grids)} grids"}))
 
 
 def _write_samples(

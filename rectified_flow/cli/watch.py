@@ -4,6 +4,7 @@ import errno
 import mimetypes
 import sys
 import webbrowser
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,7 +14,7 @@ from urllib.parse import urlsplit
 
 from rectified_flow.cli.flags.sampling import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.runs.watched import WatchedRuns, runs_in
+from rectified_flow.runs.watched import WatchedRun, WatchedRuns, runs_in
 from rectified_flow.system.files import LONGEST, printable
 from rectified_flow.system.terminal import lines
 
@@ -62,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
     """Seconds after which a connection without a whole request is closed."""
 
     def do_GET(self) -> None:
-        """Send an asset, the reports of all runs, or a grid of samples; anything else is not found."""
+        """Send an asset, the reports of all runs, a grid of samples or a film of them; anything else is not found."""
         if self.server.is_local and not self._names_this_machine():
             self.send_error(403, "only by a name of this machine")
             return
@@ -72,9 +73,11 @@ class Handler(BaseHTTPRequestHandler):
                     content = self.server.runs.report().encode()
                 self._send(content, "application/json")
             case ["samples", number, name]:
-                with self.server.lock:
-                    run = {str(each): run for each, run in enumerate(self.server.runs.find())}.get(number)
+                run = self._run(number)
                 self._send(run.sample(name) if run else None, "image/png")
+            case ["film", number, "film.gif"]:
+                run = self._run(number)
+                self._send(_film(run) if run else None, "image/gif")
             case [name] if name in ASSETS:
                 self._send(ASSETS[name].read_bytes(), mimetypes.guess_type(ASSETS[name])[0] or "text/plain")
             case _:
@@ -100,6 +103,10 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             return False
 
+    def _run(self, number: str) -> WatchedRun | None:
+        with self.server.lock:
+            return {str(each): run for each, run in enumerate(self.server.runs.find())}.get(number)
+
     def _send(self, content: bytes | None, kind: str) -> None:
         if content is None:
             self.send_error(404)
@@ -109,6 +116,15 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+
+def _film(run: WatchedRun) -> bytes | None:
+    """Return a film of a run as a GIF; None if its grids of samples make none."""
+    from rectified_flow.runs.film import film_of  # loads torch, which only this address needs
+
+    with suppress(OSError, UsageError):
+        return film_of(run.grids(), "gif")
+    return None
 
 
 def serve(flags: WatchedConfig) -> Server:

@@ -148,9 +148,17 @@ class WatchedRun:
         """Return the PNG file of a grid; None if there is none, or it is a link that leads out of the folder."""
         with suppress(OSError):
             if name in self.samples():  # first, as a request may contain a null byte, which no path may
-                path, folder = (os.path.realpath(each) for each in (self.folder / SAMPLES / name, self.folder))
-                return _read(Path(path)) if Path(path).is_relative_to(folder) else None
+                path = self._grid(name)
+                return _read(path) if path else None
         return None
+
+    def grids(self) -> list[Path]:
+        """Return the files of the newest grids of samples, in the order of their steps."""
+        return [path for name in self.samples() if (path := self._grid(name)) is not None]
+
+    def _grid(self, name: str) -> Path | None:
+        path, folder = (Path(os.path.realpath(each)) for each in (self.folder / SAMPLES / name, self.folder))
+        return path if path.is_relative_to(folder) and path.is_file() else None
 
     def _status(self) -> Status | None:
         with suppress(FileNotFoundError):

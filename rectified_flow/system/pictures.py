@@ -191,14 +191,21 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     return content.getvalue()
 
 
+def encode_motion(frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> bytes:
+    """Return the bytes of a GIF that repeats frames ``[h, w, 3]``, each shown for some milliseconds."""
+    rest = [Image.fromarray(frame) for frame in frames[1:]]
+    return encode_picture(frames[0], ".gif", save_all=True, append_images=rest, duration=list(pauses), loop=0)
+
+
 def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:
-    """Write frames ``[h, w, 3]`` as a GIF that repeats, each shown for some milliseconds; return ``path``.
+    """Write frames as :func:`encode_motion` encodes them, whole or not at all; return ``path``.
 
     Raises:
         RunError: if that fails.
     """
-    rest = [Image.fromarray(frame) for frame in frames[1:]]
-    return write_picture(path, frames[0], save_all=True, append_images=rest, duration=list(pauses), loop=0)
+    with writing(path):
+        write_output(path, encode_motion(frames, pauses), durable=False)
+    return path
 
 
 def write_picture(path: Path, pixels: np.ndarray[Any, Any], **options: Any) -> Path:

@@ -42,7 +42,8 @@ function makeCard(run) {
   card.className = `run colour-${run.id % COLOURS}`;
   card.innerHTML = `<h2><label><input type="checkbox" checked><span></span></label></h2>
     <p class="summary"></p><p class="bad" hidden></p>
-    <div class="samples" hidden><img alt=""><label><span class="named">Samples <output></output></span><input type="range" min="0"></label></div>`;
+    <div class="samples" hidden><img alt=""><label><span class="named">Samples <output></output></span><input type="range" min="0"></label>
+    <a download>Download a film of the samples</a></div>`;
   const [box, slider] = card.querySelectorAll("input");
   box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](run.id); drawCharts(); });
   slider.addEventListener("input", () => showSample(card));
@@ -64,6 +65,10 @@ function updateCard(card, run) {
   card.querySelector(".samples").hidden = run.samples.length === 0;
   slider.max = run.samples.length - 1;
   slider.hidden = run.samples.length < 2;
+  const film = card.querySelector("a");
+  film.hidden = slider.hidden;
+  film.href = `film/${run.id}/film.gif`;
+  film.download = `${run.name.replaceAll("/", "-")}.gif`;
   if (isAtEnd) slider.value = run.samples.length - 1; // who looks at the newest goes on with it
   showSample(card);
 }

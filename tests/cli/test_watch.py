@@ -76,6 +76,19 @@ def test_the_page_and_its_parts(run: Path) -> None:
         )
 
 
+def test_a_film_needs_two_grids(run: Path) -> None:
+    grid = run / "samples/step_00000020.png"
+    with served(run) as server:
+        for other in (run / "samples").glob("*.png"):
+            if other != grid:
+                other.unlink()
+        assert get(server, "/film/0/film.gif")[0] == 404
+        shutil.copy(grid, run / "samples/step_00000050.png")
+        status, content, headers = get(server, "/film/0/film.gif")
+        assert (status, content[:6], headers["Content-Type"]) == (200, b"GIF89a", "image/gif")
+        assert get(server, "/film/1/film.gif")[0] == get(server, "/film/0/other.gif")[0] == 404
+
+
 def test_runs_that_appear_keep_their_numbers(run: Path, tmp_path: Path) -> None:
     with served(run.parent) as server:
         assert [each["name"] for each in json.loads(get(server, "/runs.json")[1])] == ["cats"]
