@@ -12,10 +12,10 @@ help:  ## list the targets
 
 install: $(READY)  ## create .venv and install requirements.txt
 
-demo: $(READY)  ## train a small rectified flow on drawn flowers: 5 to 14 minutes on 2 CPU cores
-	$(BIN)/python train_oxford.py --dataset synthetic-flowers --image_size 32 --dim 32 --dim_mults 1 2 2 --dropout 0 \
-		--batch_size 16 --train_num_steps 900 --learning_rate 1e-3 --lr_warmup_steps 50 --ema_decay 0.99 \
-		--sample_every 300 --sample_steps 8 --save_every 300 --log_every 10 --output_dir runs/demo
+demo: $(READY)  ## train on drawn flowers, export a web page and open it, within 10 minutes of 2 CPU cores (NO_OPEN=1)
+	$(call install_into_venv,-e ".[export]")
+	$(BIN)/rectified-flow train --dataset synthetic-flowers --image_size 32 --budget 7m --one_step --output_dir runs/demo
+	$(BIN)/rectified-flow export --checkpoint runs/demo/one-step --format page $(if $(NO_OPEN),,--open)
 
 test: $(READY_DEV)  ## run the tests
 	$(BIN)/python -m pytest

@@ -1,6 +1,8 @@
 """Write a trained flow as a program for other software, or as a web page."""
 
 import json
+import webbrowser
+from pathlib import Path
 
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
 from rectified_flow.cli.exports.page import SOURCES, THUMBNAIL, newest_samples, page_files, write_files, zipped
@@ -18,6 +20,7 @@ from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB
 from rectified_flow.system.files import prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
+from rectified_flow.system.server import folder_server
 from rectified_flow.system.terminal import lines
 
 CHECKED_BATCHES = (1, 3)
@@ -84,9 +87,20 @@ def export(config: ExportConfig) -> None:
             report["archive"] = f"{archive}, {archive.stat().st_size / 1e6:.1f} MB"
     if flags.format == "page":
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"
-    print(lines(report))
+    print(lines(report), flush=True)
     if space is not None:
         publish(space, files, "flow map" if call.is_map else "rectified flow", asks=not flags.yes)
+    if flags.open:
+        _open(folder)
+
+
+def _open(folder: Path) -> None:
+    """Serve the page in a folder until Ctrl-C, and open it in a browser."""
+    with folder_server(folder) as server:
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        print(lines({"open": f"{address}, until Ctrl-C"}), flush=True)
+        webbrowser.open(address)
+        server.serve_forever()
 
 
 def _check_page(call: NetworkCall) -> None:

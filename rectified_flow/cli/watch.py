@@ -1,6 +1,5 @@
 """watch.py: a page on this machine that shows runs while they train. It reads their folders, and writes nothing."""
 
-import errno
 import mimetypes
 import sys
 import webbrowser
@@ -15,7 +14,7 @@ from urllib.parse import urlsplit
 from rectified_flow.cli.flags.sampling import WatchConfig, WatchedConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.watched import WatchedRun, WatchedRuns, runs_in
-from rectified_flow.system.files import LONGEST, printable
+from rectified_flow.system.server import bind
 from rectified_flow.system.terminal import lines
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -30,8 +29,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 REMEDY = "pass the --output_dir of a run, or a folder of runs"
-PORTS = 20
-"""Number of ports that are tried, from ``--port`` on."""
 
 
 class Server(ThreadingHTTPServer):
@@ -136,16 +133,8 @@ def serve(flags: WatchedConfig) -> Server:
     for folder in flags.runs:
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: {REMEDY}")
-    problem: Exception
-    for port in range(flags.port, min(flags.port + PORTS, 65536)):
-        try:
-            return Server((flags.host, port), WatchedRuns(flags.runs))
-        except (OSError, TypeError) as error:  # TypeError: a host that is no name of the internet
-            problem = error
-            if getattr(error, "errno", None) != errno.EADDRINUSE:
-                break
-    address = f"--host {printable(flags.host)[:LONGEST]} and --port {flags.port} to {port}"
-    raise UsageError(f"{address} cannot be used ({problem}): pass others")
+    make = lambda address: Server(address, WatchedRuns(flags.runs))  # noqa: E731
+    return bind(make, flags.host, flags.port, "pass another --host or --port")
 
 
 def watch(config: WatchConfig) -> None:

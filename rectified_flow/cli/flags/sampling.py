@@ -221,6 +221,8 @@ class ExportedConfig(Flags):
     """Folder for the program and its model.json."""
     half: bool = False
     """Store weights in float16, half the size; the program still computes in float32."""
+    open: bool = False
+    """Also serve the page on this machine until Ctrl-C, and open it in a browser."""
     zip: bool = False
     """Also write the page's files as one .zip beside the folder."""
     push_to_hub: str | None = None
@@ -237,7 +239,7 @@ class ExportedConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format != "page":
-            page_only = {"zip": self.zip, "push_to_hub": self.push_to_hub}
+            page_only = {"open": self.open, "zip": self.zip, "push_to_hub": self.push_to_hub}
             refuse(page_only, "has no effect without --format page: pass both")
         if self.push_to_hub is None:
             hub_only = {name: getattr(self, name) for name in ("private", "yes", "license", "model_repo")}
