@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.inputs import Axis, cells_of
+from rectified_flow.cli.samples.inputs import Axis, cells_of
 from rectified_flow.load import load_flow
 from tests import programs
 from tests.networks.tiny_encoder import write_encoder
