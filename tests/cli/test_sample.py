@@ -86,7 +86,7 @@ def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
 def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     draw("--checkpoint", run, "--num_samples", 3, "--steps", 3, "--classes", "all", "--output_dir", tmp_path)
     told = capfd.readouterr().out
-    assert "6 of the network for each picture" in told
+    assert "3 of the network for each picture" in told
     assert "cat, dog" in told
     assert "3 intervals, ab2, uniform grid" in told
 

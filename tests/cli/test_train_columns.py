@@ -138,7 +138,7 @@ def test_the_cells_of_a_grid_row_by_row() -> None:
 def test_guidance_of_one_condition(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"--checkpoint {runs}/one --steps 2 --num_samples 1 --set size=3 --set parity=odd --output_dir {tmp_path}"
     sample([*flags.split(), "--guidance", "size=3", "parity=2"])
-    assert "12 of the network for each picture" in capsys.readouterr().out, "three times as many as without"
+    assert "6 of the network for each picture" in capsys.readouterr().out, "three times as many as without"
 
 
 def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> None:

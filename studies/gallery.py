@@ -1,0 +1,128 @@
+"""Make the pictures of docs/gallery.md again: run the commands of its sections, and show what they generated.
+
+A section shows one picture, ``images/gallery/NAME.png`` or ``.gif``, and has one block of commands that write
+``pictures/NAME.gif``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
+samples instead, they become labelled columns of one picture. A training that has ended is not repeated.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from torchvision.transforms.functional import pil_to_tensor
+
+from rectified_flow.errors import UsageError
+from rectified_flow.system.pictures import labelled_grid, open_picture, over_white, write_picture
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/gallery.md"
+PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|gif))\)"
+SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
+ROWS = 6
+"""Number of samples in a column."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the gallery: its title, the picture that it shows, and the commands that make it."""
+
+    title: str
+    picture: Path
+    commands: list[str]
+
+
+@dataclass(frozen=True)
+class Config:
+    """All flags of the program."""
+
+    only: tuple[str, ...] = ()
+    """Names of pictures to make, such as one-call; all if none are given."""
+    data: Path = Path(os.environ.get("STUDIES_DATA", "."))
+    """Folder with the folders of pictures that the commands name."""
+    output_dir: Path = Path("runs/gallery")
+    """Folder in which the commands run."""
+
+
+def sections_of(page: str) -> list[Section]:
+    """Return the sections of a page that show a picture and have a block of commands."""
+    return [
+        Section(title, Path(picture), block.replace("\\\n", " ").splitlines())
+        for title, picture, block in SECTION.findall(page)
+    ]
+
+
+def run(command: str, folder: Path) -> None:
+    """Run a command of the page in a folder, with this Python and this checkout.
+
+    Raises:
+        UsageError: if the command fails.
+    """
+    words, environment = shlex.split(command, comments=True), dict(os.environ)
+    while words and "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = str(ROOT / value)
+    if not words:
+        return
+    program = {"rectified-flow": ["-m", "rectified_flow"], "python": [str(ROOT / words[1])]}[words[0]]
+    rest = words[1 if words[0] == "rectified-flow" else 2 :]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
+    print(f"$ {command}", flush=True)
+    if subprocess.run([sys.executable, *program, *rest], cwd=folder, env=environment, check=False).returncode:
+        raise UsageError(f"the command failed: {command}")
+
+
+def show(made: Path, picture: Path) -> None:
+    """Write the picture of a section from what its commands made.
+
+    Args:
+        made: file or folder without a suffix, such as ``pictures/one-call``.
+        picture: the picture to write.
+    """
+    if picture.suffix == ".gif":
+        picture.write_bytes(made.with_suffix(".gif").read_bytes())
+    elif (made / "grid.png").exists():
+        picture.write_bytes((made / "grid.png").read_bytes())
+    else:
+        columns = sorted(each for each in made.iterdir() if each.is_dir())
+        files = [sorted(column.glob("0*.png"))[:ROWS] for column in columns]
+        images = [pil_to_tensor(over_white(open_picture(file))) for row in zip(*files, strict=True) for file in row]
+        names = [column.name.partition(" ")[2] for column in columns]  # without the number that orders them
+        write_picture(picture, labelled_grid(torch.stack(images), [""] * len(files[0]), names))
+
+
+def main(config: Config) -> None:
+    """Make the pictures of the gallery.
+
+    Raises:
+        UsageError: if a command fails, or there is no such picture.
+    """
+    chosen = {section.picture.stem: section for section in sections_of(PAGE.read_text())}
+    if unknown := set(config.only) - chosen.keys():
+        raise UsageError(f"--only {' '.join(sorted(unknown))} is not in {PAGE}: choose {', '.join(chosen)}")
+    config.output_dir.mkdir(parents=True, exist_ok=True)
+    for source in config.data.iterdir() if config.data.is_dir() else ():
+        link = config.output_dir / source.name
+        if source.is_dir() and not link.exists():
+            link.symlink_to(source.resolve())
+    for name, section in chosen.items():
+        if not config.only or name in config.only:
+            print(f"# {section.title}", flush=True)
+            for command in section.commands:
+                run(command, config.output_dir)
+            picture = PAGE.parent / section.picture
+            picture.parent.mkdir(exist_ok=True)
+            show(config.output_dir / "pictures" / name, picture)
+            print(f"picture  {picture}", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(tyro.cli(Config, description=__doc__))
+    except UsageError as error:
+        sys.exit(f"gallery: error: {error}")

@@ -1,0 +1,39 @@
+"""The gallery: its page is what the program reads, and a picture is made from what the commands wrote."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from rectified_flow.errors import UsageError
+from studies.gallery import PAGE, run, sections_of, show
+
+
+def test_every_section_has_a_picture_and_commands() -> None:
+    page = PAGE.read_text()
+    sections = sections_of(page)
+    assert len(sections) == page.count("\n## ") > 5
+    for section in sections:
+        assert (PAGE.parent / section.picture).exists(), section.picture
+        assert any(f"pictures/{section.picture.stem}" in command for command in section.commands), section.title
+
+
+def test_a_grid_or_columns_become_the_picture(tmp_path: Path) -> None:
+    for shade, name in ((0, "1 one call"), (200, "2 two calls")):
+        (tmp_path / "made" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (4, 4), (shade, 0, number)).save(tmp_path / "made" / name / f"0000{number}.png")
+    show(tmp_path / "made", tmp_path / "columns.png")
+    pixels = np.asarray(Image.open(tmp_path / "columns.png"))
+    left, right = pixels[-10, -150], pixels[-10, -10]
+    assert (left.tolist(), right.tolist()) == ([0, 0, 1], [200, 0, 1])
+    Image.new("RGB", (4, 4), "red").save(tmp_path / "made/grid.png")
+    show(tmp_path / "made", tmp_path / "grid.png")
+    assert Image.open(tmp_path / "grid.png").size == (4, 4)
+
+
+def test_a_command_runs_in_the_folder_and_its_failure_is_an_error(tmp_path: Path) -> None:
+    run("rectified-flow --help", tmp_path)
+    with pytest.raises(UsageError, match="the command failed: rectified-flow sample --film a.avi"):
+        run("rectified-flow sample --film a.avi", tmp_path)
