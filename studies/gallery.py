@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import tyro
+from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.errors import UsageError
@@ -24,8 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
 PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|gif))\)"
 SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
-ROWS = 6
-"""Number of samples in a column."""
+ROWS, LEAST_WIDTH = 6, 400
+"""Number of samples in a column, and width that a grid is enlarged to reach [px]."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,9 @@ def show(made: Path, picture: Path) -> None:
     if picture.suffix == ".gif":
         picture.write_bytes(made.with_suffix(".gif").read_bytes())
     elif (made / "grid.png").exists():
-        picture.write_bytes((made / "grid.png").read_bytes())
+        grid = over_white(open_picture(made / "grid.png"))
+        factor = -(-LEAST_WIDTH // grid.width)
+        grid.resize((factor * grid.width, factor * grid.height), Image.Resampling.NEAREST).save(picture)
     else:
         columns = sorted(each for each in made.iterdir() if each.is_dir())
         files = [sorted(column.glob("0*.png"))[:ROWS] for column in columns]

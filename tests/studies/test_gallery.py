@@ -30,7 +30,7 @@ def test_a_grid_or_columns_become_the_picture(tmp_path: Path) -> None:
     assert (left.tolist(), right.tolist()) == ([0, 0, 1], [200, 0, 1])
     Image.new("RGB", (4, 4), "red").save(tmp_path / "made/grid.png")
     show(tmp_path / "made", tmp_path / "grid.png")
-    assert Image.open(tmp_path / "grid.png").size == (4, 4)
+    assert Image.open(tmp_path / "grid.png").size == (400, 400)
 
 
 def test_a_command_runs_in_the_folder_and_its_failure_is_an_error(tmp_path: Path) -> None:
