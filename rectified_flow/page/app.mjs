@@ -17,6 +17,8 @@ const TASKS = {
 const LARGE = 4; // pixels of a large download for each pixel, along a side
 const OTHER_TASK = ["Image translation", "The model translates your picture."];
 const LARGEST_SEED = 2 ** 32 - 1;
+const QUIET = 1000; // after which a message is said: sliders and steps show many [ms]
+const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
 
@@ -32,6 +34,7 @@ let comparison = null; // has the visitor's picture, if there is one
 let chosen = 0; // the result that is compared with the picture
 const held = { a: null, b: null };
 let shown = null; // the last finished x
+let saying = 0; // a timer
 let revealing = false; // whether the big pictures are painted on their way, too: of sliders only the ends are
 
 worker.onerror = (event) => fail(event.message || "The browser could not start the model.");
@@ -216,7 +219,7 @@ function place() {
 }
 
 function draw(reveal = false) {
-  revealing = reveal;
+  revealing = reveal && !STILL.matches;
   for (const name of ["steps", "guidance", "level", "brush"]) at(`${name}-value`).textContent = at(name).value;
   at("walk-value").textContent = (seed() + Number(at("walk").value)).toFixed(2);
   if (!model) return;
@@ -249,7 +252,7 @@ function show({ id, interval, steps, x, milliseconds }) {
     if (Math.round((stop * steps) / (STOPS - 1)) === interval) paint(element, x, 0, shape, model.fields);
   });
   const count = pictures.length > 1 ? `${pictures.length} pictures` : "Drawn";
-  if (!finished && interval) say(`Step ${interval} of ${steps}`);
+  if (!finished && interval) tell(`Step ${interval} of ${steps}`);
   if (!finished) return;
   say(`${count} in ${(milliseconds / 1000).toFixed(2)} s`);
   at("keep").hidden = false;
@@ -258,15 +261,20 @@ function show({ id, interval, steps, x, milliseconds }) {
   document.body.dataset.drawn = id === newest ? id : "";
 }
 
-function say(text) {
-  at("status").className = "";
+/** Show a text, which screen readers do not say. */
+function tell(text, state = "") {
+  at("status").className = state;
   at("status").textContent = text;
+  clearTimeout(saying);
 }
 
-function fail(message) {
-  at("status").className = "failed";
-  at("status").textContent = message;
+/** Show a text, which screen readers say if no other one follows soon. */
+function say(text, state = "") {
+  tell(text, state);
+  saying = setTimeout(() => { at("said").textContent = text; }, QUIET);
 }
+
+const fail = (message) => say(message, "failed");
 
 function go(to, reveal = false) {
   at("seed").value = Math.min(LARGEST_SEED, Math.max(0, to));
@@ -383,6 +391,7 @@ const KEYS = { // actions, and the controls that are visible where they have a u
 addEventListener("keydown", (event) => {
   const taking = event.key === "Escape" ? "select" : "input, select"; // what has a use for the key itself
   if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches(taking)) return;
+  if (event.key !== "Escape" && !at("keys").checked) return; // speech input types single letters
   const [action, control] = KEYS[event.key.length === 1 ? event.key.toLowerCase() : event.key] ?? [];
   if (!model || !action || (control && !at(control).offsetParent)) return;
   event.preventDefault();

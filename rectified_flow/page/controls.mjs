@@ -55,7 +55,7 @@ function number(condition, changed) {
   const { min, max, step, decimals, start } = rangeOf(condition.quantiles);
   const slider = element("input", { id: idOf(condition), type: "range", min, max, step, value: start });
   const any = element("input", { id: `${slider.id}-any`, type: "checkbox", ariaLabel: `Any ${titleOf(condition)}` });
-  const output = element("output", { htmlFor: slider.id });
+  const output = element("output", { htmlFor: slider.id, ariaLive: "off" });
   const bars = chart(histogram(condition.quantiles, min, max));
   const show = () => {
     const at = Math.floor((bars.children.length * (slider.value - min)) / (max - min || 1));

@@ -4,6 +4,8 @@ import { pixels, stroke } from "./sampler.mjs";
 
 const TINT = [226, 54, 112]; // of the pixels that are painted over
 const TINT_SHARE = 0.7;
+const STRIDE = 0.05; // of the brush at each press of an arrow key, as a share of a side
+const WAYS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
 const at = (id) => document.getElementById(id);
 
 /** The pixels RGBA of a file, resized and cropped to `shape`. */
@@ -49,6 +51,7 @@ export class Comparison {
   #shape;
   #pending = true; // whether there is no result yet
   #last = null; // where the brush was, in pixels
+  #aim = [0.5, 0.5]; // where the keyboard paints, as shares of the sides
 
   /** `changing()` and `changed()` are called before and after a stroke of the brush, where `canPaint` allows it. */
   constructor(shape, canPaint, changing, changed) {
@@ -62,6 +65,7 @@ export class Comparison {
     at("split").value = canPaint ? 0 : 50;
     at("split").oninput = () => this.#slide();
     for (const name of ["given", "compare"]) this.#listen(at(name).querySelector(".frame"));
+    this.#listenToKeys(at("paint-here"));
   }
 
   /** Take a picture, or null for none. */
@@ -125,6 +129,30 @@ export class Comparison {
       frame.onpointermove = null;
       if (this.#last) this.changed();
       this.#last = null;
+    };
+  }
+
+  /** While `button` has the focus, arrow keys move the brush, whose place is shown; the button paints there. */
+  #listenToKeys(button) {
+    const aim = () => {
+      const [, height, width] = this.#shape;
+      const size = (Number(at("brush").value) * Math.min(width, height)) / width;
+      const [across, down] = this.#aim.map((share) => 100 * share);
+      for (const [name, value] of Object.entries({ across, down, size })) at("views").style.setProperty(`--${name}`, `${value}%`);
+    };
+    button.onfocus = () => { aim(); at("views").classList.add("aiming"); };
+    button.onblur = () => at("views").classList.remove("aiming");
+    button.onkeydown = (event) => {
+      if (!(event.key in WAYS)) return;
+      event.preventDefault();
+      event.stopPropagation(); // arrow keys elsewhere change the seed
+      this.#aim = this.#aim.map((share, side) => Math.min(1, Math.max(0, share + STRIDE * WAYS[event.key][side])));
+      aim();
+    };
+    button.onclick = () => {
+      this.#paintTo(this.#aim);
+      this.#last = null;
+      this.changed();
     };
   }
 
