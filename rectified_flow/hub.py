@@ -3,8 +3,9 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,6 +46,8 @@ NAMES_OR_PATHS = {
 """Flags whose path on this machine need not be public; its last part names the data or the run."""
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""
+DISTANCES = ("fid", "frechet_distance")
+"""Ends of the names of Fréchet distances; the first distance of a result is that of its feature network."""
 
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -144,7 +147,7 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         sources=flow.takes_source,
         classes=getattr(flow.conditions.get("labels"), "num_classes", None),
         columns=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in columns.items()),
-        parameters=f"{sum(p.numel() for p in flow.network.parameters()) / 1e6:.1f}",
+        parameters=f"{_parameters(flow) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
         **texts,
     )
@@ -173,11 +176,7 @@ def card_of_run(
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
     dataset, hub_dataset = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
-    results = [
-        result
-        for result in read_results(trained.run_folder)
-        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == trained.weights
-    ]
+    results = _results_of(trained)
     measured = [
         EvalResult(
             task_type=task_of(trained.flow),
@@ -209,6 +208,84 @@ def card_of_run(
         "dataset": dataset,
         "command": shlex.join([*program.split(), *command_line(changed)]) if trained.config.get("flags") else None,
         "results": results,
+    }
+
+
+def about_model(trained: Trained, license_name: str | None) -> dict[str, Any]:
+    """Return what an exported model says about itself, as plain data; what is not known is None.
+
+    Args:
+        trained: the checkpoint.
+        license_name: the licence of the model, as the hub names it.
+
+    Returns:
+        - ``dataset``: the name of the data, which is never a path, and ``taught``, whether the model was trained on the
+          results of a teacher that was trained on these data;
+        - ``items`` and ``held_out``: the numbers of items that it was trained on, and that were held out;
+        - ``size``: width and height of the pictures [px]; ``parameters``: their number in the network;
+        - ``steps`` and ``images_seen``: the length of the training;
+        - ``evaluation``: ``copies`` (a share), ``distance`` (name and value), ``steps``, ``guidance_scale`` and
+          ``num_samples`` of a result of evaluate.py for these weights, by preference with the default number of steps;
+        - ``license`` and ``version``, that of the program.
+
+    Raises:
+        UsageError: if the run's ``evaluation.json`` is damaged.
+    """
+    flow, flags = trained.flow, program_flags(trained.config)
+    dataset, _ = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
+    items = trained.config.get("items", {})
+    counters = trained.counters
+    return {
+        "dataset": dataset,
+        "taught": bool(flags.get("teacher") or flags.get("reflow_from")),
+        "items": items.get("training"),
+        "held_out": items.get("held_out"),
+        "size": None if flow.space.shape is None else [*flow.space.shape[:0:-1]],
+        "parameters": _parameters(flow),
+        "steps": None if counters is None else counters.step,
+        "images_seen": None if counters is None else counters.images_seen,
+        "evaluation": _summary(_results_of(trained), flow.default_steps),
+        "license": license_name,
+        "version": _version(),
+    }
+
+
+def _parameters(flow: Flow) -> int:
+    return sum(parameter.numel() for parameter in flow.network.parameters())
+
+
+def _version() -> str | None:
+    """Return the version of this program, or None if it is not installed."""
+    try:
+        return version(LIBRARY)
+    except PackageNotFoundError:
+        return None
+
+
+def _results_of(trained: Trained) -> list[dict[str, Any]]:
+    """Return the results of evaluate.py for these weights of this checkpoint, oldest first.
+
+    Raises:
+        UsageError: if the run's ``evaluation.json`` is damaged.
+    """
+    return [
+        result
+        for result in read_results(trained.run_folder)
+        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == trained.weights
+    ]
+
+
+def _summary(results: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any] | None:
+    """Return the newest result with this number of steps, or else the newest, in short; None if there is none."""
+    if not results:
+        return None
+    result = next((each for each in reversed(results) if each.get("steps") == steps), results[-1])
+    distances = result["distances"]
+    name = next((name for name in distances if name.endswith(DISTANCES)), None)
+    return {
+        "copies": distances.get("copies"),
+        "distance": None if name is None else {"name": name, "value": distances[name]},
+        **{name: result.get(name) for name in SETTINGS_OF_RESULTS},
     }
 
 

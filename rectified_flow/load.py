@@ -19,7 +19,7 @@ from rectified_flow.networks.captions import Caption, PretrainedTextEncoder
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
+from rectified_flow.runs.checkpoint import FLOW_FILE, Counters, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
 from rectified_flow.runs.snapshots import synthesize
@@ -81,6 +81,8 @@ class Trained:
     """The contents of its ``config.json``; empty if there is none."""
     run: RunIdentity | None
     """Identity of the run that wrote the checkpoint; None if the checkpoint contains weights only."""
+    counters: Counters | None
+    """The run's steps and images until then; None if the checkpoint contains weights only."""
 
     @property
     def run_folder(self) -> Path:
@@ -155,12 +157,14 @@ def read_trained(source: Path) -> Trained:
         raise UsageError(f"checkpoint {source} has no {FLOW_FILE}: register the network and the flow before training")
     flow = build_flow(checkpoint.load_document(source, FLOW_FILE), source / FLOW_FILE)
     checkpoint.load_averaged(network_of(flow), source)
+    state = checkpoint.load_state(source) if checkpoint.STATE_FILE in files else None
     return Trained(
         flow=flow.eval(),
         source=source,
         weights="averaged weights" if checkpoint.EMA_FILE in files else "last weights",
         config=read_config(source / checkpoint.CONFIG_FILE) if checkpoint.CONFIG_FILE in files else {},
-        run=checkpoint.load_state(source).run if checkpoint.STATE_FILE in files else None,
+        run=None if state is None else state.run,
+        counters=state,
     )
 
 

@@ -11,6 +11,7 @@ from rectified_flow.cli.exports.space import find_space, publish
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Kinds
 from rectified_flow.errors import UsageError
+from rectified_flow.hub import about_model
 from rectified_flow.load import read_trained
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.runs import checkpoint
@@ -60,6 +61,7 @@ def export(config: ExportConfig) -> None:
     if flags.half:
         call.keep_in_half()
     content, description = serialise(call, flags.format), describe(call, flags.format)
+    description["about"] = about_model(trained, flags.license if space is None else space.license_name)
     run = load(content, flags.format)
     difference = check(((run(call.example(count)), each) for count, each in expected.items()), "flow", flags.half)
     files: dict[str, bytes] = {FILES[flags.format]: content}

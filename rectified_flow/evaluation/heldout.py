@@ -129,9 +129,14 @@ class HeldOutPictures:
         training: the training pictures, or their latents.
         held_out: the held-out pictures of the same kind.
         seed: seed of the noise and of the choice of pictures.
+
+    Attributes:
+        available: number of all held-out pictures.
+        count: number of those that are measured.
     """
 
     def __init__(self, training: StoreDataset, held_out: StoreDataset, seed: int) -> None:
+        self.available = len(held_out)
         self.count = min(len(training), len(held_out), MOST_PICTURES)
         self.seed = seed
         self._sides = []

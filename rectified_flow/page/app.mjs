@@ -1,5 +1,6 @@
 // The page: controls make a job, the worker draws it, and its pictures are shown as they come.
 
+import { showAbout } from "./about.mjs";
 import { makeControls } from "./controls.mjs";
 import { Comparison, joined, paint, readPicture } from "./picture.mjs";
 import { degraded, fromPixels, isGuidable } from "./sampler.mjs";
@@ -71,12 +72,7 @@ function begin(description) {
   model = description;
   shape = model.inputs.x.shape.slice(1);
   const map = model.kind === "map";
-  const side = `${shape[2]}\u00a0×\u00a0${shape[1]} pixels`;
-  const classes = model.classes.length ? `, ${model.classes.length} classes` : "";
-  const ends = `from ${model.source?.as === "start" ? "picture" : "noise"} to picture`;
-  const way = `${map ? "flow map" : "rectified flow"}, ${ends} in ${model.steps === 1 ? "one step" : `${model.steps} steps`}`;
-  at("about").textContent = `A ${way}: ${side}${classes}.`;
-  if (model.fields?.ends) showLegend(model.fields);
+  showAbout(model);
   conditions = makeControls(model.conditions, at("texts"), at("conditions"), () => draw());
   at("conditions").hidden = !at("conditions").children.length;
   if (at("texts").children.length) document.title = at("title").textContent = "Pictures from a text";
@@ -95,15 +91,6 @@ function begin(description) {
   restore();
   arrange(true);
   begun();
-}
-
-/** Show what the colours of measurements mean. */
-function showLegend({ colours, ends, shown }) {
-  at("legend").hidden = false;
-  at("legend").title = `Channel ${shown[0] + 1}`;
-  const stops = colours.filter((_, i) => i % 15 === 0).map((rgb) => `rgb(${rgb})`);
-  at("bar").style.background = `linear-gradient(to right, ${stops})`;
-  [at("least").textContent, at("greatest").textContent] = ends;
 }
 
 function beginWithSource() {

@@ -1,9 +1,8 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
-import { conditionsOf } from "./conditions.mjs";
+import { conditionsOf, programEncoder, wordEncoder } from "./conditions.mjs";
 import { openNetwork, openTextEncoder } from "./runtime.mjs";
 import { sample } from "./sampler.mjs";
-import { programEncoder, wordEncoder } from "./text.mjs";
 
 let newest = 0;
 let queue = Promise.resolve();

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import BusyError, UsageError, first_line
 from rectified_flow.flags import plain
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, is_artifact, owned_files
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
 from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file
 from rectified_flow.system.outputs import claim
 
@@ -42,6 +42,8 @@ class ConfigFile:
     network: dict[str, Any] | None = None
     flow: dict[str, Any] | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    items: dict[str, Natural] = field(default_factory=dict)
+    """Numbers of items of the data: ``training``, and ``held_out`` if some are."""
 
 
 def describe_run(
@@ -64,6 +66,7 @@ def describe_run(
     document = {
         "run": {name: value for name, value in plain(config).items() if name not in unused},
         "data": getattr(dataset, "arguments", None) or {"description": data_description(dataset)},
+        "items": {"training": len(dataset)},  # type: ignore[arg-type]
         "network": flow.get("network"),
         "flow": {name: value for name, value in flow.items() if name != "network"},
     }

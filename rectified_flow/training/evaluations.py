@@ -163,6 +163,10 @@ class HeldOutHook(Measurement):
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
+    def on_setup(self, trainer: "Trainer") -> None:
+        """Record the number of held-out pictures in the run's ``config.json``."""
+        trainer.run.document["items"]["held_out"] = self.pictures.available
+
     def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
         """Return the loss of some pictures, ``[n]``."""
         return self.pictures.losses(_averaged(trainer), numbers)

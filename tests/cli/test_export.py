@@ -25,6 +25,8 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.hub import about_model
+from rectified_flow.load import read_trained
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder, TextEncoder
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import register
@@ -89,6 +91,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     assert (said["kind"], said["classes"], said["no_label"]) == ("rectified", ["cat", "dog"], 2)
     assert (said["steps"], said["solver"], said["velocity_at_data"]) == (16, "ab2", False)
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
+    assert said["about"] == about_model(read_trained(next((tmp_path / "checkpoints").glob("step_*"))), None)
     assert "difference  at most" in capsys.readouterr().out
 
 

@@ -60,7 +60,7 @@ def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, body: str, **given: Any) -> Any:
     """Run a program in JavaScript, in which there are the modules of the page, and return its result."""
-    modules = {"conditions": "conditions.mjs", "text": "text.mjs", "tokenizers": "tokenizers/tokenizers.min.mjs"}
+    modules = {"conditions": "conditions.mjs", "tokenizers": "tokenizers/tokenizers.min.mjs"}
     lines = [f"import * as {name} from {json.dumps((folder / file).as_uri())};" for name, file in modules.items()]
     lines.append(f"const given = JSON.parse({json.dumps(json.dumps(given))});")
     lines.append(f"console.log(JSON.stringify(await (async () => {{{body}}})()));")
@@ -77,10 +77,10 @@ def test_words_and_their_vectors_are_those_of_python(page_folder: Path) -> None:
     caption = {"size": encoder.size, "tokens": 0, "encoder": {"kind": "words", "words": encoder.words}}
     texts = [*EXAMPLES, "a cat and a cat and a RED dog", "nothing known", ""]
     body = """
-    const encode = text.wordEncoder(given.caption);
+    const encode = conditions.wordEncoder(given.caption);
     const values = (each) => { const found = encode(each); return found && [...found]; };
-    const unknown = given.texts.map((each) => text.sorted(given.caption.encoder, each).unknown);
-    return { words: given.words.map(text.wordsOf), vectors: given.texts.map(values), unknown };
+    const unknown = given.texts.map((each) => conditions.sorted(given.caption.encoder, each).unknown);
+    return { words: given.words.map(conditions.wordsOf), vectors: given.texts.map(values), unknown };
     """
     found = run(page_folder, body, caption=caption, texts=texts, words=WORDS)
     assert found["words"] == [words_of(each) for each in WORDS]
@@ -126,7 +126,7 @@ def test_ids_of_tokens_are_those_of_python(page_folder: Path, tmp_path: Path) ->
     texts = [*WORDS[:-2], *EXAMPLES, "flowers " * 20, "a red, blue cat.", "[SEP] the dog"]
     body = """
     const tokenizer = new tokenizers.Tokenizer(given.tokenizer, {});
-    return given.texts.map((each) => text.idsOf(tokenizer, each, given.most));
+    return given.texts.map((each) => conditions.idsOf(tokenizer, each, given.most));
     """
     document = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
     found = run(page_folder, body, tokenizer=document, texts=texts, most=encoder.most_tokens)

@@ -1,5 +1,6 @@
 """Runs on columns: the same on 1 and 2 processes, resumed, distilled, sampled; and bad input."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from rectified_flow.cli.samples.inputs import Axis, cells_of
 from rectified_flow.load import load_flow
+from rectified_flow.runs.folder import read_config
 from tests import programs
 from tests.networks.tiny_encoder import write_encoder
 from tests.programs import program
@@ -68,6 +70,10 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_same_run_on_one_process_and_on_two(runs: Path) -> None:
     assert losses(runs / "one") == pytest.approx(losses(runs / "two"), rel=1e-3)
     assert len(set(losses(runs / "one").values())) == 8
+    items = [read_config(runs / run / "config.json")["items"] for run in ("one", "two", "resumed")]
+    measured = json.loads((runs / "one/heldout.jsonl").read_text().splitlines()[0])["losses"]
+    assert items[0] == items[1] == items[2]
+    assert (len(measured), sum(items[0].values()) <= COUNT) == (min(items[0]["training"], items[0]["held_out"]), True)
 
 
 def test_a_resumed_run_is_the_same_to_the_byte(runs: Path) -> None:

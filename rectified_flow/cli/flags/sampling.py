@@ -232,7 +232,7 @@ class ExportedConfig(Flags):
     yes: bool = False
     """Upload without asking for confirmation."""
     license: Annotated[str | None, default_is("that of --model_repo")] = None
-    """Licence of the Space, as the hub spells it, such as mit or cc-by-4.0."""
+    """Licence of the model and of the Space, as the hub spells it, such as mit or cc-by-4.0."""
     model_repo: str | None = None
     """Id of the model on the hub, such as me/flowers-model, to which the Space links."""
 
@@ -242,7 +242,7 @@ class ExportedConfig(Flags):
             page_only = {"open": self.open, "zip": self.zip, "push_to_hub": self.push_to_hub}
             refuse(page_only, "has no effect without --format page: pass both")
         if self.push_to_hub is None:
-            hub_only = {name: getattr(self, name) for name in ("private", "yes", "license", "model_repo")}
+            hub_only = {name: getattr(self, name) for name in ("private", "yes", "model_repo")}
             refuse(hub_only, "has no effect without --push_to_hub: pass both")
         for flag, name in {"push_to_hub": self.push_to_hub, "model_repo": self.model_repo}.items():
             if name is not None and not re.fullmatch(r"[^/]+/[^/]+", name):
