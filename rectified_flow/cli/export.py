@@ -1,11 +1,19 @@
 """Write a trained flow as a program for other software, or as a web page."""
 
-import json
 import webbrowser
 from pathlib import Path
 
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
-from rectified_flow.cli.exports.page import SOURCES, THUMBNAIL, newest_samples, page_files, write_files, zipped
+from rectified_flow.cli.exports.page import (
+    DESCRIPTION,
+    SOURCES,
+    THUMBNAIL,
+    newest_samples,
+    page_files,
+    write_files,
+    written_description,
+    zipped,
+)
 from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
 from rectified_flow.cli.exports.space import find_space, publish
 from rectified_flow.cli.flags.sampling import ExportConfig
@@ -46,7 +54,7 @@ def export(config: ExportConfig) -> None:
     encoder = None if flags.format == "torch" else _text_encoder(call.kinds, flags.format)
     space = find_space(flags)
     folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
-    names = [FILES[flags.format], "model.json", *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
+    names = [FILES[flags.format], DESCRIPTION, *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
     thumbnail = None
     if flags.format == "page":
         # a preview of a flow from pictures shows pictures of the data, which need not be public
@@ -79,9 +87,10 @@ def export(config: ExportConfig) -> None:
         files[TOKENIZER_FILE] = tokenizer_file(encoder)
         size = f"{len(files[TEXT_FILE]) / 1e6:.1f} MB, from {encoder.name}"
         report["encoder"] = f"{folder / TEXT_FILE}, {size}, difference at most {difference:.1e}"
-    files["model.json"] = (json.dumps(description, indent=1) + "\n").encode()
     if flags.format == "page":
-        files = page_files(files, thumbnail)
+        files = page_files(files, description, thumbnail)
+    else:
+        files[DESCRIPTION] = written_description(description)
     with writing(f"the exported program in --output_dir {folder}"):
         write_files(folder, files)
         if flags.zip:

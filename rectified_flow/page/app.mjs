@@ -41,15 +41,20 @@ let revealing = false; // whether the big pictures are painted on their way, too
 worker.onerror = (event) => fail(event.message || "The browser could not start the model.");
 worker.onmessage = ({ data }) => {
   if (data.error) fail(data.error);
-  else if (data.progress) load(data);
+  else if (data.received) showLoading(data);
   else if (data.backend) nameBackend(data);
   else if (data.model) begin(data.model);
   else if (data.id === newest || (data.id > latest && data.interval === data.steps)) show(data);
 };
 
-function load({ progress, share = 1 }) {
-  say(progress);
-  at("progress").value = share;
+function showLoading({ received, total }) {
+  const megabytes = (bytes) => (bytes / 1e6).toFixed(1);
+  at("loading").hidden = false;
+  at("loaded").max = Math.max(total, received);
+  at("loaded").value = received;
+  at("loaded-size").textContent = `${megabytes(received)} of ${megabytes(at("loaded").max)} MB`;
+  if (!at("said").textContent) at("said").textContent = "Loading the model";
+  tell(received < total ? "" : "Starting the model …");
 }
 
 /** A worker that starts from a blob has this page's Content-Security-Policy; one that starts from a file has none. */
@@ -60,6 +65,7 @@ function workerSource() {
 
 function nameBackend({ backend, reason }) {
   const card = backend === "webgpu";
+  at("loading").hidden = true;
   document.body.dataset.backend = backend;
   at("backend").textContent = card ? "Drawn by the graphics card (WebGPU)." : `Drawn by the processor (WASM): ${reason}.`;
   at("other").textContent = card ? "Draw by the processor" : "Try the graphics card";
@@ -261,7 +267,10 @@ function say(text, state = "") {
   saying = setTimeout(() => { at("said").textContent = text; }, QUIET);
 }
 
-const fail = (message) => say(message, "failed");
+function fail(message) {
+  at("loading").hidden = true;
+  say(message, "failed");
+}
 
 function go(to, reveal = false) {
   at("seed").value = Math.min(LARGEST_SEED, Math.max(0, to));

@@ -1,37 +1,49 @@
 // The network call of model.onnx: on the graphics card (WebGPU) where there is one, otherwise on the processor (WASM).
 
 const RUNTIMES = {
-  webgpu: { module: "./ort/ort.webgpu.bundle.min.mjs", program: "./ort/ort-wasm-simd-threaded.asyncify.wasm" },
-  wasm: { module: "./ort/ort.wasm.bundle.min.mjs", program: "./ort/ort-wasm-simd-threaded.wasm" },
+  webgpu: { module: "./ort/ort.webgpu.bundle.min.mjs", program: "ort/ort-wasm-simd-threaded.asyncify.wasm" },
+  wasm: { module: "./ort/ort.wasm.bundle.min.mjs", program: "ort/ort-wasm-simd-threaded.wasm" },
 };
+
+/** What draws, why it is not WebGPU, and the file of its runtime; `wanted` is "webgpu", "wasm" or null. */
+export async function chooseRuntime(wanted) {
+  const reason = await whyNoWebGPU(wanted);
+  const backend = reason ? "wasm" : "webgpu";
+  return { backend, reason, file: RUNTIMES[backend].program };
+}
 
 /**
  * A function of {x, t, r, ...conditions}, of which t and r are single times, that evaluates the network.
  *
- * `wanted` is "webgpu", "wasm" or null. Where WebGPU fails, at the start or later, WASM takes its place. `tell(backend, reason)`
- * is called with what draws from now on, and why it is not WebGPU.
+ * `chosen` is a runtime of `chooseRuntime`, whose file has the contents `binary`. Where WebGPU fails, at the start or later, WASM
+ * takes its place, whose runtime `download(files)` returns. `tell(backend, reason)` is called with what draws from now on, and why
+ * it is not WebGPU.
  */
-export async function openNetwork(model, program, wanted, tell) {
+export async function openNetwork(model, program, chosen, binary, download, tell) {
   let network = null;
 
-  async function open(backend, reason) {
-    network = await load(backend, model, program);
+  async function open(backend, reason, contents) {
+    network = await load(backend, contents, model, program);
     tell(backend, reason);
   }
 
-  const reason = await whyNoWebGPU(wanted);
+  async function replace(error) {
+    const [contents] = await download([RUNTIMES.wasm.program]);
+    await open("wasm", failure(error), contents);
+  }
+
   try {
-    await open(reason ? "wasm" : "webgpu", reason);
+    await open(chosen.backend, chosen.reason, binary);
   } catch (error) {
-    if (reason) throw error;
-    await open("wasm", failure(error));
+    if (chosen.backend === "wasm") throw error;
+    await replace(error);
   }
   return async (inputs) => {
     if (network.backend === "wasm") return network.call(inputs);
     try {
       return checked(await network.call(inputs));
     } catch (error) {
-      await open("wasm", failure(error));
+      await replace(error);
       return network.call(inputs);
     }
   };
@@ -55,17 +67,16 @@ function checked(output) {
   return output;
 }
 
-async function load(backend, model, program) {
+async function load(backend, binary, model, program) {
   const ort = await runtime(backend);
+  ort.env.wasm.wasmBinary = binary;
   const session = await start(ort, program, backend);
   return { backend, call: (inputs) => evaluate(ort, session, model, inputs) };
 }
 
 async function runtime(backend) {
-  const files = RUNTIMES[backend];
-  const ort = await import(files.module);
+  const ort = await import(RUNTIMES[backend].module);
   ort.env.wasm.numThreads = 1; // more need headers that static hosts do not send
-  ort.env.wasm.wasmPaths = { wasm: new URL(files.program, import.meta.url).href };
   return ort;
 }
 

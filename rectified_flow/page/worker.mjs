@@ -1,7 +1,7 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
 import { conditionsOf, programEncoder, wordEncoder } from "./conditions.mjs";
-import { openNetwork, openTextEncoder } from "./runtime.mjs";
+import { chooseRuntime, openNetwork, openTextEncoder } from "./runtime.mjs";
 import { sample } from "./sampler.mjs";
 
 let newest = 0;
@@ -16,10 +16,11 @@ async function load() {
   model.conditions = conditionsOf(model);
   const captions = model.conditions.filter(({ kind }) => kind === "caption");
   const texts = captions.find(({ encoder }) => encoder.kind === "program")?.encoder;
-  const [program, encoder] = await download(texts ? [model.file, texts.file] : [model.file]);
-  postMessage({ progress: "Starting the model …" });
+  const chosen = await chooseRuntime(wanted);
+  const download = (names) => downloaded(names, model.sizes ?? {}); // earlier exports have no sizes
+  const [binary, program, encoder] = await download([chosen.file, model.file, ...(texts ? [texts.file] : [])]);
   let drawing;
-  const call = await openNetwork(model, program, wanted, (backend, reason) => {
+  const call = await openNetwork(model, program, chosen, binary, download, (backend, reason) => {
     drawing = backend;
     postMessage({ backend, reason });
   });
@@ -40,10 +41,10 @@ async function fetched(name) {
   return answer;
 }
 
-/** The contents of files, which are loaded at once. */
-async function download(names) {
+/** The contents of files, which are loaded at once; `sizes` has their numbers of bytes, which a compressed answer does not tell. */
+async function downloaded(names, sizes) {
   const answers = await Promise.all(names.map(fetched));
-  const total = answers.reduce((sum, { headers }) => sum + Number(headers.get("Content-Length")), 0);
+  const total = names.reduce((sum, name, i) => sum + (sizes[name] ?? Number(answers[i].headers.get("Content-Length"))), 0);
   let received = 0;
   const read = async (answer) => {
     const parts = [];
@@ -52,15 +53,11 @@ async function download(names) {
       if (done) return new Uint8Array(await new Blob(parts).arrayBuffer());
       parts.push(value);
       received += value.length;
-      const known = total >= received; // not if the host has compressed the files
-      const size = `${megabytes(received)} ${known ? `of ${megabytes(total)} ` : ""}MB`;
-      postMessage({ progress: `Loading the model … ${size}`, share: known ? received / total : 0 });
+      postMessage({ received, total });
     }
   };
   return Promise.all(answers.map(read));
 }
-
-const megabytes = (bytes) => (bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0);
 
 onmessage = ({ data: job }) => {
   newest = job.id;

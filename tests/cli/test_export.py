@@ -321,7 +321,7 @@ def test_a_program_that_differs_is_not_written(
 
 
 def test_a_page_has_the_pinned_packages_unpacked_and_their_licences(tmp_path: Path) -> None:
-    write_files(tmp_path, page_files({}))
+    write_files(tmp_path, page_files({}, {}))
     for folder, package, licence, notices in (
         ("ort", "onnxruntime-web", "MIT License", ["ThirdPartyNotices.txt"]),
         ("tokenizers", "@huggingface/tokenizers", "Apache License", []),
@@ -357,12 +357,12 @@ def test_a_page_is_also_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 def test_the_newest_samples_are_the_thumbnail_of_a_page(tmp_path: Path) -> None:
     assert newest_samples(tmp_path) is None
-    assert b"og:title" in page_files({})["index.html"]
-    assert b"thumbnail" not in page_files({})["index.html"]
+    assert b"og:title" in page_files({}, {})["index.html"]
+    assert b"thumbnail" not in page_files({}, {})["index.html"]
     (tmp_path / "samples").mkdir()
     for step in (900, 1000):
         (tmp_path / f"samples/step_{step:08d}.png").write_text(f"samples of step {step}")
-    files = page_files({}, newest_samples(tmp_path))
+    files = page_files({}, {}, newest_samples(tmp_path))
     assert files["thumbnail.png"] == b"samples of step 1000"
     assert b'<meta property="og:image" content="thumbnail.png">' in files["index.html"]
 

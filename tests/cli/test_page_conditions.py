@@ -54,7 +54,7 @@ LATER = "document.body.dataset.drawn = ''"
 def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a page, unpacked."""
     folder = tmp_path_factory.mktemp("page")
-    write_files(folder, page_files({}))
+    write_files(folder, page_files({}, {}))
     return folder
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 from rectified_flow.runs.watched import SAMPLES
@@ -15,6 +16,8 @@ SOURCES = Path(__file__).resolve().parents[2] / "page"
 THUMBNAIL = "thumbnail.png"
 THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
 OFFLINE = "offline.js"
+DESCRIPTION = "model.json"
+WAITED_FOR = (".onnx", ".wasm")
 READ_BY_PAGE = (".css", ".html", ".json", ".mjs", ".onnx", ".wasm")
 
 
@@ -24,11 +27,19 @@ def newest_samples(run_folder: Path) -> bytes | None:
     return read_bytes(grids[-1]) if grids else None
 
 
-def page_files(program: Mapping[str, bytes], thumbnail: bytes | None = None) -> dict[str, bytes]:
+def written_description(description: Mapping[str, Any]) -> bytes:
+    """Return a description of a program as the file ``model.json``."""
+    return (json.dumps(description, indent=1) + "\n").encode()
+
+
+def page_files(
+    program: Mapping[str, bytes], description: Mapping[str, Any], thumbnail: bytes | None = None
+) -> dict[str, bytes]:
     """Return the contents of all files of the page by their paths in its folder, with the runtimes unpacked.
 
     Args:
-        program: the exported program and its description by file name.
+        program: the exported program and its further files by name.
+        description: the contents of ``model.json``, to which the sizes of the files are added that a visitor waits for.
         thumbnail: a PNG file that other sites show with a link to the page.
     """
     files = dict(program)
@@ -38,6 +49,8 @@ def page_files(program: Mapping[str, bytes], thumbnail: bytes | None = None) -> 
             if file.suffix == ".xz":
                 name, content = name.with_suffix(""), lzma.decompress(content)
             files[name.as_posix()] = content
+    sizes = {name: len(content) for name, content in files.items() if name.endswith(WAITED_FOR)}
+    files[DESCRIPTION] = written_description({**description, "sizes": sizes})
     if thumbnail is None:
         files["index.html"] = files["index.html"].replace(THUMBNAIL_TAG, b"")
     else:
