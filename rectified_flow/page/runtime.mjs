@@ -57,7 +57,8 @@ async function whyNoWebGPU(wanted) {
   if (!navigator.gpu) return "this browser has no WebGPU";
   const adapter = await navigator.gpu.requestAdapter().catch(() => null);
   if (!adapter) return "WebGPU finds no graphics card";
-  if (adapter.info?.isFallbackAdapter && wanted !== "webgpu") return "WebGPU finds no graphics card, only software";
+  const isSoftware = adapter.info?.isFallbackAdapter ?? adapter.isFallbackAdapter; // the latter in earlier browsers
+  if (isSoftware && wanted !== "webgpu") return "WebGPU finds no graphics card, only software";
   return "";
 }
 
