@@ -50,10 +50,14 @@ DISTANCES = ("fid", "frechet_distance")
 """Ends of the names of Fréchet distances; the first distance of a result is that of its feature network."""
 
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
+PIPELINE_INDEX, PIPELINE_FOLDER = "model_index.json", "flow"
+"""The file in which diffusers finds the classes of a pipeline and of its component, and the component's folder."""
+PIPELINE = Path(__file__).with_name("pipeline") / "pipeline.py"
+"""The code of both, which is copied into the folder of a model and into that of the component."""
 
 
 def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
-    """Write a flow's description, weights and model card into ``folder``.
+    """Write a flow's description, weights and model card into ``folder``, and the files with which diffusers opens it.
 
     Args:
         flow: the flow.
@@ -70,6 +74,11 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
     claim_model(folder)
     replace_file(folder / checkpoint.MODEL_FILE, checkpoint.to_bytes(weights))
     replace_file(folder / CONFIG_FILE, json.dumps(description, indent=1))
+    classes = {"_class_name": [PIPELINE.stem, "FlowPipeline"], PIPELINE_FOLDER: [PIPELINE.stem, "TrainedFlow"]}
+    replace_file(folder / PIPELINE_INDEX, json.dumps(classes, indent=1))
+    (folder / PIPELINE_FOLDER).mkdir(exist_ok=True)
+    for place in (folder, folder / PIPELINE_FOLDER):
+        replace_file(place / PIPELINE.name, PIPELINE.read_bytes())
     if not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
         replace_file(folder / CARD_FILE, str(model_card(flow, **card)))
 
@@ -82,7 +91,7 @@ def claim_model(folder: Path) -> None:
     """
     if is_run(folder) or is_artifact(folder):
         raise UsageError(f"--save_pretrained {folder} belongs to a run or a checkpoint: choose another folder")
-    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE])
+    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, PIPELINE_INDEX, PIPELINE.name, PIPELINE_FOLDER])
 
 
 def load_pretrained(source: str | Path, **options: Any) -> Flow:

@@ -17,7 +17,7 @@ FLOORS = [
     {"cli", "__main__"},
     {"training"},
     {"evaluation"},
-    {"load", "hub"},
+    {"load", "hub", "pipeline"},
     {"runs", "distributed", "data"},
     {"flows"},
     {"spaces", "networks"},

@@ -337,6 +337,11 @@ class Flow(nn.Module):
         """Device of the network."""
         return _device_of(self)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the network's weights, which diffusers asks for."""
+        return next((p.dtype for p in self.parameters()), torch.float32)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Put the flow into evaluation mode inside the block."""

@@ -1,0 +1,1 @@
+"""A trained flow as a pipeline of diffusers."""

@@ -1,0 +1,16 @@
+"""Opens the model of this folder in diffusers by ``DiffusionPipeline.from_pretrained(FOLDER, trust_remote_code=True)``.
+
+The code is that of the package rectified-flow-trainer, which must be installed.
+"""
+
+from importlib import import_module
+
+try:
+    # For an import statement, diffusers would advise `pip install rectified_flow`, which is another package.
+    trained = import_module("rectified_flow.pipeline.trained")
+except ImportError as error:
+    raise ImportError(
+        "this model needs the package rectified-flow-trainer: install it or its newest version"
+    ) from error
+
+FlowPipeline, TrainedFlow = trained.FlowPipeline, trained.TrainedFlow

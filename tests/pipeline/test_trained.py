@@ -1,0 +1,102 @@
+"""A model's folder in diffusers: its pictures are those of sample.py, and what it refuses."""
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from rectified_flow.cli.flags.sampling import SampleConfig
+from rectified_flow.cli.sample import sample
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import parse
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.hub import PIPELINE, save_pretrained
+from rectified_flow.networks.captions import BagOfWords, Caption
+from rectified_flow.networks.unet import Unet
+from rectified_flow.pipeline.trained import FlowPipeline
+from rectified_flow.spaces.pixels import Pixels
+from tests.test_load import FLOWS, write
+
+CAPTION = Caption(BagOfWords(("a", "red", "blue", "flower")), 4, examples=("a red flower", "a blue flower"))
+
+
+def captioned() -> Flow:
+    torch.manual_seed(0)
+    network = Unet(8, (1,), channels=4, conditions={"caption": CAPTION}, image_size=8, blocks_per_level=1)
+    for parameter in network.parameters():
+        parameter.data += 0.1
+    return RectifiedFlow(network, space=Pixels((4, 8, 8)))
+
+
+def opened(flow: Flow, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The pipeline of a folder, whose code diffusers copies into a cache."""
+    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(folder / "cache"))
+    save_pretrained(flow, folder / "model")
+    return DiffusionPipeline.from_pretrained(folder / "model", trust_remote_code=True).to("cpu")
+
+
+@pytest.mark.parametrize(
+    ("flow", "arguments", "flags"),
+    [
+        (
+            FLOWS["rectified"],
+            {"labels": ["dog", 0], "guidance": 2, "steps": 2},
+            "--classes dog,0 --guidance_scale 2 --steps 2",
+        ),
+        (FLOWS["mean"], {"labels": "dog", "batch_size": 2}, "--classes dog"),
+        (captioned, {"steps": 2}, "--steps 2"),
+        (captioned, {"steps": 2, "caption": "red"}, "--steps 2 --prompt red"),
+    ],
+)
+def test_pictures_are_those_of_sample(
+    flow: Any, arguments: dict[str, Any], flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(flow(), tmp_path)
+    command = ["sample.py", "--checkpoint", str(tmp_path), "--num_samples", "3", "--seed", "5", *flags.split()]
+    monkeypatch.setattr(sys, "argv", command)
+    sample(parse(SampleConfig, ""))
+    images = opened(flow(), tmp_path, monkeypatch)(3, seed=5, **arguments).images
+    assert len(images) == 3
+    for number, image in enumerate(images):
+        expected = np.asarray(Image.open(tmp_path / f"generated/{number:05d}.png"), dtype=int)
+        assert np.abs(np.asarray(image, dtype=int) - expected).max() <= 1
+        assert expected.std() > 1
+
+
+def test_its_code_runs_only_if_the_caller_trusts_it(tmp_path: Path) -> None:
+    save_pretrained(FLOWS["mean"](), tmp_path)
+    with pytest.raises(ValueError, match="Pass `trust_remote_code=True`"):
+        DiffusionPipeline.from_pretrained(tmp_path)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rectified_flow.pipeline.trained", None)
+    with pytest.raises(ImportError, match="needs the package rectified-flow-trainer: install it"):
+        runpy.run_path(str(PIPELINE))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "words"),
+    [
+        ("mean", {"guidance": 2}, "guidance has no effect on a MeanFlow: leave it out"),
+        ("mean", {"colour": "red"}, r"colour is no condition of this model: its conditions are \['labels'\]"),
+        ("rectified", {"labels": "cow"}, "cow does not exist: pass names"),
+    ],
+)
+def test_what_is_refused(name: str, arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        FlowPipeline(FLOWS[name]())(**arguments)
+
+
+def test_a_model_that_translates_pictures_is_refused() -> None:
+    flow = FLOWS["rectified"]()
+    flow.from_source = True
+    with pytest.raises(UsageError, match=r"translates pictures: call pipe\.flow\.sample\(source=pictures\)"):
+        FlowPipeline(flow)()
