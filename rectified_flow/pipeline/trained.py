@@ -15,6 +15,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.hub import load_pretrained
+from rectified_flow.networks.captions import Caption
 
 
 class TrainedFlow:
@@ -37,7 +38,7 @@ class FlowPipeline(DiffusionPipeline):
 
     def __init__(self, flow: Flow) -> None:
         super().__init__()
-        self.register_modules(flow=flow)
+        self.register_modules(flow=flow)  # type: ignore[attr-defined]
 
     def __call__(
         self,
@@ -81,7 +82,8 @@ class FlowPipeline(DiffusionPipeline):
         kinds = {
             name: kind for name, kind in chosen(self.flow.conditions).items() if isinstance(kind, WrittenCondition)
         }
-        written = written or {name: kind.examples for name, kind in kinds.items() if getattr(kind, "examples", ())}
+        captions = {name: kind.examples for name, kind in kinds.items() if isinstance(kind, Caption) and kind.examples}
+        written = written or captions
         if unknown := written.keys() - kinds.keys():
             raise UsageError(f"{min(unknown)} is no condition of this model: its conditions are {list(kinds)}")
         values = {}
