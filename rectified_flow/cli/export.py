@@ -1,6 +1,7 @@
 """Write a trained flow as a program for other software, or as a web page."""
 
 import webbrowser
+from collections.abc import Sequence
 from pathlib import Path
 
 from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
@@ -16,7 +17,7 @@ from rectified_flow.cli.exports.page import (
 )
 from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
 from rectified_flow.cli.exports.space import find_space, publish
-from rectified_flow.cli.flags.sampling import ExportConfig
+from rectified_flow.cli.flags.sampling import ExportConfig, ExportedConfig
 from rectified_flow.condition import Kinds
 from rectified_flow.errors import UsageError
 from rectified_flow.hub import about_model
@@ -53,18 +54,13 @@ def export(config: ExportConfig) -> None:
         _check_page(call)
     encoder = None if flags.format == "torch" else _text_encoder(call.kinds, flags.format)
     space = find_space(flags)
-    folder = prepare_folder("output_dir", flags.output_dir or trained.run_folder / "exported")
     names = [FILES[flags.format], DESCRIPTION, *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
     thumbnail = None
     if flags.format == "page":
         # a preview of a flow from pictures shows pictures of the data, which need not be public
         thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
         names += [each.name for each in SOURCES.iterdir()] + [THUMBNAIL] * (thumbnail is not None)
-    ours = is_run(folder if flags.output_dir else trained.run_folder)
-    claim(folder, names, ours=ours)
-    archive = folder.resolve().parent / f"{folder.resolve().name}.zip"
-    if flags.zip:
-        claim(archive.parent, [archive.name], ours=is_run(archive.parent))
+    folder, archive = _claim(flags, trained.run_folder, names)
     expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
     if flags.half:
         call.keep_in_half()
@@ -103,6 +99,16 @@ def export(config: ExportConfig) -> None:
         publish(space, files, "flow map" if call.is_map else "rectified flow", asks=not flags.yes)
     if flags.open:
         _open(folder)
+
+
+def _claim(flags: ExportedConfig, run: Path, names: Sequence[str]) -> tuple[Path, Path]:
+    """Claim the names of files in the output folder, and that of its archive; return folder and archive."""
+    folder = prepare_folder("output_dir", flags.output_dir or run / "exported")
+    claim(folder, names, ours=is_run(folder if flags.output_dir else run))
+    archive = folder.resolve().parent / f"{folder.resolve().name}.zip"
+    if flags.zip:
+        claim(archive.parent, [archive.name], ours=is_run(archive.parent))
+    return folder, archive
 
 
 def _open(folder: Path) -> None:

@@ -35,5 +35,5 @@ def test_a_grid_or_columns_become_the_picture(tmp_path: Path) -> None:
 
 def test_a_command_runs_in_the_folder_and_its_failure_is_an_error(tmp_path: Path) -> None:
     run("rectified-flow --help", tmp_path)
-    with pytest.raises(UsageError, match="the command failed: rectified-flow sample --film a.avi"):
+    with pytest.raises(UsageError, match=r"the command failed: rectified-flow sample --film a\.avi"):
         run("rectified-flow sample --film a.avi", tmp_path)
