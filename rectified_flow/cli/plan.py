@@ -1,4 +1,4 @@
-"""The plan of a run: settings for a time budget and the speed of this machine, and the costs that ``--dry_run`` prints.
+"""The plan of a run: settings for a time budget and the speed of this machine.
 
 With a budget, the program measures how fast this machine trains networks of several widths, chooses the widest network
 for which the time suffices, and sets the number of steps. Flags that the user sets are never changed.
@@ -20,22 +20,19 @@ from rectified_flow.cli.data import build_space
 from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.teacher import calls_for, files_of, flags_of_checkpoint, recipe_of
+from rectified_flow.cli.teacher import calls_for, flags_of_checkpoint, recipe_of
 from rectified_flow.condition import Kinds
-from rectified_flow.data.store import row_size
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import checked, command_line, plain, replaced
-from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
-from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line, lines
 from rectified_flow.training import costs
-from rectified_flow.training.accelerator import build_accelerator, choose_precision
+from rectified_flow.training.accelerator import choose_precision
 from rectified_flow.training.optimizers import find_optimizer
 
 PASSES, AUGMENTED_PASSES = 400, 1000
@@ -88,8 +85,6 @@ UNMEASURED = {
     *("time_options", "space", "autoencoder", "alpha", "use_cfg", "source_path", "degrade", "condition_on"),
 }
 """Flags that, if given, make a run differ from the measured runs."""
-LARGEST_SIDE_MEASURED = 64
-"""Sides of the largest images whose memory and time are measured [px]; beyond it both grow with the pixels."""
 
 
 def with_plan(config: TrainConfig, count: int, conditions: Kinds, space: Space | None = None) -> TrainConfig:
@@ -384,55 +379,6 @@ def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
     }
 
 
-def _points(taught: TeacherData | None) -> int:
-    """Return the number of points of each path in the training data; 0 if they are no paths."""
-    return taught.points if taught is not None and taught.rows == "paths" else 0
-
-
-def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> None:
-    """Print every flag with its resolved value, and the size, memory and time of the run.
-
-    Args:
-        config: all flags.
-        flow: the flow to train.
-        length: number of pictures, if they have been opened.
-    """
-    run, space, taught = config.run, flow.space, config.teacher_data
-    accelerator = build_accelerator(run, flow)
-    batch = run.split_batch(accelerator.num_processes)
-    resolved = plain(config) | {
-        "batch_size": batch.per_process,
-        "global_batch_size": batch.total,
-        "gradient_accumulation_steps": batch.accumulation,
-        "mixed_precision": accelerator.mixed_precision,
-        "checkpoint_dir": str(run.checkpoints),
-        "train_num_steps": None if run.num_epochs else run.total_steps(batch, 0),
-    }
-    for name, value in resolved.items():
-        accelerator.print(f"{name:<28} {value}")
-    to_device(flow, accelerator.device, accelerator.mixed_precision)
-    item = costs.blank_item(flow, _points(taught), accelerator.device)
-    with accelerator.autocast():
-        flops = costs.forward_flops(flow, item)
-    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
-    data += ", not opened yet" * (length is None)
-    accelerator.print("\n" + costs.summarize(run, accelerator, flow, flops, data, length))
-    texts: dict[str, str] = {}
-    if taught is not None:
-        files = files_of(taught, space, with_sources=flow.takes_source and not flow.from_source)
-        size = taught.count * sum(row_size(name, shape) for name, shape in files.items())
-        calls = f"{taught.count * calls_for(taught):,} calls of the teacher's network"
-        texts[taught.rows] = (
-            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls}: "
-            f"{size / 1e9:.2f} GB in {taught.folder}"
-        )
-    if isinstance(space, Latents):
-        texts |= costs.autoencoder_costs(space, mirrored=config.data.horizontal_flip)
-    largest = max(LARGEST_SIDE_MEASURED, 2 ** (len(config.network.dim_mults) - 1))
-    small = costs.blank_item(flow, _points(taught), accelerator.device, largest)
-    accelerator.print(lines(texts | costs.step_costs(run, accelerator, flow, flops, item, small)))
-
-
 def training_rate(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> float:
     """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
 
@@ -446,7 +392,7 @@ def training_rate(config: TrainConfig, conditions: Kinds, space: Space | None = 
         flow = build_flow(config, conditions, space)
     precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
     to_device(flow, state.device, precision).train()
-    item = costs.blank_item(flow, _points(config.teacher_data), state.device)
+    item = costs.blank_item(flow, config.teacher_data.path_points if config.teacher_data else 0, state.device)
     count = config.run.split_batch(state.num_processes).per_process
     optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
     try:

@@ -22,6 +22,7 @@ from rectified_flow.cli.data import (
     open_registered,
     with_field_flags,
 )
+from rectified_flow.cli.dry_run import print_plan
 from rectified_flow.cli.flags.data import FIELDS
 from rectified_flow.cli.flags.model import UNET
 from rectified_flow.cli.flags.training import (
@@ -151,7 +152,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = parts.build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
     if config.program.dry_run:
-        plan.print_plan(config, flow)
+        print_plan(config, flow)
         return True
     on_main(state, lambda: check_start(config.run, config.network.origin))
     start_from(config.network.origin, config.run, flow)
@@ -196,7 +197,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     if not plan.chooses_network(config):
         check_sides(config, space)
     if dry_run and not recipe.may_choose(config) and not config.columns.condition_on:
-        plan.print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
+        print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
         return True
     if not dry_run:
         require_room_for_batch(plan.smallest(config), space)
@@ -209,7 +210,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     space = latents or build_space(config.data, source=pictures)  # the recipe may add augmentation
     if dry_run:
         flow = parts.build_flow(config, pictures.conditions, space)
-        plan.print_plan(config, flow, len(pictures))
+        print_plan(config, flow, len(pictures))
         return True
     check_sides(config, space)
     config.check_held_out(recipe.proposed_share(len(pictures)))

@@ -152,7 +152,12 @@ class TeacherData:
     @property
     def points(self) -> int:
         """Points that are kept of each path beside its end; the noise alone for pairs."""
-        return self.steps if self.rows == "paths" else 1
+        return max(1, self.path_points)
+
+    @property
+    def path_points(self) -> int:
+        """Points of each path in the training data, 0 for pairs."""
+        return self.steps if self.rows == "paths" else 0
 
     @property
     def count_flag(self) -> str:
