@@ -67,7 +67,7 @@ EMA_SHARE = 0.05
 """Time constant of the moving average of the weights, as a share of the steps."""
 TRAINED_SHARE = 0.9
 """Share of the budget that the steps take; the rest is for previews, measurements and checkpoints."""
-ROWS_SHARE = 1 / 3
+ROWS_SHARE = {"paths": 1 / 6, "pairs": 1 / 3}
 """Largest share of the budget that a teacher's data may take."""
 FORWARD_SHARE = 0.35
 """Share of a training step that the forward pass takes."""
@@ -263,7 +263,7 @@ class _Planner:
             self._set({taught.count_flag: stored.pairs})
             return 0.0
         each = calls_for(taught) * FORWARD_SHARE / rate
-        fitting, least = int(ROWS_SHARE * self.seconds / each), LEAST_BATCH * self.state.num_processes
+        fitting, least = int(ROWS_SHARE[taught.rows] * self.seconds / each), LEAST_BATCH * self.state.num_processes
         self._set({taught.count_flag: max(least, min(taught.count, fitting))})
         chosen = self.config.teacher_data
         return each * (taught.count if chosen is None else chosen.count)

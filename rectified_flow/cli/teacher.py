@@ -62,7 +62,7 @@ INHERITED = (
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
-COMPARED = ("pairs", "steps", "points", "guidance_scale", "seed", "pictures", "solver")
+COMPARED = ("pairs", "steps", "points", "guidance_scale", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
@@ -94,7 +94,10 @@ def with_teacher_flags(config: Config) -> Config:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
     own = vars(config.data) | vars(config.source) | vars(config.columns)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
-    return replaced(config, {**flags, **folders, taught.flag: source})
+    known = on_main(PartialState(), lambda: recipe_of(taught))
+    steps_flag = f"{taught.flag.removesuffix('_from')}_steps"
+    steps = {steps_flag: known.steps} if known and plain(config)[steps_flag] is None else {}
+    return replaced(config, {**flags, **folders, **steps, taught.flag: source})
 
 
 def inherited_flags(config: TrainConfig) -> dict[str, Any]:
@@ -209,7 +212,7 @@ def open_drawn(
         flags=dict(flags),
         points=taught.points,
         guidance_scale=taught.guidance_scale,
-        solver=taught.solver,
+        solver=known.solver if known else taught.solver,  # there is no flag for it
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
     )

@@ -111,6 +111,10 @@ class FlowMap(Flow):
             return self.space.decode(take_steps(step, x, times, watch, self.keeping(start, mask, x)))
 
 
+HALVES_SHARE = 0.7
+"""Share of halves among the parts of paths that a distilled flow learns; the others are quarters."""
+
+
 @register
 class DistilledFlow(FlowMap):
     """A flow map that is learned from the paths of a teacher.
@@ -120,15 +124,15 @@ class DistilledFlow(FlowMap):
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
-        whole_fraction: share of the rows whose interval is the whole path, which one-step generation needs. Other rows
-            end in any point, and start in any point before it.
+        whole_fraction: share of the rows whose interval is the whole path, as one-step generation needs it. The
+            intervals of the other rows are halves or quarters of the path, for generation in two or four steps.
         settings: further arguments of :class:`FlowMap`.
 
     Raises:
         ValueError: if the fraction is not in [0, 1].
     """
 
-    def __init__(self, network: nn.Module, *, whole_fraction: float = 0.5, **settings: Any) -> None:
+    def __init__(self, network: nn.Module, *, whole_fraction: float = 0.75, **settings: Any) -> None:
         super().__init__(network, **settings)
         if not 0 <= whole_fraction <= 1:
             raise ValueError(f"whole_fraction is {whole_fraction}; it must be in [0, 1]")
@@ -141,8 +145,10 @@ class DistilledFlow(FlowMap):
         path = batch["path"]
         x_0, _, conditions = self.draw_batch({**batch, "noise": path[:, 0]})
         steps, rows = path.shape[1], torch.arange(len(path), device=path.device)
-        later = 1 + randomness.randint("time", steps, (len(path),), path.device)
-        earlier = (later * randomness.rand("earlier time", (len(path),), path.device)).long()
+        is_half = randomness.rand("parts", (len(path),), path.device) < HALVES_SHARE
+        parts = torch.where(is_half, 2, 4).clamp(max=steps)
+        number = (parts * randomness.rand("time", (len(path),), path.device)).long()
+        earlier, later = number * steps // parts, (number + 1) * steps // parts
         whole = rows < self.rows_of(self.whole_fraction, len(path))
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
         x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))

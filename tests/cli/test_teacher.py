@@ -104,7 +104,7 @@ def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDatase
     assert one == pytest.approx(two, rel=1e-3)
     assert list(one) == [3, 6]
     description = json.loads((tmp_path / "1/checkpoints/step_00000006/flow.json").read_text())
-    assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.5)
+    assert (description["kind"], description["whole_fraction"]) == ("DistilledFlow", 0.75)
     before, after = load_flow(teacher, RectifiedFlow), load_flow(tmp_path / "1", DistilledFlow)
     earlier, later = before.state_dict(), after.state_dict()
     assert earlier.keys() - later.keys() == {"network.augmentation_embedding.weight"}, "paths are not augmented"

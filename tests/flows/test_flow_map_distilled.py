@@ -1,5 +1,6 @@
 """Distillation against closed forms, and the points and times that it draws from a path."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow_map import DistilledFlow
+from rectified_flow.flows.flow_map import HALVES_SHARE, DistilledFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
@@ -69,7 +70,7 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.parametrize(("fraction", "whole"), [(0.5, 2000), (0.0, 0), (1.0, 4000)])
-def test_the_first_rows_learn_whole_paths_and_the_others_all_parts(fraction: float, whole: int) -> None:
+def test_the_first_rows_learn_whole_paths_and_the_others_halves_and_quarters(fraction: float, whole: int) -> None:
     flow = DistilledFlow(Recorder(), whole_fraction=fraction)
     torch.manual_seed(0)
     forward(flow, torch.randn(4000, POINTS + 1, 1, 1, 1))
@@ -77,9 +78,24 @@ def test_the_first_rows_learn_whole_paths_and_the_others_all_parts(fraction: flo
     [(t, r)] = flow.network.seen
     assert (t[:whole] == 1).all()
     assert (r[:whole] == 0).all()
-    parts = {(round(POINTS * a.item()), round(POINTS * b.item())) for a, b in zip(t[whole:], r[whole:], strict=True)}
-    every = {(later, earlier) for later in range(1, POINTS + 1) for earlier in range(later)}
-    assert parts == (every if whole < 4000 else set())
+    parts = Counter((a.item(), b.item()) for a, b in zip(t[whole:], r[whole:], strict=True))
+    halves, quarters = [(1.0, 0.5), (0.5, 0.0)], [(1.0, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0.0)]
+    assert parts.keys() == ({*halves, *quarters} if whole < 4000 else set())
+    for share, some in ((HALVES_SHARE / 2, halves), ((1 - HALVES_SHARE) / 4, quarters)):
+        assert all(abs(parts[part] / (4000 - whole) - share) < 0.03 for part in some if parts)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 6])
+def test_parts_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> None:
+    flow = DistilledFlow(Recorder(), whole_fraction=0)
+    torch.manual_seed(0)
+    forward(flow, torch.randn(200, steps + 1, 1, 1, 1))
+    assert isinstance(flow.network, Recorder)
+    [(t, r)] = flow.network.seen
+    assert (t > r).all()
+    assert torch.equal((steps * torch.cat((t, r))).round() / steps, torch.cat((t, r)))
+    assert (r == 0).any()
+    assert (t == 1).any()
 
 
 def test_parts_of_a_batch_have_the_gradient_of_the_whole() -> None:
@@ -111,6 +127,6 @@ def test_bad_input() -> None:
     with pytest.raises(UsageError, match="a batch has none: draw them with --teacher"):
         DistilledFlow(Recorder())(**batch)
     one = {"images": batch["images"][:1], "path": torch.zeros(1, 3, 3, 8, 8)}
-    with pytest.raises(UsageError, match=r"0.5 of a micro-batch of 1 is no row, .*: raise --batch_size"):
-        DistilledFlow(Recorder())(**one)
+    with pytest.raises(UsageError, match=r"0.4 of a micro-batch of 1 is no row, .*: raise --batch_size"):
+        DistilledFlow(Recorder(), whole_fraction=0.4)(**one)
     DistilledFlow(Recorder()).eval()(**one)

@@ -199,9 +199,9 @@ class TeacherConfig(TeacherFlags):
     """Distil the rectified flow of this run or checkpoint; data and network flags are inherited from it."""
     teacher_paths: Annotated[Positive | None, default_is("5000")] = None
     """Number of paths from noise to image to generate."""
-    teacher_steps: Annotated[Positive | None, default_is("16")] = None
-    """Sampling steps of each path; sampling in more steps than that is not learned."""
-    whole_fraction: Annotated[Probability | None, default_is("0.5")] = None
-    """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
+    teacher_steps: Annotated[Positive | None, default_is("8")] = None
+    """Sampling steps of each path, with the solver ab2."""
+    whole_fraction: Annotated[Probability | None, default_is("0.75")] = None
+    """Fraction of each batch that learns whole paths, for one step; the rest learns halves and quarters of paths."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
     """Folder of the paths, which several runs may share."""

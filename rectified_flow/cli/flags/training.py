@@ -257,12 +257,12 @@ class TrainMeanFlow(TrainConfig):
 
     @property
     def teacher_data(self) -> TeacherData | None:
-        """The paths of ``--teacher``, by Euler's method: for as many calls, twice the points of midpoint."""
+        """The paths of ``--teacher``, by the solver with the nearest samples in few calls."""
         flags = self.teacher
         if flags.teacher is None:
             return None
         folder = flags.paths_dir or self.run.output_dir / "paths"
-        count, steps = flags.teacher_paths or 5_000, flags.teacher_steps or 16
+        count, steps = flags.teacher_paths or 5_000, flags.teacher_steps or 8
         return TeacherData(
-            "teacher", flags.teacher, "paths", count, folder, steps, self.flow.guidance_scale, solver="euler"
+            "teacher", flags.teacher, "paths", count, folder, steps, self.flow.guidance_scale, solver="ab2"
         )
