@@ -55,8 +55,11 @@ OF_PICTURES: dict[type, dict[str, Any]] = {
     TrainMeanFlow: {**SHORT, "learning_rate": 1e-3},
 }
 """Settings of the optimizer, and of the training times, for runs on pictures, by program."""
-OF_TEACHER: dict[str, Any] = {"optimizer": "muon", **SHORT}
-"""Settings of the optimizer for runs on the data of a teacher."""
+OF_TEACHER: dict[str, dict[str, Any]] = {
+    "paths": {"optimizer": "muon", **SHORT, "whole_fraction": 0.75, "flow_options": ("halved_parts=True",)},
+    "pairs": {"optimizer": "muon", **SHORT},
+}
+"""Settings of the optimizer, and of the intervals, for runs on paths or pairs of a teacher."""
 LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 7000
 """Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
 steps of a run with more than the smallest batch size."""
@@ -139,7 +142,7 @@ class _Planner:
             reason = self._take_network() or self._choose_size()
         elif taught is None:
             reason = "set by flags"
-        self._set(OF_TEACHER if taught is not None else OF_PICTURES[type(self.config)])
+        self._set(OF_TEACHER[taught.rows] if taught is not None else OF_PICTURES[type(self.config)])
         self._choose_precision()
         rate = self._rate()
         if rate == 0:
@@ -285,7 +288,7 @@ class _Planner:
         steps, batch = run.train_num_steps or 0, run.split_batch(processes).total
         network = ("dim", "dim_mults", "network_options", "init_from")
         rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay")
-        training = (*rates, "augment", "mixed_precision", "time_options")
+        training = (*rates, "augment", "mixed_precision", "time_options", "flow_options")
         outputs = ("sample_every", "num_samples", "save_every")
 
         def words(names: Sequence[str]) -> str:

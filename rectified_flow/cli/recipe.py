@@ -33,6 +33,7 @@ CHOSEN = (
     *("global_batch_size", "num_epochs", "train_num_steps", "mixed_precision"),
     *("dim", "dim_mults", "dropout", "network_options", "init_from"),
     *("optimizer", "learning_rate", "lr_warmup_steps", "lr_decay", "ema_decay", "time_options"),
+    *("whole_fraction", "flow_options"),
     *("sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
 )
 """Flags that a recipe may set, and ``num_epochs``, which ``train_num_steps`` replaces."""
@@ -45,6 +46,7 @@ ALTERNATIVES = (
     {*NETWORK_FLAGS},
     {"optimizer", "learning_rate", "optimizer_options"},
     {"flow", "time_distribution", "time_options"},
+    {"flow", "flow_options"},
 )
 """Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
 

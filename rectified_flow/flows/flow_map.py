@@ -112,7 +112,7 @@ class FlowMap(Flow):
 
 
 HALVES_SHARE = 0.7
-"""Share of halves among the parts of paths that a distilled flow learns; the others are quarters."""
+"""Share of halves among halved parts of paths; the others are quarters."""
 
 
 @register
@@ -124,19 +124,22 @@ class DistilledFlow(FlowMap):
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
-        whole_fraction: share of the rows whose interval is the whole path, as one-step generation needs it. The
-            intervals of the other rows are halves or quarters of the path, for generation in two or four steps.
+        whole_fraction: share of the rows whose interval is the whole path, as one-step generation needs it.
+        halved_parts: whether the intervals of the other rows are halves and quarters of the path, as generation in two
+            and four steps needs them. If not, they end in any point, and start in any point before it.
         settings: further arguments of :class:`FlowMap`.
 
     Raises:
         ValueError: if the fraction is not in [0, 1].
     """
 
-    def __init__(self, network: nn.Module, *, whole_fraction: float = 0.75, **settings: Any) -> None:
+    def __init__(
+        self, network: nn.Module, *, whole_fraction: float = 0.5, halved_parts: bool = False, **settings: Any
+    ) -> None:
         super().__init__(network, **settings)
         if not 0 <= whole_fraction <= 1:
             raise ValueError(f"whole_fraction is {whole_fraction}; it must be in [0, 1]")
-        self.whole_fraction = whole_fraction
+        self.whole_fraction, self.halved_parts = whole_fraction, halved_parts
 
     def forward(self, **batch: Any) -> Tensor:
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""
@@ -145,10 +148,7 @@ class DistilledFlow(FlowMap):
         path = batch["path"]
         x_0, _, conditions = self.draw_batch({**batch, "noise": path[:, 0]})
         steps, rows = path.shape[1], torch.arange(len(path), device=path.device)
-        is_half = randomness.rand("parts", (len(path),), path.device) < HALVES_SHARE
-        parts = torch.where(is_half, 2, 4).clamp(max=steps)
-        number = (parts * randomness.rand("time", (len(path),), path.device)).long()
-        earlier, later = number * steps // parts, (number + 1) * steps // parts
+        earlier, later = self._draw_parts(steps, len(path), path.device)
         whole = rows < self.rows_of(self.whole_fraction, len(path))
         later, earlier = torch.where(whole, steps, later), torch.where(whole, 0, earlier)
         x_t, between = (path[rows, steps - index].float() for index in (later, earlier.clamp(min=1)))
@@ -156,6 +156,16 @@ class DistilledFlow(FlowMap):
         loss, mean_square = self.loss(x_t, x_r, later / steps, earlier / steps, conditions)
         self.logged = {"unweighted_loss": mean_square}
         return loss
+
+    def _draw_parts(self, steps: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the points at the ends and starts of parts, 0 for the data, int64 ``[count]`` each."""
+        if not self.halved_parts:
+            later = 1 + randomness.randint("time", steps, (count,), device)
+            return (later * randomness.rand("earlier time", (count,), device)).long(), later
+        is_half = randomness.rand("number of parts", (count,), device) < HALVES_SHARE
+        parts = torch.where(is_half, 2, 4).clamp(max=steps)
+        part = (parts * randomness.rand("time", (count,), device)).long()
+        return part * steps // parts, (part + 1) * steps // parts
 
     def loss(self, x_t: Tensor, x_r: Tensor, t: Tensor, r: Tensor, conditions: Values) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.

@@ -69,9 +69,10 @@ class Recorder(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.parametrize("halved", [False, True])
 @pytest.mark.parametrize(("fraction", "whole"), [(0.5, 2000), (0.0, 0), (1.0, 4000)])
-def test_the_first_rows_learn_whole_paths_and_the_others_halves_and_quarters(fraction: float, whole: int) -> None:
-    flow = DistilledFlow(Recorder(), whole_fraction=fraction)
+def test_the_first_rows_learn_whole_paths_and_the_others_parts(fraction: float, whole: int, halved: bool) -> None:
+    flow = DistilledFlow(Recorder(), whole_fraction=fraction, halved_parts=halved)
     torch.manual_seed(0)
     forward(flow, torch.randn(4000, POINTS + 1, 1, 1, 1))
     assert isinstance(flow.network, Recorder)
@@ -79,15 +80,18 @@ def test_the_first_rows_learn_whole_paths_and_the_others_halves_and_quarters(fra
     assert (t[:whole] == 1).all()
     assert (r[:whole] == 0).all()
     parts = Counter((a.item(), b.item()) for a, b in zip(t[whole:], r[whole:], strict=True))
+    every = {(later / POINTS, earlier / POINTS) for later in range(1, POINTS + 1) for earlier in range(later)}
     halves, quarters = [(1.0, 0.5), (0.5, 0.0)], [(1.0, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0.0)]
-    assert parts.keys() == ({*halves, *quarters} if whole < 4000 else set())
-    for share, some in ((HALVES_SHARE / 2, halves), ((1 - HALVES_SHARE) / 4, quarters)):
-        assert all(abs(parts[part] / (4000 - whole) - share) < 0.03 for part in some if parts)
+    expected = {*halves, *quarters} if halved else every
+    assert parts.keys() == (expected if whole < 4000 else set())
+    if halved and whole < 4000:
+        for share, some in ((HALVES_SHARE / 2, halves), ((1 - HALVES_SHARE) / 4, quarters)):
+            assert all(abs(parts[part] / (4000 - whole) - share) < 0.03 for part in some)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 6])
 def test_parts_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> None:
-    flow = DistilledFlow(Recorder(), whole_fraction=0)
+    flow = DistilledFlow(Recorder(), whole_fraction=0, halved_parts=True)
     torch.manual_seed(0)
     forward(flow, torch.randn(200, steps + 1, 1, 1, 1))
     assert isinstance(flow.network, Recorder)
@@ -127,6 +131,6 @@ def test_bad_input() -> None:
     with pytest.raises(UsageError, match="a batch has none: draw them with --teacher"):
         DistilledFlow(Recorder())(**batch)
     one = {"images": batch["images"][:1], "path": torch.zeros(1, 3, 3, 8, 8)}
-    with pytest.raises(UsageError, match=r"0.4 of a micro-batch of 1 is no row, .*: raise --batch_size"):
-        DistilledFlow(Recorder(), whole_fraction=0.4)(**one)
+    with pytest.raises(UsageError, match=r"0.5 of a micro-batch of 1 is no row, .*: raise --batch_size"):
+        DistilledFlow(Recorder())(**one)
     DistilledFlow(Recorder()).eval()(**one)

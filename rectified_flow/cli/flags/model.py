@@ -201,7 +201,7 @@ class TeacherConfig(TeacherFlags):
     """Number of paths from noise to image to generate."""
     teacher_steps: Annotated[Positive | None, default_is("8")] = None
     """Sampling steps of each path, with the solver ab2."""
-    whole_fraction: Annotated[Probability | None, default_is("0.75")] = None
-    """Fraction of each batch that learns whole paths, for one step; the rest learns halves and quarters of paths."""
+    whole_fraction: Annotated[Probability | None, default_is("0.75 with a budget, else 0.5")] = None
+    """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None
     """Folder of the paths, which several runs may share."""
