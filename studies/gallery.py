@@ -1,7 +1,7 @@
 """Make the pictures of docs/gallery.md again: run the commands of its sections, and show what they generated.
 
-A section shows one picture, ``images/gallery/NAME.png`` or ``.gif``, and has one block of commands that write
-``pictures/NAME.gif``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
+A section shows one picture, ``images/gallery/NAME.png`` or ``.webp``, and has one block of commands that write
+``pictures/NAME.webp``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
 samples instead, they become labelled columns of one picture. A training that has ended is not repeated.
 """
 
@@ -23,7 +23,7 @@ from rectified_flow.system.pictures import labelled_grid, open_picture, over_whi
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
-PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|gif))\)"
+PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|webp))\)"
 SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
 ROWS, LEAST_WIDTH = 6, 400
 """Number of samples in a column, and width that a grid is enlarged to reach [px]."""
@@ -85,8 +85,8 @@ def show(made: Path, picture: Path) -> None:
         made: file or folder without a suffix, such as ``pictures/one-call``.
         picture: the picture to write.
     """
-    if picture.suffix == ".gif":
-        picture.write_bytes(made.with_suffix(".gif").read_bytes())
+    if picture.suffix == ".webp":
+        picture.write_bytes(made.with_suffix(".webp").read_bytes())
     elif (made / "grid.png").exists():
         grid = over_white(open_picture(made / "grid.png"))
         factor = -(-LEAST_WIDTH // grid.width)

@@ -202,7 +202,8 @@ def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int, legend: Legen
         cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row::count]]
     images = torch.stack(cells)
     if wanted.axes:
-        return labelled_grid(images, *([f"{axis.name} {text}" for text in axis.values] for axis in wanted.axes))
+        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in wanted.axes}
+        return labelled_grid(images, *([names[axis.name] + text for text in axis.values] for axis in wanted.axes))
     pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
     texts = _texts_of(wanted.written, len(images)) if shown is None else []
     return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs, legend)

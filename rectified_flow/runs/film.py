@@ -24,7 +24,7 @@ MOST_FRAMES = 500
 CODECS = {"mp4": ("libx264", {"crf": "18"}), "webm": ("libvpx-vp9", {"crf": "24", "b": "0"})}
 
 Frame = np.ndarray[Any, np.dtype[np.uint8]]
-FilmFormat = Literal["gif", "mp4", "webm"]
+FilmFormat = Literal["gif", "webp", "mp4", "webm"]
 
 
 def film_of(grids: Sequence[Path], kind: FilmFormat) -> bytes:
@@ -48,9 +48,9 @@ def film_of(grids: Sequence[Path], kind: FilmFormat) -> bytes:
     chosen = [chosen[round(place)] for place in np.linspace(0, count - 1, min(count, MOST_FRAMES))]
     pause = min(LONGEST, max(SHORTEST, SECONDS / len(chosen)))
     frames = [_frame(path) for path in chosen]
-    if kind == "gif":
+    if kind in ("gif", "webp"):
         pauses = [round(1000 * pause)] * (len(frames) - 1) + [round(1000 * (pause + LAST))]
-        return encode_motion(frames, pauses)
+        return encode_motion(frames, pauses, f".{kind}")
     return _video([*frames, *[frames[-1]] * round(LAST / pause)], pause, kind)
 
 

@@ -191,10 +191,13 @@ def encode_picture(pixels: np.ndarray[Any, Any], suffix: str = ".png", **options
     return content.getvalue()
 
 
-def encode_motion(frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> bytes:
-    """Return the bytes of a GIF that repeats frames ``[h, w, 3]``, each shown for some milliseconds."""
+def encode_motion(frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int], suffix: str = ".gif") -> bytes:
+    """Return the bytes of a GIF or WebP that repeats frames ``[h, w, 3]``, each shown for some milliseconds."""
     rest = [Image.fromarray(frame) for frame in frames[1:]]
-    return encode_picture(frames[0], ".gif", save_all=True, append_images=rest, duration=list(pauses), loop=0)
+    options = {"quality": 90} if suffix == ".webp" else {}
+    return encode_picture(
+        frames[0], suffix, save_all=True, append_images=rest, duration=list(pauses), loop=0, **options
+    )
 
 
 def write_motion(path: Path, frames: Sequence[np.ndarray[Any, Any]], pauses: Sequence[int]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.errors import UsageError
-from rectified_flow.runs.film import LAST, LEAST_SIDE, film_of, format_of
+from rectified_flow.runs.film import LAST, LEAST_SIDE, FilmFormat, film_of, format_of
 from rectified_flow.runs.watched import WatchedRun
 
 SHADES = (0, 100, 200)
@@ -31,8 +31,9 @@ def shades_of(frames: list[np.ndarray]) -> list[int]:
     return [int(frame[:100, :100].mean().round()) for frame in frames]
 
 
-def test_a_gif_shows_the_grids_of_one_size_in_the_order_of_their_steps(run: Path) -> None:
-    film: Any = Image.open(io.BytesIO(film_of(WatchedRun(run).grids(), "gif")))
+@pytest.mark.parametrize("kind", ["gif", "webp"])
+def test_a_film_shows_the_grids_of_one_size_in_the_order_of_their_steps(run: Path, kind: FilmFormat) -> None:
+    film: Any = Image.open(io.BytesIO(film_of(WatchedRun(run).grids(), kind)))
     with film:
         frames, pauses = [], []
         for number in range(film.n_frames):
@@ -63,5 +64,5 @@ def test_a_video_shows_the_same_frames(run: Path, kind: str) -> None:
 def test_what_makes_no_film_is_said_in_a_sentence(run: Path) -> None:
     with pytest.raises(UsageError, match="at least two grids"):
         film_of(WatchedRun(run).grids()[:2], "gif")
-    with pytest.raises(UsageError, match=r"must end in \.gif, \.mp4, \.webm"):
+    with pytest.raises(UsageError, match=r"must end in \.gif, \.webp, \.mp4, \.webm"):
         format_of(Path("film.avi"))

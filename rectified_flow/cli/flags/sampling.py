@@ -110,7 +110,7 @@ class PicturesConfig(Flags):
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
     film: Path | None = None
-    """Write a film of the grids that the run saved during training instead: a .gif, .mp4 or .webm file."""
+    """Write a film of the grids that the run saved during training instead: a .gif, .webp, .mp4 or .webm file."""
     save_pretrained: Path | None = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: str | None = None
