@@ -56,7 +56,7 @@ OF_PICTURES: dict[type, dict[str, Any]] = {
 }
 """Settings of the optimizer, and of the training times, for runs on pictures, by program."""
 OF_TEACHER: dict[str, dict[str, Any]] = {
-    "paths": {"optimizer": "muon", **SHORT, "whole_fraction": 0.75, "flow_options": ("halved_parts=True",)},
+    "paths": {"optimizer": "muon", **SHORT, "whole_fraction": 0.75, "flow_options": ("halves_fraction=0.5",)},
     "pairs": {"optimizer": "muon", **SHORT},
 }
 """Settings of the optimizer, and of the intervals, for runs on paths or pairs of a teacher."""

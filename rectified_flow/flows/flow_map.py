@@ -111,10 +111,6 @@ class FlowMap(Flow):
             return self.space.decode(take_steps(step, x, times, watch, self.keeping(start, mask, x)))
 
 
-HALVES_SHARE = 0.7
-"""Share of halves among halved parts of paths; the others are quarters."""
-
-
 @register
 class DistilledFlow(FlowMap):
     """A flow map that is learned from the paths of a teacher.
@@ -125,21 +121,22 @@ class DistilledFlow(FlowMap):
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
         whole_fraction: share of the rows whose interval is the whole path, as one-step generation needs it.
-        halved_parts: whether the intervals of the other rows are halves and quarters of the path, as generation in two
-            and four steps needs them. If not, they end in any point, and start in any point before it.
+        halves_fraction: share of the other rows whose interval is a half of the path, as two-step generation needs it.
+            The intervals of the rest end in any point, and start in any point before it.
         settings: further arguments of :class:`FlowMap`.
 
     Raises:
-        ValueError: if the fraction is not in [0, 1].
+        ValueError: if a fraction is not in [0, 1].
     """
 
     def __init__(
-        self, network: nn.Module, *, whole_fraction: float = 0.5, halved_parts: bool = False, **settings: Any
+        self, network: nn.Module, *, whole_fraction: float = 0.5, halves_fraction: float = 0.0, **settings: Any
     ) -> None:
         super().__init__(network, **settings)
-        if not 0 <= whole_fraction <= 1:
-            raise ValueError(f"whole_fraction is {whole_fraction}; it must be in [0, 1]")
-        self.whole_fraction, self.halved_parts = whole_fraction, halved_parts
+        for name, fraction in {"whole_fraction": whole_fraction, "halves_fraction": halves_fraction}.items():
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"{name} is {fraction}; it must be in [0, 1]")
+        self.whole_fraction, self.halves_fraction = whole_fraction, halves_fraction
 
     def forward(self, **batch: Any) -> Tensor:
         """Draw an interval of each path and return the scalar loss; the first rows are those of whole paths."""
@@ -159,13 +156,14 @@ class DistilledFlow(FlowMap):
 
     def _draw_parts(self, steps: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the numbers of the points at the ends and starts of parts, 0 for the data, int64 ``[count]`` each."""
-        if not self.halved_parts:
-            later = 1 + randomness.randint("time", steps, (count,), device)
-            return (later * randomness.rand("earlier time", (count,), device)).long(), later
-        is_half = randomness.rand("number of parts", (count,), device) < HALVES_SHARE
-        parts = torch.where(is_half, 2, 4).clamp(max=steps)
-        part = (parts * randomness.rand("time", (count,), device)).long()
-        return part * steps // parts, (part + 1) * steps // parts
+        later = 1 + randomness.randint("time", steps, (count,), device)
+        earlier = (later * randomness.rand("earlier time", (count,), device)).long()
+        if self.halves_fraction == 0 or steps == 1:
+            return earlier, later
+        is_half = randomness.rand("is half", (count,), device) < self.halves_fraction
+        is_first, middle = randomness.rand("half", (count,), device) < 0.5, steps // 2
+        earlier = torch.where(is_half, torch.where(is_first, middle, 0), earlier)
+        return earlier, torch.where(is_half, torch.where(is_first, steps, middle), later)
 
     def loss(self, x_t: Tensor, x_r: Tensor, t: Tensor, r: Tensor, conditions: Values) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow_map import HALVES_SHARE, DistilledFlow
+from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.spaces.pixels import Pixels
@@ -69,10 +69,12 @@ class Recorder(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("halved", [False, True])
+@pytest.mark.parametrize("halves", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("fraction", "whole"), [(0.5, 2000), (0.0, 0), (1.0, 4000)])
-def test_the_first_rows_learn_whole_paths_and_the_others_parts(fraction: float, whole: int, halved: bool) -> None:
-    flow = DistilledFlow(Recorder(), whole_fraction=fraction, halved_parts=halved)
+def test_the_first_rows_learn_whole_paths_and_the_others_halves_and_all_parts(
+    fraction: float, whole: int, halves: float
+) -> None:
+    flow = DistilledFlow(Recorder(), whole_fraction=fraction, halves_fraction=halves)
     torch.manual_seed(0)
     forward(flow, torch.randn(4000, POINTS + 1, 1, 1, 1))
     assert isinstance(flow.network, Recorder)
@@ -81,25 +83,22 @@ def test_the_first_rows_learn_whole_paths_and_the_others_parts(fraction: float, 
     assert (r[:whole] == 0).all()
     parts = Counter((a.item(), b.item()) for a, b in zip(t[whole:], r[whole:], strict=True))
     every = {(later / POINTS, earlier / POINTS) for later in range(1, POINTS + 1) for earlier in range(later)}
-    halves, quarters = [(1.0, 0.5), (0.5, 0.0)], [(1.0, 0.75), (0.75, 0.5), (0.5, 0.25), (0.25, 0.0)]
-    expected = {*halves, *quarters} if halved else every
-    assert parts.keys() == (expected if whole < 4000 else set())
-    if halved and whole < 4000:
-        for share, some in ((HALVES_SHARE / 2, halves), ((1 - HALVES_SHARE) / 4, quarters)):
-            assert all(abs(parts[part] / (4000 - whole) - share) < 0.03 for part in some)
+    two = {(1.0, 0.5), (0.5, 0.0)}
+    assert parts.keys() == ((two if halves == 1 else every) if whole < 4000 else set())
+    for later, earlier in two if parts else ():
+        by_chance = (1 - halves) / POINTS / (POINTS * later)
+        assert parts[later, earlier] / (4000 - whole) == pytest.approx(halves / 2 + by_chance, abs=0.03)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 6])
-def test_parts_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> None:
-    flow = DistilledFlow(Recorder(), whole_fraction=0, halved_parts=True)
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_halves_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> None:
+    flow = DistilledFlow(Recorder(), whole_fraction=0, halves_fraction=1)
     torch.manual_seed(0)
     forward(flow, torch.randn(200, steps + 1, 1, 1, 1))
     assert isinstance(flow.network, Recorder)
     [(t, r)] = flow.network.seen
-    assert (t > r).all()
-    assert torch.equal((steps * torch.cat((t, r))).round() / steps, torch.cat((t, r)))
-    assert (r == 0).any()
-    assert (t == 1).any()
+    parts = {(round(steps * a.item()), round(steps * b.item())) for a, b in zip(t, r, strict=True)}
+    assert parts == {1: {(1, 0)}, 2: {(2, 1), (1, 0)}, 3: {(3, 1), (1, 0)}}[steps]
 
 
 def test_parts_of_a_batch_have_the_gradient_of_the_whole() -> None:
@@ -127,6 +126,8 @@ def test_parts_of_a_batch_have_the_gradient_of_the_whole() -> None:
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="whole_fraction is 2"):
         DistilledFlow(nn.Identity(), whole_fraction=2)
+    with pytest.raises(ValueError, match="halves_fraction is -1"):
+        DistilledFlow(nn.Identity(), halves_fraction=-1)
     batch: dict[str, Any] = {"images": torch.zeros(2, 3, 8, 8, dtype=torch.uint8)}
     with pytest.raises(UsageError, match="a batch has none: draw them with --teacher"):
         DistilledFlow(Recorder())(**batch)
