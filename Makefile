@@ -12,7 +12,7 @@ help:  ## list the targets
 
 install: $(READY)  ## create .venv and install requirements.txt
 
-demo: $(READY)  ## train on drawn flowers, export a web page and open it, within 10 minutes of 2 CPU cores (NO_OPEN=1)
+demo: $(READY)  ## train on drawn flowers and open the exported page; about 10 minutes on 2 CPU cores (NO_OPEN=1: only export)
 	$(call install_into_venv,-e ".[export]")
 	$(BIN)/rectified-flow train --dataset synthetic-flowers --image_size 32 --budget 7m --one_step --output_dir runs/demo
 	$(BIN)/rectified-flow export --checkpoint runs/demo/one-step --format page $(if $(NO_OPEN),,--open)

@@ -221,7 +221,7 @@ def card_of_run(
 
 
 def about_model(trained: Trained, license_name: str | None) -> dict[str, Any]:
-    """Return what an exported model says about itself, as plain data; what is not known is None.
+    """Return the description of a model for ``model.json``, as plain data; unknown values are None.
 
     Args:
         trained: the checkpoint.

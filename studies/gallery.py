@@ -1,4 +1,4 @@
-"""Make the pictures of docs/gallery.md again: run the commands of its sections, and show what they generated.
+"""Make the pictures of docs/gallery.md again: run the commands of its sections, and copy their results.
 
 A section shows one picture, ``images/gallery/NAME.png`` or ``.webp``, and has one block of commands that write
 ``pictures/NAME.webp``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
@@ -26,7 +26,7 @@ PAGE = ROOT / "docs/gallery.md"
 PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|webp))\)"
 SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
 ROWS, LEAST_WIDTH = 6, 400
-"""Number of samples in a column, and width that a grid is enlarged to reach [px]."""
+"""Number of samples in a column, and least width of a grid after it is enlarged [px]."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(command: str, folder: Path) -> None:
 
 
 def show(made: Path, picture: Path) -> None:
-    """Write the picture of a section from what its commands made.
+    """Write the picture of a section from the output of its commands.
 
     Args:
         made: file or folder without a suffix, such as ``pictures/one-call``.

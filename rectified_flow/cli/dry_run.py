@@ -1,4 +1,4 @@
-"""What ``--dry_run`` prints: every flag, and the size, memory and time of the run."""
+"""The output of ``--dry_run``: all flags, and the size, memory and time of the run."""
 
 from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.cli.teacher import calls_for, files_of
@@ -50,7 +50,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
         size = taught.count * sum(row_size(name, shape) for name, shape in files.items())
         calls = f"{taught.count * calls_for(taught):,} calls of the teacher's network"
         texts[taught.rows] = (
-            f"{taught.count:,} in {taught.steps} steps each, drawn first with {calls}: "
+            f"{taught.count:,} in {taught.steps} steps each, generated before training with {calls}: "
             f"{size / 1e9:.2f} GB in {taught.folder}"
         )
     if isinstance(space, Latents):

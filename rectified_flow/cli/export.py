@@ -115,7 +115,7 @@ def _open(folder: Path) -> None:
     """Serve the page in a folder until Ctrl-C, and open it in a browser."""
     with folder_server(folder) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}"
-        print(lines({"open": f"{address}, until Ctrl-C"}), flush=True)
+        print(lines({"server": f"{address}, until Ctrl-C"}), flush=True)
         webbrowser.open(address)
         server.serve_forever()
 

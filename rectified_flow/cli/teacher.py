@@ -212,7 +212,7 @@ def open_drawn(
         flags=dict(flags),
         points=taught.points,
         guidance_scale=taught.guidance_scale,
-        solver=known.solver if known else taught.solver,  # there is no flag for it
+        solver=known.solver if known else taught.solver,  # stored paths keep their solver; no flag sets it
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
     )

@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _film(run: WatchedRun) -> bytes | None:
-    """Return a film of a run as a GIF; None if its grids of samples make none."""
+    """Return the film of a run as a GIF; None if there are fewer than two grids of one size."""
     from rectified_flow.runs.film import film_of  # loads torch, which only this address needs
 
     with suppress(OSError, UsageError):

@@ -339,7 +339,7 @@ class Flow(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the network's weights, which diffusers asks for."""
+        """Data type of the network's weights; diffusers reads this attribute."""
         return next((p.dtype for p in self.parameters()), torch.float32)
 
     @contextmanager

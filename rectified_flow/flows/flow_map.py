@@ -120,9 +120,9 @@ class DistilledFlow(FlowMap):
 
     Args:
         network: called ``network(x, t, r=r, **conditions)``.
-        whole_fraction: share of the rows whose interval is the whole path, as one-step generation needs it.
-        halves_fraction: share of the other rows whose interval is a half of the path, as two-step generation needs it.
-            The intervals of the rest end in any point, and start in any point before it.
+        whole_fraction: share of the rows whose interval is the whole path, for one-step generation.
+        halves_fraction: share of the other rows whose interval is the first or the second half of the path, for
+            two-step generation. The intervals of the rest end in any point, and start in any point before it.
         settings: further arguments of :class:`FlowMap`.
 
     Raises:
@@ -155,7 +155,7 @@ class DistilledFlow(FlowMap):
         return loss
 
     def _draw_parts(self, steps: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the numbers of the points at the ends and starts of parts, 0 for the data, int64 ``[count]`` each."""
+        """Return the indices of the points at the ends and starts of parts, 0 for the data, int64 ``[count]`` each."""
         later = 1 + randomness.randint("time", steps, (count,), device)
         earlier = (later * randomness.rand("earlier time", (count,), device)).long()
         if self.halves_fraction == 0 or steps == 1:

@@ -18,7 +18,7 @@ const TASKS = {
 const LARGE = 4; // pixels of a large download for each pixel, along a side
 const OTHER_TASK = ["Image translation", "The model translates your picture."];
 const LARGEST_SEED = 2 ** 32 - 1;
-const QUIET = 1000; // after which a message is said: sliders and steps show many [ms]
+const QUIET = 1000; // delay [ms] before screen readers announce a message, since sliders change it often
 const STILL = matchMedia("(prefers-reduced-motion: reduce)");
 const at = (id) => document.getElementById(id);
 const worker = new Worker(workerSource(), { type: "module" });
@@ -261,7 +261,7 @@ function tell(text, state = "") {
   clearTimeout(saying);
 }
 
-/** Show a text, which screen readers say if no other one follows soon. */
+/** Show a text, and announce it to screen readers unless another text follows within QUIET. */
 function say(text, state = "") {
   tell(text, state);
   saying = setTimeout(() => { at("said").textContent = text; }, QUIET);

@@ -87,7 +87,7 @@ const added = (x, factor, v) => x.map((value, i) => value + factor * v[i]);
 
 const mapStep = (call) => async (x, t, r, conditions) => added(x, r - t, await call({ x, t, r, ...conditions }));
 
-/** Steps of Adams-Bashforth of order 2, whose first is an Euler step, as the solver `ab2` takes them. */
+/** Second-order Adams-Bashforth steps, with an Euler step first, like the solver `ab2`. */
 function adamsBashforth(velocity) {
   let before = null;
   return async (x, t, next, conditions) => {

@@ -10,7 +10,7 @@ try:
     trained = import_module("rectified_flow.pipeline.trained")
 except ImportError as error:
     raise ImportError(
-        "this model needs the package rectified-flow-trainer: install it or its newest version"
+        "this model needs a recent version of the package rectified-flow-trainer: install it, or upgrade it"
     ) from error
 
 FlowPipeline, TrainedFlow = trained.FlowPipeline, trained.TrainedFlow

@@ -85,7 +85,7 @@ class FlowPipeline(DiffusionPipeline):
         captions = {name: kind.examples for name, kind in kinds.items() if isinstance(kind, Caption) and kind.examples}
         written = written or captions
         if unknown := written.keys() - kinds.keys():
-            raise UsageError(f"{min(unknown)} is no condition of this model: its conditions are {list(kinds)}")
+            raise UsageError(f"{min(unknown)} is not a condition of this model: pass {', '.join(kinds) or 'none'}")
         values = {}
         for name, kind in kinds.items() if written else ():
             given = written.get(name)

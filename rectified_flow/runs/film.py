@@ -1,4 +1,4 @@
-"""A film of a run: its grids of samples in the order of their steps. The noise is the same in each, so pictures form.
+"""A film of a run: its grids of samples in the order of their steps. All grids start from the same noise.
 
 The run wrote the grids every ``--sample_every`` steps, so that a film needs no network and no checkpoint.
 """
@@ -17,7 +17,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.system.pictures import encode_motion, open_picture, over_white, text_picture
 
 SECONDS, LONGEST, SHORTEST, LAST = 10.0, 0.5, 0.04, 2.0
-"""Seconds of a film, greatest and least of a frame, and those that its last frame lasts in addition."""
+"""Duration of a film, longest and shortest time of a frame, and extra time of the last frame [s]."""
 LEAST_SIDE, TEXT_HEIGHT = 320, 20
 """Least width of a frame, which small grids are enlarged to reach, and height of the line below [px]."""
 MOST_FRAMES = 500
@@ -30,8 +30,8 @@ FilmFormat = Literal["gif", "webp", "mp4", "webm"]
 def film_of(grids: Sequence[Path], kind: FilmFormat) -> bytes:
     """Return the contents of a file with a film of grids of samples, whose names end in their step.
 
-    Frames have the size of most grids; grids of other sizes, of before a change of ``--num_samples``, are left out. Of
-    more than :data:`MOST_FRAMES` grids, as many at equal distances are shown.
+    The most frequent size of grids is used; grids of other sizes, from before a change of ``--num_samples``, are left
+    out. Of more than :data:`MOST_FRAMES` grids, that many evenly spaced ones are used.
 
     Raises:
         UsageError: if there are fewer than two grids, or the package ``av`` is missing for ``mp4`` and ``webm``.
@@ -42,7 +42,7 @@ def film_of(grids: Sequence[Path], kind: FilmFormat) -> bytes:
     if count < 2:
         raise UsageError(
             "a film needs at least two grids of samples of one size: pass the folder of a run as --checkpoint, "
-            "or train on with a smaller --sample_every"
+            "or continue training with a smaller --sample_every"
         )
     chosen = [path for path, size in sizes.items() if size == most]
     chosen = [chosen[round(place)] for place in np.linspace(0, count - 1, min(count, MOST_FRAMES))]

@@ -36,7 +36,7 @@ def bind(make: Callable[[tuple[str, int]], Server], host: str, port: int, remedy
             problem = error
             if getattr(error, "errno", None) != errno.EADDRINUSE:
                 break
-    address = f"host {printable(host)[:LONGEST]} with the ports {port} to {number}"
+    address = f"host {printable(host)[:LONGEST]} with ports {port} to {number}"
     raise UsageError(f"{address} cannot be used ({problem}): {remedy}")
 
 
@@ -46,11 +46,11 @@ class _Handler(SimpleHTTPRequestHandler):
 
 
 def folder_server(folder: Path, port: int = 8000) -> ThreadingHTTPServer:
-    """Return a server of the files of a folder, which only this machine reaches.
+    """Return a server for the files of a folder that accepts connections from this machine only.
 
     Raises:
         UsageError: if no port is free.
     """
     handler = partial(_Handler, directory=folder)
-    remedy = "end another server, or leave out --open"
+    remedy = "stop a server on one of these ports, or leave out --open"
     return bind(lambda address: ThreadingHTTPServer(address, handler), "127.0.0.1", port, remedy)

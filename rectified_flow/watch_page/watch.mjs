@@ -43,7 +43,7 @@ function makeCard(run) {
   card.innerHTML = `<h2><label><input type="checkbox" checked><span></span></label></h2>
     <p class="summary"></p><p class="bad" hidden></p>
     <div class="samples" hidden><img alt=""><label><span class="named">Samples <output></output></span><input type="range" min="0"></label>
-    <a download>Download a film of the samples</a></div>`;
+    <a download>Download the samples as a film (GIF)</a></div>`;
   const [box, slider] = card.querySelectorAll("input");
   box.addEventListener("change", () => { hidden[box.checked ? "delete" : "add"](run.id); drawCharts(); });
   slider.addEventListener("input", () => showSample(card));

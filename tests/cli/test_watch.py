@@ -192,7 +192,7 @@ def test_all_ports_taken(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rectified_flow.system.server.PORTS", 1)
     with served(run) as server:
         port = server.server_address[1]
-        with pytest.raises(UsageError, match=f"the ports {port} to {port} cannot be used .*: pass another"):
+        with pytest.raises(UsageError, match=f"with ports {port} to {port} cannot be used .*: pass another"):
             serve(WatchedConfig((run,), port=port))
 
 
@@ -203,10 +203,10 @@ def test_bad_input(tmp_path: Path) -> None:
         parse(WatchConfig, "Watch.", [""])
     with pytest.raises(UsageError, match="--port is 70000; it must be at most 65535"):
         WatchedConfig(port=70000)
-    with pytest.raises(UsageError, match=r"host 192\.0\.2\.1 with the ports 0 to 0 cannot be used"):
+    with pytest.raises(UsageError, match=r"host 192\.0\.2\.1 with ports 0 to 0 cannot be used"):
         serve(WatchedConfig((tmp_path,), host="192.0.2.1", port=0))
     for host in ("\udcff", "a" * 5000):
-        with pytest.raises(UsageError, match=r"host .* with the ports 0 to 0 cannot be used \(.*\): pass another"):
+        with pytest.raises(UsageError, match=r"host .* with ports 0 to 0 cannot be used \(.*\): pass another"):
             serve(WatchedConfig((tmp_path,), host=host, port=0))
 
 

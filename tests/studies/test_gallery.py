@@ -1,4 +1,4 @@
-"""The gallery: its page is what the program reads, and a picture is made from what the commands wrote."""
+"""The gallery: its sections are read from the page, and pictures are made from the output of the commands."""
 
 from pathlib import Path
 

@@ -31,5 +31,7 @@ def test_a_folder_is_served_at_the_first_free_port(tmp_path: Path, monkeypatch: 
             server.shutdown()
             thread.join()
         monkeypatch.setattr(module, "PORTS", 1)
-        with pytest.raises(UsageError, match=r"cannot be used .*: end another server, or leave out --open"):
+        with pytest.raises(
+            UsageError, match=r"cannot be used .*: stop a server on one of these ports, or leave out --open"
+        ):
             folder_server(tmp_path, port)

@@ -37,7 +37,7 @@ class SolverConfig(Flags):
     """Sampling from noise to data."""
 
     solver: Annotated[Solver | None, default_is("ab2")] = None
-    """ODE solver of a rectified flow; midpoint and heun call the network twice, adaptive chooses its own steps."""
+    """ODE solver of a rectified flow; midpoint and heun use two network calls per step, adaptive chooses the steps."""
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
@@ -110,7 +110,7 @@ class PicturesConfig(Flags):
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
     film: Path | None = None
-    """Write a film of the grids that the run saved during training instead: a .gif, .webp, .mp4 or .webm file."""
+    """Generate no pictures; write the saved grids of samples of the run as a film: .gif, .webp, .mp4 or .webm."""
     save_pretrained: Path | None = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: str | None = None
@@ -120,7 +120,7 @@ class PicturesConfig(Flags):
         super().__post_init__()
         if self.film is not None:
             changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
-            refuse(changed | {"film": False}, "has no effect with --film, which shows grids of the run: leave it out")
+            refuse(changed | {"film": False}, "has no effect with --film, which uses saved grids: leave it out")
         needs = dict.fromkeys(("noise_level", "mask", "degrade", "reverse"), "from_images")
         for flag, needed in {**needs, "license": "save_pretrained"}.items():
             if getattr(self, needed) is None:
@@ -231,7 +231,7 @@ class ExportedConfig(Flags):
     """Create the Space as private; an existing Space must be private already."""
     yes: bool = False
     """Upload without asking for confirmation."""
-    license: Annotated[str | None, default_is("that of --model_repo")] = None
+    license: Annotated[str | None, default_is("that of --model_repo, if given")] = None
     """Licence of the model and of the Space, as the hub spells it, such as mit or cc-by-4.0."""
     model_repo: str | None = None
     """Id of the model on the hub, such as me/flowers-model, to which the Space links."""

@@ -257,7 +257,7 @@ class TrainMeanFlow(TrainConfig):
 
     @property
     def teacher_data(self) -> TeacherData | None:
-        """The paths of ``--teacher``, by the solver with the nearest samples in few calls."""
+        """The paths of ``--teacher``, sampled with ``ab2``, the most accurate solver with few network calls."""
         flags = self.teacher
         if flags.teacher is None:
             return None

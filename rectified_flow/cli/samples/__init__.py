@@ -1,1 +1,1 @@
-"""What sample.py generates: its inputs, and the choice of pictures by its flags."""
+"""Inputs of sample.py, and the choice of the pictures to generate."""
