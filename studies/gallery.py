@@ -7,7 +7,6 @@ samples instead, they become labelled columns of one picture. A training that ha
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ class Section:
 
     title: str
     picture: Path
-    commands: list[str]
+    commands: str
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Config:
 
     only: tuple[str, ...] = ()
     """Names of pictures to make, such as one-call; all if none are given."""
-    data: Path = Path(os.environ.get("STUDIES_DATA", "."))
+    data: Path = Path(os.environ.get("STUDIES_DATA", "data"))
     """Folder with the folders of pictures that the commands name."""
     output_dir: Path = Path("runs/gallery")
     """Folder in which the commands run."""
@@ -52,30 +51,19 @@ class Config:
 
 def sections_of(page: str) -> list[Section]:
     """Return the sections of a page that show a picture and have a block of commands."""
-    return [
-        Section(title, Path(picture), block.replace("\\\n", " ").splitlines())
-        for title, picture, block in SECTION.findall(page)
-    ]
+    return [Section(title, Path(picture), block) for title, picture, block in SECTION.findall(page)]
 
 
-def run(command: str, folder: Path) -> None:
-    """Run a command of the page in a folder, with this Python and this checkout.
+def run(commands: str, folder: Path) -> None:
+    """Run commands of the page in a folder, with this Python and this checkout.
 
     Raises:
-        UsageError: if the command fails.
+        UsageError: if a command fails.
     """
-    words, environment = shlex.split(command, comments=True), dict(os.environ)
-    while words and "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        environment[name] = str(ROOT / value)
-    if not words:
-        return
-    program = {"rectified-flow": ["-m", "rectified_flow"], "python": [str(ROOT / words[1])]}[words[0]]
-    rest = words[1 if words[0] == "rectified-flow" else 2 :]
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
-    print(f"$ {command}", flush=True)
-    if subprocess.run([sys.executable, *program, *rest], cwd=folder, env=environment, check=False).returncode:
-        raise UsageError(f"the command failed: {command}")
+    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": ROOT}
+    environment = {name: os.pathsep.join([str(path), os.environ.get(name, "")]) for name, path in paths.items()}
+    if subprocess.run(["sh", "-exc", commands], cwd=folder, env=os.environ | environment, check=False).returncode:
+        raise UsageError("the last command above failed")
 
 
 def show(made: Path, picture: Path) -> None:
@@ -108,16 +96,17 @@ def main(config: Config) -> None:
     chosen = {section.picture.stem: section for section in sections_of(PAGE.read_text())}
     if unknown := set(config.only) - chosen.keys():
         raise UsageError(f"--only {' '.join(sorted(unknown))} is not in {PAGE}: choose {', '.join(chosen)}")
+    if not config.data.is_dir():
+        raise UsageError(f"--data {config.data} is not a folder: pass the folder that holds the folders of pictures")
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    for source in config.data.iterdir() if config.data.is_dir() else ():
+    for source in (*config.data.iterdir(), ROOT / "examples"):
         link = config.output_dir / source.name
         if source.is_dir() and not link.exists():
             link.symlink_to(source.resolve())
     for name, section in chosen.items():
         if not config.only or name in config.only:
             print(f"# {section.title}", flush=True)
-            for command in section.commands:
-                run(command, config.output_dir)
+            run(section.commands, config.output_dir)
             picture = PAGE.parent / section.picture
             picture.parent.mkdir(exist_ok=True)
             show(config.output_dir / "pictures" / name, picture)
