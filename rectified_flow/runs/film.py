@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from rectified_flow.errors import UsageError
+from rectified_flow.system.files import reading
 from rectified_flow.system.pictures import encode_motion, open_picture, over_white, text_picture
 
 SECONDS, LONGEST, SHORTEST, LAST = 10.0, 0.5, 0.04, 2.0
@@ -35,7 +36,7 @@ def film_of(grids: Sequence[Path], kind: FilmFormat) -> bytes:
 
     Raises:
         UsageError: if there are fewer than two grids, or the package ``av`` is missing for ``mp4`` and ``webm``.
-        OSError: if a grid cannot be read.
+        DamageError: if a grid cannot be read.
     """
     sizes = {path: _size(path) for path in grids}
     [(most, count)] = Counter(sizes.values()).most_common(1) or [((0, 0), 0)]
@@ -67,13 +68,13 @@ def format_of(path: Path) -> FilmFormat:
 
 
 def _size(path: Path) -> tuple[int, int]:
-    with open_picture(path) as image:
+    with reading(path), open_picture(path) as image:
         return image.size
 
 
 def _frame(path: Path) -> Frame:
     """Return a grid above its step, ``[h, w, 3]`` of even height and width."""
-    with open_picture(path) as image:
+    with reading(path), open_picture(path) as image:
         grid = over_white(image)
     factor = -(-LEAST_SIDE // grid.width)
     grid = grid.resize((factor * grid.width, factor * grid.height), Image.Resampling.NEAREST)

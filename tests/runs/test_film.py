@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.runs.film import LAST, LEAST_SIDE, FilmFormat, film_of, format_of
 from rectified_flow.runs.watched import WatchedRun
 
@@ -64,5 +64,8 @@ def test_a_video_shows_the_same_frames(run: Path, kind: str) -> None:
 def test_what_makes_no_film_is_said_in_a_sentence(run: Path) -> None:
     with pytest.raises(UsageError, match="at least two grids"):
         film_of(WatchedRun(run).grids()[:2], "gif")
+    (run / "samples/step_00000020.png").write_bytes(b"damaged")
+    with pytest.raises(DamageError, match=r"step_00000020.png cannot be read"):
+        film_of(WatchedRun(run).grids(), "gif")
     with pytest.raises(UsageError, match=r"must end in \.gif, \.webp, \.mp4, \.webm"):
         format_of(Path("film.avi"))
