@@ -96,6 +96,7 @@ def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "a dry run left something behind"
 
 
+@pytest.mark.slow
 def test_precision_is_the_launchers(tmp_path: Path) -> None:
     config = ["--config_file", str(ROOT / "accelerate_config.yaml"), "--num_processes", "2"]
     code, output = launch([*ACCELERATE, *config, TRAIN, *TINY, "--train_num_steps", "5"], tmp_path)
