@@ -2,7 +2,7 @@
 
 A section shows one picture, ``images/gallery/NAME.png`` or ``.webp``, and has one block of commands that write
 ``pictures/NAME.webp``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
-samples instead, they become labelled columns of one picture. A training that has ended is not repeated.
+samples instead, they become labelled rows of one picture. A training that has ended is not repeated.
 """
 
 import os
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
 PICTURE = r"!\[[^\]]*\]\((images/gallery/[\w-]+\.(?:png|webp))\)"
 SECTION = re.compile(rf"^## (.*?)$.*?{PICTURE}.*?```bash\n(.*?)```", re.DOTALL | re.MULTILINE)
-ROWS, LEAST_WIDTH = 6, 400
-"""Number of samples in a column, and least width of a grid after it is enlarged [px]."""
+COLUMNS, LEAST_WIDTH = 12, 400
+"""Largest number of samples in a row, and least width of a grid after it is enlarged [px]."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ def show(made: Path, picture: Path) -> None:
         factor = -(-LEAST_WIDTH // grid.width)
         grid.resize((factor * grid.width, factor * grid.height), Image.Resampling.NEAREST).save(picture)
     else:
-        columns = sorted(each for each in made.iterdir() if each.is_dir())
-        files = [sorted(column.glob("0*.png"))[:ROWS] for column in columns]
-        images = [pil_to_tensor(over_white(open_picture(file))) for row in zip(*files, strict=True) for file in row]
-        names = [column.name.partition(" ")[2] for column in columns]  # without the number that orders them
-        write_picture(picture, labelled_grid(torch.stack(images), [""] * len(files[0]), names))
+        rows = sorted(each for each in made.iterdir() if each.is_dir())
+        files = [sorted(row.glob("0*.png"))[:COLUMNS] for row in rows]
+        images = [pil_to_tensor(over_white(open_picture(file))) for row in files for file in row]
+        names = [row.name.partition(" ")[2] for row in rows]  # without the number that orders them
+        write_picture(picture, labelled_grid(torch.stack(images), names, [""] * len(files[0])))
 
 
 def main(config: Config) -> None:

@@ -171,7 +171,7 @@ def text_picture(text: str, width: int, height: int, align: Align = "left") -> T
 
 
 def labelled_grid(images: Tensor, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with a text before each row and above each column."""
+    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with texts before the rows and, if any, above the columns."""
     large = _enlarged(images.cpu())
     height, width = large.shape[-2:]
     head = TEXT_LINES * (TEXT_SIZE + 3)
@@ -180,7 +180,7 @@ def labelled_grid(images: Tensor, rows: Sequence[str], columns: Sequence[str]) -
         [text_picture(text, width, height), *large[number * len(columns) : (number + 1) * len(columns)]]
         for number, text in enumerate(rows)
     ]
-    lines = [torch.cat(line, dim=-1) for line in (top, *body)]
+    lines = [torch.cat(line, dim=-1) for line in ((top, *body) if any(columns) else body)]
     return torch.cat(lines, dim=-2).permute(1, 2, 0).numpy()
 
 
