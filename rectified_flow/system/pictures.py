@@ -171,7 +171,7 @@ def text_picture(text: str, width: int, height: int, align: Align = "left") -> T
 
 
 def labelled_grid(images: Tensor, rows: Sequence[str], columns: Sequence[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with texts before the rows and, if any, above the columns."""
+    """Arrange images uint8 ``[r * c, 3, h, w]`` row by row, with texts before rows and, if any, above columns."""
     large = _enlarged(images.cpu())
     height, width = large.shape[-2:]
     head = TEXT_LINES * (TEXT_SIZE + 3)
