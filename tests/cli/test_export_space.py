@@ -174,7 +174,7 @@ def test_a_page_is_uploaded_as_a_space(hub: Hub, tmp_path: Path, capsys: pytest.
     assert f"[me/model]({hub.address}/me/model)" in card
     printed = capsys.readouterr().out
     size = sum(map(len, own.values())) + len(card.encode())
-    assert f"upload      {len(own) + 1} files, {size / 1e6:.1f} MB: README.md, model.onnx, model.json, " in printed
+    assert f"upload      {len(own) + 1} files, {size / 1e6:.1f} MB: README.md, model.onnx, " in printed
     assert f"to          {hub.address}/spaces/me/red-flowers, a new public Space\n" in printed
     assert "licence     cc-by-4.0\n" in printed
     assert printed.endswith(f"space       {hub.address}/spaces/me/red-flowers\n")
