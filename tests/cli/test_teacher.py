@@ -260,7 +260,6 @@ def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
     config = taught(teacher, tmp_path, teacher_paths=1000, batch_size=8, dry_run=True)
     [said] = run_on_ranks(1, printed, config)
     calls = 1000 * STEPS * 2
-    assert (
-        f"paths       1,000 in 3 steps each, generated before training with {calls:,} calls of the teacher's network: 0.00 GB" in said
-    )
+    counted = f"generated before training with {calls:,} calls of the teacher's network"
+    assert f"paths       1,000 in 3 steps each, {counted}: 0.00 GB" in said
     assert "budget      1h (--budget changes it): 1 x cpu trains" in said
