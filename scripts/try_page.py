@@ -10,8 +10,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,6 +19,7 @@ from playwright.sync_api import sync_playwright
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.outputs import claim, write_output
+from rectified_flow.system.server import folder_server
 
 PATIENCE = 300.0
 """Time limit of loading the model, of reading a picture, and of one generation [s]."""
@@ -30,17 +29,10 @@ STROKE = ((0.35, 0.3), (0.6, 0.45), (0.45, 0.6))
 SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
 
 
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without a line for each."""
-
-    def log_message(self, *_arguments: Any) -> None:
-        """Print nothing."""
-
-
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Serve ``folder`` inside the block, and yield its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+    with folder_server(folder, 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()

@@ -77,7 +77,7 @@ def with_teacher_flags(config: Config) -> Config:
     taught = config.teacher_data
     if taught is None:
         return config
-    source, flags = on_main(PartialState(), lambda: _find_source(taught, config.run.checkpoints))
+    source, flags, known = on_main(PartialState(), lambda: _find_source(taught, config.run.checkpoints))
     given = config.given if config.program.config is None else frozenset[str]()  # the file is of another run
     mine = plain(config)
     for name in given & set(INHERITED):
@@ -94,9 +94,7 @@ def with_teacher_flags(config: Config) -> Config:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
     own = vars(config.data) | vars(config.source) | vars(config.columns)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
-    known = on_main(PartialState(), lambda: recipe_of(taught))
-    steps_flag = f"{taught.flag.removesuffix('_from')}_steps"
-    steps = {steps_flag: known.steps} if known and plain(config)[steps_flag] is None else {}
+    steps = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
     return replaced(config, {**flags, **folders, **steps, taught.flag: source})
 
 
@@ -324,8 +322,8 @@ def _seen_by(teacher: Path, pictures: ImageDataset) -> ImageDataset:
     return divided(pictures, split, split_sources(pictures, known["holdout"], known["seed"]))[0]
 
 
-def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the teacher's checkpoint and the flags that a run inherits; for generated data, those of their recipe.
+def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any], Recipe | None]:
+    """Return the teacher's checkpoint, the flags that a run inherits, and the recipe of data that exist already.
 
     Raises:
         UsageError: if there is no such checkpoint, a flag is missing or has another type, or the run's folders hold
@@ -353,7 +351,7 @@ def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str
     if "prediction" not in flags:
         raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: pass one of its runs")
     flags = plain(TrainRectifiedFlow()) | flags  # defaults for flags that are newer than the teacher
-    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin)
+    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin), known
 
 
 def flags_of_checkpoint(source: Path) -> dict[str, Any]:

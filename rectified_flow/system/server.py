@@ -40,7 +40,9 @@ def bind(make: Callable[[tuple[str, int]], Server], host: str, port: int, remedy
     raise UsageError(f"{address} cannot be used ({problem}): {remedy}")
 
 
-class _Handler(SimpleHTTPRequestHandler):
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves the files of a folder without a line for each."""
+
     def log_message(self, *_arguments: Any) -> None:
         """Print nothing."""
 
@@ -51,6 +53,6 @@ def folder_server(folder: Path, port: int = 8000) -> ThreadingHTTPServer:
     Raises:
         UsageError: if no port is free.
     """
-    handler = partial(_Handler, directory=folder)
+    handler = partial(QuietHandler, directory=folder)
     remedy = "stop a server on one of these ports, or leave out --open"
     return bind(lambda address: ThreadingHTTPServer(address, handler), "127.0.0.1", port, remedy)

@@ -5,8 +5,11 @@ import json
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
+from http.server import ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -365,6 +368,25 @@ def test_the_newest_samples_are_the_thumbnail_of_a_page(tmp_path: Path) -> None:
     files = page_files({}, {}, newest_samples(tmp_path))
     assert files["thumbnail.png"] == b"samples of step 1000"
     assert b'<meta property="og:image" content="thumbnail.png">' in files["index.html"]
+
+
+def test_the_page_is_served_and_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    contents: list[bytes] = []
+
+    def visit(server: ThreadingHTTPServer) -> None:
+        visitor = Thread(target=lambda: contents.append(urlopen(f"{opened[0]}/model.json").read()))
+        visitor.start()
+        server.handle_request()
+        visitor.join()
+
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", visit)
+    written(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path, "--format", "page", "--open")
+    assert contents == [(tmp_path / "exported/model.json").read_bytes()]
+    assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
 
 
 def test_a_zip_of_the_user_stays(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -23,6 +22,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.fields import Fields
+from rectified_flow.system.server import folder_server
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS, write
 
@@ -54,11 +54,6 @@ PIXELS = """index => {
   const canvas = document.querySelectorAll("#pictures canvas")[index];
   return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
 }"""
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_arguments: Any) -> None:
-        pass
 
 
 class Shown:
@@ -131,7 +126,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     write(flow, folder)
     sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
     export(parse(ExportConfig, "Export."))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+    with folder_server(folder / "exported", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield flow, f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
@@ -354,7 +349,7 @@ def test_measurements_are_shown_in_their_colours(browser: Any, tmp_path: Path) -
     write(flow, tmp_path)
     sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
     export(parse(ExportConfig, "Export."))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "exported")) as server:
+    with folder_server(tmp_path / "exported", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
             shown.open()

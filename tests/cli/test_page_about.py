@@ -3,8 +3,6 @@
 import json
 import sys
 from dataclasses import asdict
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,8 +18,9 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, RunIdentity, TrainerFile
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.server import folder_server
 from tests.cli.test_export import small
-from tests.cli.test_page import Quiet, looking_at
+from tests.cli.test_page import looking_at
 
 pytestmark = pytest.mark.page
 HTML = "<img src=x onerror=alert(1)>"
@@ -51,7 +50,7 @@ def test_the_page_describes_the_model(tmp_path: Path, browser: Any) -> None:
     sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page", "--license", "cc-by-4.0"]
     export(parse(ExportConfig, "Export."))
     about = json.loads((tmp_path / "exported/model.json").read_text())["about"]
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path / "exported")) as server:
+    with folder_server(tmp_path / "exported", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
             shown.open()

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -27,8 +25,9 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.captions import BagOfWords, Caption, words_of
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.server import folder_server
 from tests.cli.test_export import small, tiny_encoder
-from tests.cli.test_page import HAS_CARD, Quiet, Shown, browser_with_card, drawn, looking_at
+from tests.cli.test_page import HAS_CARD, Shown, browser_with_card, drawn, looking_at
 from tests.cli.test_page_source import UNNAMED
 from tests.patience import PATIENCE
 from tests.test_load import write
@@ -139,7 +138,7 @@ def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
     write(flow, folder)
     sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
     export(parse(ExportConfig, "Export."))
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+    with folder_server(folder / "exported", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
             yield shown

@@ -22,8 +22,9 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.server import QuietHandler
 from tests.cli.test_export import small
-from tests.cli.test_page import Quiet, Shown, looking_at
+from tests.cli.test_page import Shown, looking_at
 from tests.patience import wait_for
 from tests.test_load import FLOWS, write
 
@@ -49,7 +50,7 @@ def served(flow: Flow, folder: Path) -> Iterator[Page]:
     export(parse(ExportConfig, "Export."))
     asked: list[str] = []
 
-    class Noting(Quiet):
+    class Noting(QuietHandler):
         def do_GET(self) -> None:  # noqa: N802
             asked.append(self.path)
             super().do_GET()

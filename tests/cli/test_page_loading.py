@@ -17,8 +17,9 @@ from rectified_flow.flags import parse
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.captions import Caption
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.server import QuietHandler
 from tests.cli.test_export import small, tiny_encoder
-from tests.cli.test_page import Quiet, looking_at
+from tests.cli.test_page import looking_at
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import write
 
@@ -35,7 +36,7 @@ def test_a_bar_shows_how_much_of_all_files_is_loaded(tmp_path: Path, browser: An
     names = ["ort/ort-wasm-simd-threaded.wasm", "model.onnx", "text_encoder.onnx"]
     sizes = {name: (folder / name).stat().st_size for name in names}
 
-    class Slow(Quiet):
+    class Slow(QuietHandler):
         """Sends the runtime in two halves, and everything compressed."""
 
         def do_GET(self) -> None:  # noqa: N802

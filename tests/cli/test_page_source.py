@@ -5,8 +5,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -25,8 +23,9 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.registry import register
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.system.server import folder_server
 from tests.cli.test_export import ROOT, small
-from tests.cli.test_page import HAS_CARD, Quiet, Shown, browser_with_card, looking_at
+from tests.cli.test_page import HAS_CARD, Shown, browser_with_card, looking_at
 from tests.patience import PATIENCE, wait_for
 from tests.test_load import FLOWS, write
 
@@ -94,7 +93,7 @@ def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[tuple[Shown, Ca
         files = variants or [folder / "made/given.png"]
         return np.stack([np.array(Image.open(file)).astype(int) for file in files])
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=folder / "exported")) as server:
+    with folder_server(folder / "exported", 0) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
             shown.page.goto(shown.address)

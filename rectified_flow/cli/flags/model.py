@@ -160,6 +160,11 @@ class TeacherData:
         return self.steps if self.rows == "paths" else 0
 
     @property
+    def steps_flag(self) -> str:
+        """Name of the flag for the steps of each sample."""
+        return f"{self.flag.removesuffix('_from')}_steps"
+
+    @property
     def count_flag(self) -> str:
         """Name of the flag for the number of pairs or paths."""
         return f"{self.flag.removesuffix('_from')}_{self.rows}"
