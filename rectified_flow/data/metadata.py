@@ -350,9 +350,9 @@ def _choose(column: str, table: Table, kind: str | None) -> Chosen:
             )
     if kind not in (None, *get_args(Kind)):
         raise UsageError(f"--condition_types {column}={kind} is no type: pass {', '.join(get_args(Kind))}")
-    found: Any = kind or _guess(texts)
     first = np.cumsum([0, *map(len, values)], dtype=np.int64)
     several = int((np.diff(first) > 1).sum())
+    found: Any = kind or ("caption" if several else _guess(texts))
     if several and found != "caption":
         raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
     chosen = Chosen(condition_name(column), column, found, first, texts, places)

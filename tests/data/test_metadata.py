@@ -12,7 +12,7 @@ from PIL import Image
 from rectified_flow.cli.data import add_columns
 from rectified_flow.cli.flags.data import ColumnConfig
 from rectified_flow.condition import Labels, Number
-from rectified_flow.data.metadata import condition_name
+from rectified_flow.data.metadata import choose_columns, condition_name
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -196,6 +196,9 @@ def test_flowers_have_a_known_size() -> None:
     sizes = [table.read("size")[index][0] for index in chosen]
     assert np.corrcoef(sizes, areas)[0, 1] > 0.8
     assert table.read("petals")[0][0] == 13
+    assert table.read("text")[0][0] == ["a white daisy", "a white flower with 13 petals"]
+    [text] = choose_columns(table, ["text"], {}, flowers.name)
+    assert text.kind == "caption"  # although there are only 24 different texts
 
 
 def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:

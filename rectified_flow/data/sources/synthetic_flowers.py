@@ -21,6 +21,7 @@ class Species:
     """Parameters of one class of flowers. Lengths are in units of the flower's radius; colours are RGB in [0, 1]."""
 
     name: str
+    colour: str
     petals: int
     notch: float
     """Depth of the gaps between petals, 0 (none) to 1 (down to the disc)."""
@@ -34,20 +35,25 @@ class Species:
     rows: int = 1
     """Number of rings of petals; the inner rings are smaller and rotated by half a petal."""
 
+    @property
+    def captions(self) -> list[str]:
+        """Captions of a flower, of which each epoch draws one."""
+        return [f"a {self.colour} {self.name}", f"a {self.colour} flower with {self.petals} petals"]
+
 
 SPECIES = (
-    Species("daisy", 13, 0.75, 0.5, (0.97, 0.97, 0.95), (1.0, 1.0, 1.0), (0.95, 0.76, 0.12), 0.30, (0.25, 0.50, 0.22)),
-    Species("sunflower", 18, 0.5, 1.1, (0.98, 0.72, 0.05), (1.0, 0.85, 0.2), (0.32, 0.18, 0.08), 0.46, (0.45, 0.67, 0.9)),
-    Species("poppy", 4, 0.25, 0.4, (0.86, 0.10, 0.08), (0.95, 0.25, 0.15), (0.12, 0.10, 0.12), 0.22, (0.35, 0.52, 0.25)),
-    Species("violet", 5, 0.55, 0.5, (0.42, 0.20, 0.70), (0.62, 0.42, 0.88), (0.98, 0.85, 0.25), 0.14, (0.20, 0.35, 0.20)),
-    Species("rose", 6, 0.2, 0.4, (0.88, 0.18, 0.38), (0.98, 0.48, 0.58), (0.72, 0.08, 0.25), 0.16, (0.16, 0.30, 0.18), 3),
-    Species("cornflower", 10, 0.8, 0.8, (0.16, 0.30, 0.85), (0.40, 0.55, 0.98), (0.25, 0.12, 0.45), 0.24, (0.82, 0.78, 0.5)),
-    Species("lily", 6, 0.85, 1.3, (0.98, 0.55, 0.12), (1.0, 0.72, 0.35), (0.60, 0.25, 0.05), 0.12, (0.14, 0.28, 0.30)),
-    Species("cherry", 5, 0.5, 0.45, (0.98, 0.74, 0.82), (1.0, 0.90, 0.94), (0.85, 0.35, 0.45), 0.13, (0.62, 0.80, 0.95)),
-    Species("gentian", 5, 0.65, 1.2, (0.10, 0.15, 0.60), (0.25, 0.40, 0.85), (0.92, 0.95, 0.98), 0.18, (0.58, 0.60, 0.55)),
-    Species("buttercup", 5, 0.3, 0.4, (0.99, 0.86, 0.08), (1.0, 0.95, 0.45), (0.75, 0.65, 0.05), 0.20, (0.30, 0.60, 0.20)),
-    Species("dahlia", 12, 0.45, 0.9, (0.70, 0.08, 0.45), (0.95, 0.55, 0.80), (0.98, 0.75, 0.30), 0.14, (0.30, 0.40, 0.35), 3),
-    Species("jasmine", 6, 0.8, 0.7, (0.98, 0.97, 0.88), (1.0, 1.0, 1.0), (0.95, 0.88, 0.40), 0.11, (0.10, 0.22, 0.28)),
+    Species("daisy", "white", 13, 0.75, 0.5, (0.97, 0.97, 0.95), (1.0, 1.0, 1.0), (0.95, 0.76, 0.12), 0.30, (0.25, 0.50, 0.22)),
+    Species("sunflower", "yellow", 18, 0.5, 1.1, (0.98, 0.72, 0.05), (1.0, 0.85, 0.2), (0.32, 0.18, 0.08), 0.46, (0.45, 0.67, 0.9)),
+    Species("poppy", "red", 4, 0.25, 0.4, (0.86, 0.10, 0.08), (0.95, 0.25, 0.15), (0.12, 0.10, 0.12), 0.22, (0.35, 0.52, 0.25)),
+    Species("violet", "purple", 5, 0.55, 0.5, (0.42, 0.20, 0.70), (0.62, 0.42, 0.88), (0.98, 0.85, 0.25), 0.14, (0.20, 0.35, 0.20)),
+    Species("rose", "pink", 6, 0.2, 0.4, (0.88, 0.18, 0.38), (0.98, 0.48, 0.58), (0.72, 0.08, 0.25), 0.16, (0.16, 0.30, 0.18), 3),
+    Species("cornflower", "blue", 10, 0.8, 0.8, (0.16, 0.30, 0.85), (0.40, 0.55, 0.98), (0.25, 0.12, 0.45), 0.24, (0.82, 0.78, 0.5)),
+    Species("lily", "orange", 6, 0.85, 1.3, (0.98, 0.55, 0.12), (1.0, 0.72, 0.35), (0.60, 0.25, 0.05), 0.12, (0.14, 0.28, 0.30)),
+    Species("cherry", "pink", 5, 0.5, 0.45, (0.98, 0.74, 0.82), (1.0, 0.90, 0.94), (0.85, 0.35, 0.45), 0.13, (0.62, 0.80, 0.95)),
+    Species("gentian", "blue", 5, 0.65, 1.2, (0.10, 0.15, 0.60), (0.25, 0.40, 0.85), (0.92, 0.95, 0.98), 0.18, (0.58, 0.60, 0.55)),
+    Species("buttercup", "yellow", 5, 0.3, 0.4, (0.99, 0.86, 0.08), (1.0, 0.95, 0.45), (0.75, 0.65, 0.05), 0.20, (0.30, 0.60, 0.20)),
+    Species("dahlia", "purple", 12, 0.45, 0.9, (0.70, 0.08, 0.45), (0.95, 0.55, 0.80), (0.98, 0.75, 0.30), 0.14, (0.30, 0.40, 0.35), 3),
+    Species("jasmine", "white", 6, 0.8, 0.7, (0.98, 0.97, 0.88), (1.0, 1.0, 1.0), (0.95, 0.88, 0.40), 0.11, (0.10, 0.22, 0.28)),
 )  # fmt: skip
 
 
@@ -74,10 +80,11 @@ class SyntheticFlowers:
         return f"flower {index}"
 
     def read_table(self) -> Table:
-        """Return the attributes of each flower: species, number of petals, hue [degrees], radius [sides of the image]."""
+        """Return the attributes of each flower: captions, species, petals, hue [degrees], radius [sides of the image]."""
         species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
         places = [_place(np.random.default_rng((self.seed, index))) for index in range(self.count)]
         columns: dict[str, list[Any]] = {
+            "text": [each.captions for each in species],
             "species": [each.name for each in species],
             "petals": [each.petals for each in species],
             "hue": [round(360 * rgb_to_hsv(*each.petal)[0], 1) for each in species],
