@@ -1,8 +1,8 @@
 """Make the pictures of docs/gallery.md again: run the commands of its sections, and copy their results.
 
 A section shows one picture, ``images/gallery/NAME.png`` or ``.webp``, and has one block of commands that write
-``pictures/NAME.webp``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has subfolders of
-samples instead, they become labelled rows of one picture. A training that has ended is not repeated.
+``pictures/NAME.png`` or ``.webp``, or the folder ``pictures/NAME``, whose ``grid.png`` is shown. If the folder has
+subfolders of samples instead, they become labelled rows of one picture. A training that has ended is not repeated.
 """
 
 import os
@@ -73,8 +73,9 @@ def show(made: Path, picture: Path) -> None:
         made: file or folder without a suffix, such as ``pictures/one-call``.
         picture: the picture to write.
     """
-    if picture.suffix == ".webp":
-        picture.write_bytes(made.with_suffix(".webp").read_bytes())
+    file = made.with_suffix(picture.suffix)
+    if file.exists():
+        picture.write_bytes(file.read_bytes())
     elif (made / "grid.png").exists():
         grid = over_white(open_picture(made / "grid.png"))
         factor = -(-LEAST_WIDTH // grid.width)

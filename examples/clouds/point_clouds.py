@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from geometry import Geometry, Sphere
 from rectified_flow import Labels, Space, UsageError, register
 
-PICTURE_SIDE = 64
+PICTURE_SIDE, DOT = 96, 5
+"""Side of a picture, and side of the square that a point covers [px]."""
 TOLERANCE = 1e-3
 """Distance from the geometry up to which a point is projected without an error."""
 
@@ -98,10 +100,11 @@ class Points(Space):
         places = (data[..., :2] - low) / (high - low) * PICTURE_SIDE
         columns, rows = places.long().clamp(0, PICTURE_SIDE - 1).unbind(dim=-1)
         far = (data[..., -1] < 0) & isinstance(self.geometry, Sphere)
-        shades = torch.where(far, 90, 255).to(torch.uint8)
-        pictures = torch.zeros(len(data), PICTURE_SIDE**2, dtype=torch.uint8, device=data.device)
+        shades = torch.where(far, 90.0, 255.0)
+        pictures = torch.zeros(len(data), PICTURE_SIDE**2, device=data.device)
         pictures.scatter_reduce_(1, (PICTURE_SIDE - 1 - rows) * PICTURE_SIDE + columns, shades, "amax")
-        return pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE).expand(-1, 3, -1, -1)
+        dots = F.max_pool2d(pictures.reshape(-1, 1, PICTURE_SIDE, PICTURE_SIDE), DOT, stride=1, padding=DOT // 2)
+        return dots.to(torch.uint8).expand(-1, 3, -1, -1)
 
     def problem_with(self, data: Tensor) -> str | None:
         """Describe what is wrong with clouds ``[..., n, d]``, or return None."""

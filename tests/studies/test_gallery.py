@@ -30,6 +30,9 @@ def test_a_grid_or_rows_become_the_picture(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), "red").save(tmp_path / "made/grid.png")
     show(tmp_path / "made", tmp_path / "grid.png")
     assert Image.open(tmp_path / "grid.png").size == (400, 400)
+    (tmp_path / "made.png").write_bytes(b"a plot")
+    show(tmp_path / "made", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes() == b"a plot"
 
 
 def test_commands_run_in_the_folder_until_one_fails(tmp_path: Path) -> None:
