@@ -272,7 +272,7 @@ def _version() -> str | None:
 
 
 def _results_of(trained: Trained) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py for these weights of this checkpoint, oldest first.
+    """Return the results of evaluate.py for these weights of this checkpoint alone (no autoguidance), oldest first.
 
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
@@ -280,7 +280,9 @@ def _results_of(trained: Trained) -> list[dict[str, Any]]:
     return [
         result
         for result in read_results(trained.run_folder)
-        if Path(result.get("checkpoint", "")).name == trained.source.name and result.get("weights") == trained.weights
+        if Path(result.get("checkpoint", "")).name == trained.source.name
+        and result.get("weights") == trained.weights
+        and result.get("autoguidance", 1) == 1
     ]
 
 

@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from typing_extensions import TypeVar
 
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
@@ -131,6 +132,21 @@ def load_trained(
     space.prepare(state.device)
     to_device(trained.flow, state.device, precision)
     return trained
+
+
+def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -> Flow:
+    """Load the flow of the early checkpoint of a run, for autoguidance; see :func:`load_trained`.
+
+    Raises:
+        UsageError: if there is no earlier checkpoint beside that of the trained flow.
+    """
+    path = on_main(state, lambda: checkpoint.early_of(trained.source))
+    if path is None:
+        raise UsageError(
+            f"--autoguidance needs an earlier checkpoint of the run, and {trained.source.parent} has none: pass the "
+            "folder of a run with several checkpoints"
+        )
+    return to_device(checkpoint.read(path, read_trained, state).flow, state.device, precision)
 
 
 def _move_text_encoder(trained: Trained, source: str) -> None:

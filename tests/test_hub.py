@@ -59,6 +59,7 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
         {**drawn, "split": "train", "guidance_scale": 2.0, "distances": {"fid": 2.5, "kid_std": 0.1}},
         {**drawn, "checkpoint": "moved/step_00000002", "distances": {"fid": 9.5}},
         {**drawn, "weights": "averaged weights", "distances": {"fid": 7.5}},
+        {**drawn, "autoguidance": 2.0, "distances": {"fid": 1.5}},  # needs another checkpoint, too
     ]
     flags = {"image_size": 8, "dim": 64, "seed": 3, "dataset": "me/cats", "use_cfg": True, "output_dir": "/home/secret"}
     written = card(run_of(tmp_path / "cats", {"dataset": "me/cats"}, flags, results), "mit")

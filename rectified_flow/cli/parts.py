@@ -1,5 +1,6 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -19,9 +20,9 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
-from rectified_flow.load import Trained, load_trained
+from rectified_flow.load import Trained, load_earlier, load_trained
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import parameters_of
 from rectified_flow.spaces.space import Space
@@ -64,7 +65,14 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     set_seed(config.samples.seed)
     moved: dict[str, Any] = {"autoencoder": model.autoencoder, "text_encoder": model.text_encoder}
     trained = load_trained(model.checkpoint, state, precision=model.mixed_precision, **moved)
-    return state, trained, _solver_options(config.solver, trained)
+    options = _solver_options(config.solver, trained)
+    if config.solver.autoguidance != 1:
+        if type(trained.flow).sample is not RectifiedFlow.sample:
+            raise UsageError(f"--autoguidance has no effect: {trained.source} holds a {type(trained.flow).__name__}")
+        earlier = load_earlier(trained, state, model.mixed_precision).exact_velocity
+        guidance = options.get("guidance", NO_GUIDANCE)
+        options["guidance"] = replace(guidance, autoguidance=config.solver.autoguidance, earlier=earlier)
+    return state, trained, options
 
 
 def guidance_of(flags: SolverConfig, flow: Flow) -> Guidance:

@@ -27,6 +27,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
 from rectified_flow.runs.film import film_of, format_of
@@ -147,7 +148,9 @@ def _write_samples(
         shares = gather_object(outside)
         if not state.is_main_process:
             return
-        texts: dict[str, object] = {"calls": f"{sum(rows) / len(mine):g} of the network for each picture"}
+        also = wanted.options.get("guidance", NO_GUIDANCE).autoguidance != 1
+        calls = f"{sum(rows) / len(mine):g} of the network for each picture"
+        texts: dict[str, object] = {"calls": calls + ", and as many of the early checkpoint" * also}
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
     grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
@@ -245,7 +248,7 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver,
-        **({"guidance": f"scale {options['guidance'].scale:g}"} if "guidance" in options else {}),
+        **_guidance_in_words(options.get("guidance", NO_GUIDANCE)),
         "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
     }
     for name, values in wanted.written.items():
@@ -259,6 +262,14 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     elif "start" in options:
         texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
     return lines(texts)
+
+
+def _guidance_in_words(guidance: Guidance) -> dict[str, object]:
+    """Return a line for each kind of guidance that is used."""
+    scales = {"scale": guidance.scale} if guidance.scale != 1 else {}
+    by_condition = ", ".join(f"{name} {scale:g}" for name, scale in {**scales, **guidance.scales}.items())
+    auto = f"scale {guidance.autoguidance:g}" if guidance.autoguidance != 1 else ""
+    return {name: text for name, text in {"guidance": by_condition, "autoguidance": auto}.items() if text}
 
 
 def measured_name(name: str, space: Fields) -> str:

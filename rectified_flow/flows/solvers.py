@@ -204,18 +204,29 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
 
 @dataclass(frozen=True)
 class Guidance:
-    """The scales and the times of classifier-free guidance: from the unconditional to the conditional velocity.
+    """Guidance of samples: extrapolation of the velocity beyond that of a worse prediction.
 
     Args:
-        scale: 1 is no guidance, 0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
-        interval: first and last time at which it acts, as guidance helps in the middle of the way (Kynkaanniemi et al.
+        scale: scale of classifier-free guidance, from the unconditional to the conditional velocity. 1 is no guidance,
+            0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
+        interval: first and last time at which guidance acts, as it helps in the middle of the way (Kynkaanniemi et al.
             2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
         scales: additional scales by condition. Each extrapolates from the velocity without this condition.
+        autoguidance: scale of autoguidance, from the velocity of an earlier version of the flow to its own, for the
+            same conditions (Karras et al. 2024, arXiv:2406.02507, eq. 3). 1 is no guidance. With another scale
+            as well, that one extrapolates velocities that are guided by autoguidance.
+        earlier: ``exact_velocity`` of the earlier version, for autoguidance.
     """
 
     scale: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     scales: Mapping[str, float] = field(default_factory=dict)
+    autoguidance: float = 1.0
+    earlier: Callable[..., Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.autoguidance != 1 and self.earlier is None:
+            raise ValueError("autoguidance needs the velocity of an earlier version of the flow")
 
 
 NO_GUIDANCE = Guidance()
@@ -226,7 +237,7 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
 
     For each scale ``w`` other than 1, the velocity is extrapolated by ``(w - 1)`` times its difference to the velocity
     without the conditions that the scale acts on (Ho & Salimans 2022, arXiv:2207.12598). Each such scale adds as many
-    rows to the call as there are samples.
+    rows to the call as there are samples. Autoguidance calls the earlier version of the flow with the same rows.
 
     Args:
         predict: called ``predict(x, t, **conditions)`` with ``x`` ``[b, ...]`` and times ``[b]``; returns the velocity
@@ -244,16 +255,18 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
     if any(not names or not names <= free for _, names in groups):
         raise ValueError("guidance needs a network that takes conditions: pass their values")
     earliest, latest = guidance.interval
+    better = partial(_autoguided, predict, guidance.earlier, guidance.autoguidance)
 
     def velocity(x: Tensor, t: float) -> Tensor:
-        if not groups or not earliest <= t <= latest:
-            return predict(x, x.new_full((len(x),), t), **conditions)
+        acts = earliest <= t <= latest
+        if not groups or not acts:
+            return (better if acts else predict)(x, x.new_full((len(x),), t), **conditions)
         none, count = none_of(kinds, conditions), 1 + len(groups)
         every = {
             name: torch.cat((values, *((none[name].to(values) if name in names else values) for _, names in groups)))
             for name, values in conditions.items()
         }
-        whole = predict(torch.cat([x] * count), x.new_full((count * len(x),), t), **every)
+        whole = better(torch.cat([x] * count), x.new_full((count * len(x),), t), **every)
         conditional, *without = whole.chunk(count)
         if len(groups) == 1:
             return torch.lerp(without[0], conditional, groups[0][0])
@@ -261,3 +274,15 @@ def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, gui
         return conditional + torch.stack(changes).sum(dim=0)
 
     return velocity
+
+
+def _autoguided(
+    predict: Callable[..., Tensor],
+    earlier: Callable[..., Tensor] | None,
+    scale: float,
+    *arguments: Tensor,
+    **conditions: Tensor,
+) -> Tensor:
+    """Return the velocity of ``predict``, extrapolated beyond that of ``earlier``."""
+    velocity = predict(*arguments, **conditions)
+    return velocity if earlier is None or scale == 1 else torch.lerp(earlier(*arguments, **conditions), velocity, scale)

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +27,8 @@ from rectified_flow.runs.folder import BEST
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
 
+EARLY = 1 / 8
+"""Share of the steps of a run after which its early checkpoint, for autoguidance, was made."""
 ByRank = Annotated[list[float], Field(min_length=1)]
 Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -151,8 +153,8 @@ def save(
     return artifact.path
 
 
-def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
-    """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), the milestones and the best.
+def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None = None) -> None:
+    """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), milestones, the best and an early one.
 
     A checkpoint that contains foreign files is reported and kept.
 
@@ -161,16 +163,29 @@ def prune(newest: Path, keep: int, keep_every: int = 0) -> None:
             ``keep``.
         keep: number of checkpoints to keep.
         keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
+        total_steps: steps of the whole run, whose early checkpoint is kept; None keeps none.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
+    kept = {best_of(newest.parent), None if total_steps is None else _early(older, total_steps)}
     for each in older[:-keep] if keep else []:
         is_milestone = keep_every > 0 and step_of(each) % keep_every == 0
-        if is_milestone or each == best_of(newest.parent):
+        if is_milestone or each in kept:
             continue
         try:
             remove(each, CHECKPOINT)
         except UsageError as error:
             tqdm.write(f"warning: {error}")
+
+
+def _early(checkpoints: Sequence[Path], steps: int) -> Path | None:
+    """Return the checkpoint nearest to :data:`EARLY` of so many steps, if there is one."""
+    return min(checkpoints, key=lambda each: abs(step_of(each) - EARLY * steps), default=None)
+
+
+def early_of(path: Path) -> Path | None:
+    """Return the early checkpoint of the run of a checkpoint, for autoguidance; None if its folder has no earlier one."""
+    earlier = [each for each in list_checkpoints(path.parent) if step_of(each) < step_of(path)]
+    return _early(earlier, step_of(path))
 
 
 def mark_best(path: Path) -> None:

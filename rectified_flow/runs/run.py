@@ -50,7 +50,14 @@ class BackgroundSaver:
         self._copies: dict[tuple[str, str], Tensor] = {}
 
     def save(
-        self, step: int, tensors: Tensors, documents: Mapping[str, Any], *, best: bool = False, prune: bool = True
+        self,
+        step: int,
+        tensors: Tensors,
+        documents: Mapping[str, Any],
+        *,
+        total_steps: int | None = None,
+        best: bool = False,
+        prune: bool = True,
     ) -> None:
         """Copy the tensors, and write the checkpoint in the background.
 
@@ -61,6 +68,7 @@ class BackgroundSaver:
             step: optimizer steps made.
             tensors: named tensors by file.
             documents: plain data by file name.
+            total_steps: steps of the whole run, whose early checkpoint is kept.
             best: point the name ``best`` to the checkpoint.
             prune: remove older checkpoints afterwards, as the config says.
         """
@@ -75,7 +83,7 @@ class BackgroundSaver:
             file: {name: self._copy(file, name, value) for name, value in of.items()} for file, of in tensors.items()
         }
         self._problem = ""
-        self._writing = self._thread.submit(self._write, step, copies, documents, best, prune)
+        self._writing = self._thread.submit(self._write, step, copies, documents, total_steps, best, prune)
 
     def wait(self, seconds: float | None = None) -> Path | None:
         """Wait for the checkpoint in writing, and return its path; None if there is none, or writing it failed.
@@ -107,7 +115,15 @@ class BackgroundSaver:
             self._copies[file, name] = torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
         return self._copies[file, name].copy_(value)
 
-    def _write(self, step: int, tensors: Tensors, documents: Mapping[str, Any], best: bool, prune: bool) -> Path | None:
+    def _write(
+        self,
+        step: int,
+        tensors: Tensors,
+        documents: Mapping[str, Any],
+        total_steps: int | None,
+        best: bool,
+        prune: bool,
+    ) -> Path | None:
         folder = self.config.checkpoints
         self.draw()
         try:
@@ -119,7 +135,7 @@ class BackgroundSaver:
         try:
             keep_snapshots(folder)
             if prune:  # after the snapshots, which are links to the averages of checkpoints
-                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every)
+                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every, total_steps)
         except (OSError, UsageError) as error:
             tqdm.write(f"warning: older checkpoints of {folder} are kept for now ({error})")
         return path
@@ -249,7 +265,8 @@ class Run:
             if self.flow_description is not None:
                 documents[FLOW_FILE] = self.flow_description
             # After consecutive bad steps the weights may be faulty, so older checkpoints are kept.
-            self.saver.save(step, tensors, documents, best=best, prune=counters["bad_in_a_row"] == 0)
+            prune, total_steps = counters["bad_in_a_row"] == 0, self.progress()[1]
+            self.saver.save(step, tensors, documents, total_steps=total_steps, best=best, prune=prune)
         return self.config.checkpoints / step_name(step)
 
     def finish(self) -> None:

@@ -91,6 +91,31 @@ def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.Cap
     assert "3 intervals, ab2, uniform grid" in told
 
 
+def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Samples go away from those of the early checkpoint, on 2 processes as on 1; without one there is an error."""
+    source = checkpoint.newest_checkpoint(run / "checkpoints")
+    assert source is not None
+    flow, folder, files = load_flow(source), tmp_path / "run", {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE)}
+    assert_refused("sample.py", 1, f"--checkpoint {run} --autoguidance 2", "--autoguidance needs an earlier checkpoint")
+    weights = flow.network.state_dict()
+    for step, factor in ((10, 0.5), (30, 2.0), (80, 1.0)):  # 10 is nearest to an eighth of 80
+        tensors = {name: factor * each for name, each in weights.items()}
+        checkpoint.save(folder / "checkpoints", step, {checkpoint.MODEL_FILE: tensors}, files)
+    flags = ["--num_samples", 3, "--steps", 2, "--classes", "cat", "--checkpoint"]
+    draw(*flags, folder, "--output_dir", tmp_path / "plain")
+    capfd.readouterr()
+    draw(*flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "one")
+    told = capfd.readouterr().out
+    assert "2 of the network for each picture, and as many of the early checkpoint" in told
+    assert "autoguidance scale 2" in told
+    run_on_ranks(2, draw, *flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "two")
+    draw(*flags, folder / "checkpoints/step_00000010", "--output_dir", tmp_path / "early")
+    plain, one, two, early = (pictures(tmp_path / name)["00000.png"] for name in ("plain", "one", "two", "early"))
+    assert np.abs(one - two).max() <= 1
+    inside = (one > 0) & (one < 255)  # the others are clipped
+    assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
+
+
 def test_a_mean_flow_draws_in_one_step(mean_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     draw("--checkpoint", mean_run, "--num_samples", 2, "--output_dir", tmp_path)
     assert "1 of the network for each picture" in capfd.readouterr().out
@@ -144,6 +169,7 @@ def test_bad_input_is_told_once_on_two_processes(run: Path, tmp_path: Path) -> N
 def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
     assert_refused("sample.py", 1, f"--checkpoint {mean_run} --guidance_scale 2", "is guided in training")
     assert_refused("sample.py", 1, f"--checkpoint {mean_run} --solver heun", "--solver has no effect")
+    assert_refused("sample.py", 1, f"--checkpoint {mean_run} --autoguidance 2", "--autoguidance has no effect")
     labelled = describe(load_flow(mean_run, MeanFlow))
     network = {**labelled["network"], "conditions": {}}
     plain = build_flow({**labelled, "network": network, "guidance_scale": 1.0}, "a test")

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from rectified_flow.condition import Kinds, Labels, Vector
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance, guided
+from rectified_flow.flows.solvers import Guidance, guided, integrate
+from rectified_flow.flows.times import time_grid
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
 
@@ -42,6 +43,41 @@ def test_it_acts_inside_the_interval(t: float, acts: bool) -> None:
     velocity = guided(field, KINDS, {"labels": torch.tensor([2])}, Guidance(2.0, (0.2, 0.7)))
     assert velocity(torch.zeros(1, 1), t).item() == (-5 if acts else 2)
     assert field.calls == [2 if acts else 1]
+
+
+def test_autoguidance_extrapolates_from_an_earlier_velocity() -> None:
+    """Earlier + 2 * (own - earlier), inside the interval only, for the conditional and the unconditional velocity."""
+    own, earlier = Field(), Field()
+    half = lambda x, t, labels: earlier(x, t, labels) / 2  # noqa: E731
+    guidance = Guidance(3.0, (0.2, 0.7), autoguidance=2.0, earlier=half)
+    velocity = guided(own, KINDS, {"labels": torch.tensor([2])}, guidance)
+    conditional, unconditional = 1 + 2 * (2 - 1), 4.5 + 2 * (9 - 4.5)
+    assert velocity(torch.zeros(1, 1), 0.5).item() == unconditional + 3 * (conditional - unconditional)
+    assert own.calls == earlier.calls == [2]
+    assert velocity(torch.zeros(1, 1), 0.1).item() == 2
+    with pytest.raises(ValueError, match="needs the velocity of an earlier version"):
+        Guidance(autoguidance=2.0)
+
+
+def test_autoguidance_narrows_a_distribution_that_the_earlier_version_knows_too_broadly() -> None:
+    """Samples of Gaussians have the standard deviation s^w r^(1 - w), for one's own s and the earlier version's r.
+
+    The velocity at (x, t) for data of N(0, s^2) is x times a factor, whose integral from 0 to 1 is -log(s). The
+    extrapolated velocity is linear in x as well.
+    """
+
+    def velocity_of(deviation: float):  # type: ignore[no-untyped-def]
+        def velocity(x: Tensor, t: Tensor) -> Tensor:
+            t, variance = t[:, None], deviation**2
+            return x * (t - (1 - t) * variance) / (t**2 + (1 - t) ** 2 * variance)
+
+        return velocity
+
+    noise = torch.randn(64, 1, dtype=torch.float64)
+    guidance = Guidance(autoguidance=2.0, earlier=velocity_of(1.5))
+    field = guided(velocity_of(1.0), {}, {}, guidance)
+    generated = integrate(field, noise, time_grid(400), "midpoint")
+    torch.testing.assert_close(generated / noise, torch.full_like(noise, 1 / 1.5), rtol=1e-4, atol=0)
 
 
 def test_all_conditions_are_none_together() -> None:
