@@ -86,7 +86,7 @@ TINY_TRAINING = (
 TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"
 EVALUATION = "--evaluate_every 2 --evaluation_samples 4 --feature_network efficientnet_lite0"
 TINY_IF_GIVEN = {
-    "--budget": "--budget 2s",
+    "--budget": "--budget 2s --save_every 9",
     "--extend": "--extend 1s",
     "--global_batch_size": "--global_batch_size 4",
     "--num_epochs": "--num_epochs 0.1",

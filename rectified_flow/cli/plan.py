@@ -377,7 +377,7 @@ def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
         "num_samples": count,
         "sample_steps": PREVIEW_CALLS,
         "sample_every": every,
-        "save_every": every,
+        "save_every": min(every, max(1, round(checkpoint.EARLY * budget / step))),  # for an early checkpoint
         "log_every": min(50, max(1, round(LOG_SECONDS / step))),
     }
 

@@ -154,7 +154,7 @@ def save(
 
 
 def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None = None) -> None:
-    """Remove all checkpoints in the folder but the ``keep`` newest (0 keeps all), milestones, the best and an early one.
+    """Remove all checkpoints but the ``keep`` newest (0 keeps all), the milestones, the best and an early one.
 
     A checkpoint that contains foreign files is reported and kept.
 
@@ -183,7 +183,7 @@ def _early(checkpoints: Sequence[Path], steps: int) -> Path | None:
 
 
 def early_of(path: Path) -> Path | None:
-    """Return the early checkpoint of the run of a checkpoint, for autoguidance; None if its folder has no earlier one."""
+    """Return the early checkpoint beside a later one of its run, for autoguidance; None if there is no earlier one."""
     earlier = [each for each in list_checkpoints(path.parent) if step_of(each) < step_of(path)]
     return _early(earlier, step_of(path))
 
