@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,9 +62,11 @@ INHERITED = (
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
-COMPARED = ("pairs", "steps", "points", "guidance_scale", "seed", "pictures")
+AUTOGUIDANCE = 1.5
+"""Default scale of autoguidance of a teacher whose run has an early checkpoint."""
+COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
-COMPARED_UNFINISHED = ("precision", "teacher")
+COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
 
 
@@ -94,8 +96,16 @@ def with_teacher_flags(config: Config) -> Config:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
     own = vars(config.data) | vars(config.source) | vars(config.columns)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
-    steps = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
-    return replaced(config, {**flags, **folders, **steps, taught.flag: source})
+    chosen: dict[str, Any] = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
+    if taught.rows == "paths" and mine["autoguidance"] is None:
+        chosen["autoguidance"] = known.autoguidance if known else _default_autoguidance(source, taught)
+    return replaced(config, {**flags, **folders, **chosen, taught.flag: source})
+
+
+def _default_autoguidance(source: Path, taught: TeacherData) -> float:
+    """Return the scale of autoguidance for a teacher unless a flag sets it. Collective."""
+    has_early = on_main(PartialState(), lambda: checkpoint.early_of(source) is not None)
+    return AUTOGUIDANCE if has_early and taught.guidance_scale == 1 else 1.0
 
 
 def inherited_flags(config: TrainConfig) -> dict[str, Any]:
@@ -106,7 +116,8 @@ def inherited_flags(config: TrainConfig) -> dict[str, Any]:
 
 def calls_for(taught: TeacherData) -> int:
     """Return the number of calls of the teacher's network for a pair or a path."""
-    return taught.steps * CALLS_PER_STEP[taught.solver] * (1 if taught.guidance_scale == 1 else 2)
+    doubled = sum(scale != 1 for scale in (taught.guidance_scale, taught.autoguidance))
+    return taught.steps * CALLS_PER_STEP[taught.solver] * 2**doubled
 
 
 def files_of(
@@ -146,9 +157,11 @@ class Recipe:
         flags: the flags that a run inherits from the teacher.
         points: points of each path; 1 for pairs.
         guidance_scale: guidance of the teacher.
+        autoguidance: autoguidance of the teacher.
         solver: solver of an interval.
         space: description of the teacher's space.
         teacher: fingerprint of the teacher's checkpoint.
+        earlier: fingerprint of its early checkpoint; empty without autoguidance.
         sha256: hash of this document.
     """
 
@@ -161,9 +174,11 @@ class Recipe:
     flags: dict[str, Any]
     points: int = 1
     guidance_scale: float = 1.0
+    autoguidance: float = 1.0
     solver: Solver = "midpoint"
     space: dict[str, Any] = field(default_factory=dict)
     teacher: str = ""
+    earlier: str = ""
     sha256: str = ""
 
 
@@ -200,6 +215,7 @@ def open_drawn(
     space: Space = build(
         known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
     )
+    earlier = on_main(state, lambda: checkpoint.early_of(taught.source)) if taught.autoguidance != 1 else None
     recipe = Recipe(
         source=str(taught.source),
         pairs=taught.count,
@@ -210,16 +226,23 @@ def open_drawn(
         flags=dict(flags),
         points=taught.points,
         guidance_scale=taught.guidance_scale,
+        autoguidance=taught.autoguidance,
         solver=known.solver if known else taught.solver,  # stored paths keep their solver; no flag sets it
         space=describe(space),
         teacher=checkpoint.fingerprint(taught.source),
+        earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
     columns = {name: column.kind for name, column in pictures.columns.items()}
     files = files_of(taught, space, with_sources=with_sources, columns=columns)
     writer = StoreWriter(taught.folder, taught.count, files, taught.rows, asdict(recipe))
     with ExitStack() as held:
         if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
-            generator = _Generator(recipe, writer, pictures, state.device)
+            if taught.autoguidance != 1 and earlier is None:
+                raise UsageError(
+                    f"--autoguidance needs an earlier checkpoint of the teacher's run, and {taught.source.parent} has "
+                    "none: leave it out, or pass a run with several checkpoints"
+                )
+            generator = _Generator(recipe, earlier, writer, pictures, state.device)
             with interruptible(generator.teacher):
                 fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.arguments), space
@@ -262,11 +285,16 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: Ex
 class _Generator:
     """Generates rows of the store with the teacher."""
 
-    def __init__(self, recipe: Recipe, writer: StoreWriter, pictures: ImageDataset, device: torch.device) -> None:
+    def __init__(
+        self, recipe: Recipe, earlier: Path | None, writer: StoreWriter, pictures: ImageDataset, device: torch.device
+    ) -> None:
         self.recipe, self.writer, self.pictures, self.device = recipe, writer, pictures, device
         self.bf16 = recipe.precision == "bf16"
-        teacher = load_flow(Path(recipe.source), RectifiedFlow)
-        self.teacher = to_device(teacher, device, "bf16" if self.bf16 else "no")
+        self.teacher = self._load(Path(recipe.source))
+        self.guidance = Guidance(recipe.guidance_scale)
+        if earlier is not None:
+            velocity = self._load(earlier).exact_velocity
+            self.guidance = replace(self.guidance, autoguidance=recipe.autoguidance, earlier=velocity)
         self.labels: Tensor | None = None
         check_classes(self.teacher, recipe.source, pictures)
         check_columns(self.teacher, recipe.source, pictures)
@@ -277,6 +305,9 @@ class _Generator:
         self.pictures_of = torch.randint(len(self.pictures), (writer.length,), generator=source)
         if "labels" in self.teacher.conditions:
             self.labels = self.pictures.condition_values(self.pictures_of.tolist())["labels"]
+
+    def _load(self, path: Path) -> RectifiedFlow:
+        return to_device(load_flow(path, RectifiedFlow), self.device, "bf16" if self.bf16 else "no")
 
     def rows(self, numbers: Sequence[int]) -> Mapping[str, Tensor]:
         """Generate the rows with these numbers; each depends on the seed and its number alone."""
@@ -291,7 +322,7 @@ class _Generator:
                 noise=noise,
                 steps=self.recipe.steps,
                 solver=self.recipe.solver,
-                guidance=Guidance(self.recipe.guidance_scale),
+                guidance=self.guidance,
                 watch=lambda _t, x: path.append(x.half().cpu()),
                 decode=False,
                 **given,

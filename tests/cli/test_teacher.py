@@ -15,7 +15,7 @@ from torch import Tensor
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.recipe import with_recipe
-from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
+from rectified_flow.cli.teacher import calls_for, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_one_step, train_rectified_flow
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
@@ -90,6 +90,48 @@ def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path
     together = paths.read_batch(range(COUNT))
     torch.testing.assert_close(alone["path"].float(), together["path"].float(), rtol=1e-2, atol=1e-2)
     assert torch.equal(alone["labels"], together["labels"])
+
+
+def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
+    """By default, if there is one and no other guidance; paths that are stored keep their scale."""
+    teacher = train_teacher(
+        tmp_path / "teacher", train_num_steps=8, save_every=1, use_ema=False, lr_warmup_steps=0, learning_rate=1e-2
+    )
+
+    def chosen(*words: str, **flags: Any) -> float | None:
+        given = command_line({"teacher": teacher, "output_dir": tmp_path / "run"} | flags)
+        return with_teacher_flags(parse(TrainMeanFlow, "", [*given, *words])).teacher.autoguidance
+
+    PartialState()
+    assert chosen() == 1.5
+    assert chosen("--autoguidance", "3") == 3
+    config = with_teacher_flags(taught(teacher, tmp_path / "run", guidance_scale=1, teacher_paths=64))
+    request = config.teacher_data
+    assert request is not None
+    assert calls_for(request) == 2 * STEPS
+    drawn = open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0]
+    batch = drawn.read_batch(range(4))
+    early = load_flow(teacher / "checkpoints/step_00000001", RectifiedFlow)
+    flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
+    for scale, near in ((1.5, True), (1.0, False)):
+        images = flow.sample(
+            noise=noise, steps=STEPS, guidance=Guidance(autoguidance=scale, earlier=early.exact_velocity)
+        )
+        assert bool((images.mul(255) - batch["images"]).abs().max() < 1) == near
+    plain = train_teacher(tmp_path / "plain")
+    assert chosen(teacher=plain, output_dir=tmp_path / "other") == 1, "no early checkpoint"
+    assert_refused(
+        "train_mean_flow.py",
+        1,
+        f"--teacher {teacher} --autoguidance 2 --teacher_paths 64 --teacher_steps {STEPS} --output_dir {tmp_path}/run",
+        "differ in autoguidance (1.5 stored, 2",
+    )
+    assert_refused(
+        "train_mean_flow.py",
+        1,
+        f"--teacher {plain} --autoguidance 2 --output_dir {tmp_path}/other",
+        "--autoguidance needs an earlier checkpoint of the teacher's run",
+    )
 
 
 def learn(teacher: Path, output_dir: Path, paths_dir: Path | None, steps: int) -> None:
@@ -213,7 +255,8 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
     said = f"the paths in {tmp_path}/run/paths differ in teacher ("
     assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
-    train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6, keep_checkpoints=1)
+    shutil.rmtree(mine)
+    train_teacher(mine, use_cfg=True, augment=0.15, seed=1, train_num_steps=6)
     assert_refused(
         "train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", "no longer exists: choose another --output_dir"
     )

@@ -138,6 +138,7 @@ class TeacherData:
         steps: intervals of each sample.
         guidance_scale: guidance of the teacher.
         solver: solver of an interval.
+        autoguidance: autoguidance of the teacher by its early checkpoint.
     """
 
     flag: str
@@ -148,6 +149,7 @@ class TeacherData:
     steps: int
     guidance_scale: float = 1.0
     solver: Solver = "midpoint"
+    autoguidance: float = 1.0
 
     @property
     def points(self) -> int:
@@ -206,6 +208,11 @@ class TeacherConfig(TeacherFlags):
     """Number of paths from noise to image to generate."""
     teacher_steps: Annotated[Positive | None, default_is("8")] = None
     """Sampling steps of each path, with the solver ab2."""
+    autoguidance: Annotated[
+        NonNegative | None,
+        default_is("1.5 if the teacher's run has an early checkpoint and --guidance_scale is 1, else 1"),
+    ] = None
+    """Scale of autoguidance of the teacher by an early checkpoint of its run."""
     whole_fraction: Annotated[Probability | None, default_is("0.75 with a budget, else 0.5")] = None
     """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None

@@ -263,6 +263,8 @@ class TrainMeanFlow(TrainConfig):
             return None
         folder = flags.paths_dir or self.run.output_dir / "paths"
         count, steps = flags.teacher_paths or 5_000, flags.teacher_steps or 8
-        return TeacherData(
-            "teacher", flags.teacher, "paths", count, folder, steps, self.flow.guidance_scale, solver="ab2"
-        )
+        guidance: dict[str, Any] = {
+            "guidance_scale": self.flow.guidance_scale,
+            "autoguidance": 1.0 if flags.autoguidance is None else flags.autoguidance,
+        }
+        return TeacherData("teacher", flags.teacher, "paths", count, folder, steps, solver="ab2", **guidance)
