@@ -50,7 +50,8 @@ OVERRIDES = {
     "train_num_steps": ("num_epochs",),
     "num_epochs": ("train_num_steps",),
     "dataset": ("dataset_path",),
-    "teacher": ("augment", "holdout", "init_from"),
+    "teacher": ("augment", "holdout", "init_from", "autoguidance"),
+    "guidance_scale": ("autoguidance",),
     "reflow_from": ("augment", "holdout", "init_from"),
     "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
 }

@@ -272,7 +272,7 @@ def _version() -> str | None:
 
 
 def _results_of(trained: Trained) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py for these weights of this checkpoint alone (no autoguidance), oldest first.
+    """Return the results of evaluate.py for the weights of this checkpoint without autoguidance, oldest first.
 
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.

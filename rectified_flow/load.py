@@ -143,8 +143,8 @@ def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -
     path = on_main(state, lambda: checkpoint.early_of(trained.source))
     if path is None:
         raise UsageError(
-            f"--autoguidance needs an earlier checkpoint of the run, and {trained.source.parent} has none: pass the "
-            "folder of a run with several checkpoints"
+            f"--autoguidance needs a checkpoint of the first quarter of the run, and {trained.source.parent} has none: "
+            "leave it out, or train a run with a shorter --save_every"
         )
     return to_device(checkpoint.read(path, read_trained, state).flow, state.device, precision)
 

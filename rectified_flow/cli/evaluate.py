@@ -87,6 +87,8 @@ def evaluate(config: EvaluateConfig) -> None:
         return
     settings = {"checkpoint": str(source), "weights": trained.weights, **plain(config.solver)}
     settings |= {"solver": config.solver.solver or "default", "guidance_scale": guidance_of(config.solver, flow).scale}
+    if config.solver.autoguidance != 1:
+        settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(source)))
     if isinstance(dataset, ImageDataset) and dataset.info.fields is not None:
         for found in measure_fields(config, trained, dataset, held_out, folder, options):
             _write_down(folder, settings | found)
@@ -252,7 +254,8 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
     path, others = folder / RESULTS_FILE, {"distances": None}
     busy = f"another process is writing to {folder}"
     with writing(path), locked(folder / LOCK_FILE, busy, LOCK_TIMEOUT):
-        results = [each for each in read_results(folder) if each | others != result | others]
+        older = {"autoguidance": 1.0}  # results of earlier versions
+        results = [each for each in read_results(folder) if older | each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))
 
 

@@ -20,7 +20,7 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal, TimeDistribution
 from rectified_flow.load import Trained, load_earlier, load_trained
 from rectified_flow.networks.unet import Unet
@@ -69,9 +69,11 @@ def open_trained(config: SamplingConfig) -> tuple[PartialState, Trained, dict[st
     if config.solver.autoguidance != 1:
         if type(trained.flow).sample is not RectifiedFlow.sample:
             raise UsageError(f"--autoguidance has no effect: {trained.source} holds a {type(trained.flow).__name__}")
-        earlier = load_earlier(trained, state, model.mixed_precision).exact_velocity
-        guidance = options.get("guidance", NO_GUIDANCE)
-        options["guidance"] = replace(guidance, autoguidance=config.solver.autoguidance, earlier=earlier)
+        earlier = load_earlier(trained, state, model.mixed_precision)
+        assert isinstance(earlier, RectifiedFlow)  # of the same run
+        guidance = guidance_of(config.solver, trained.flow)
+        velocity = earlier.exact_velocity
+        options["guidance"] = replace(guidance, autoguidance=config.solver.autoguidance, earlier=velocity)
     return state, trained, options
 
 

@@ -174,7 +174,7 @@ class _Planner:
             )
         length = {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
         self._set(length | {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)})
-        self._set(intervals_of(batch / rate, rate, self.seconds))
+        self._set(intervals_of(batch / rate, rate, self.seconds, steps))
         self._print(rate, reason, why)
         return self.config
 
@@ -361,13 +361,14 @@ def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
     return {"dim": dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
 
 
-def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
+def intervals_of(step: float, rate: float, budget: float, steps: int) -> dict[str, Any]:
     """Return the intervals of previews, checkpoints and lines of metrics, and a number of samples that costs little.
 
     Args:
         step: time of a step [s].
         rate: images per second of the training.
         budget: time of the run [s].
+        steps: steps of the run.
     """
     interval = min(PREVIEW_SECONDS, budget / 4)
     sample = PREVIEW_CALLS * FORWARD_SHARE / rate  # time of a sample
@@ -377,7 +378,7 @@ def intervals_of(step: float, rate: float, budget: float) -> dict[str, Any]:
         "num_samples": count,
         "sample_steps": PREVIEW_CALLS,
         "sample_every": every,
-        "save_every": min(every, max(1, round(checkpoint.EARLY * budget / step))),  # for an early checkpoint
+        "save_every": min(every, max(1, round(checkpoint.EARLY * steps))),  # for an early checkpoint
         "log_every": min(50, max(1, round(LOG_SECONDS / step))),
     }
 

@@ -24,12 +24,13 @@ from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain
+from rectified_flow.flags import plain, refuse
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
+from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.runs.film import film_of, format_of
 from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -71,6 +72,9 @@ def sample(config: SampleConfig) -> None:
     if flags.film is not None:
         _write_film(config.model.checkpoint, flags.film)
         return
+    guided = config.solver.autoguidance != 1
+    refuse({"autoguidance": guided and flags.reverse}, "has no effect with --reverse: leave it out")
+    refuse({"autoguidance": guided and flags.save_pretrained}, "excludes --save_pretrained, which saves one network")
     state, trained, options = open_trained(config)
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
@@ -150,7 +154,7 @@ def _write_samples(
             return
         also = wanted.options.get("guidance", NO_GUIDANCE).autoguidance != 1
         calls = f"{sum(rows) / len(mine):g} of the network for each picture"
-        texts: dict[str, object] = {"calls": calls + ", and as many of the early checkpoint" * also}
+        texts: dict[str, object] = {"calls": calls + ", beside those of the early checkpoint's network" * also}
         if flags.path != "none":
             texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
     grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
@@ -248,7 +252,7 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
         "solver": solver,
-        **_guidance_in_words(options.get("guidance", NO_GUIDANCE)),
+        **_guidance_in_words(options.get("guidance", NO_GUIDANCE), trained.source),
         "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
     }
     for name, values in wanted.written.items():
@@ -264,11 +268,12 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     return lines(texts)
 
 
-def _guidance_in_words(guidance: Guidance) -> dict[str, object]:
+def _guidance_in_words(guidance: Guidance, source: Path) -> dict[str, object]:
     """Return a line for each kind of guidance that is used."""
     scales = {"scale": guidance.scale} if guidance.scale != 1 else {}
     by_condition = ", ".join(f"{name} {scale:g}" for name, scale in {**scales, **guidance.scales}.items())
-    auto = f"scale {guidance.autoguidance:g}" if guidance.autoguidance != 1 else ""
+    early = early_of(source) if guidance.autoguidance != 1 else None
+    auto = f"scale {guidance.autoguidance:g}, away from {early.name}" if early is not None else ""
     return {name: text for name, text in {"guidance": by_condition, "autoguidance": auto}.items() if text}
 
 

@@ -15,6 +15,7 @@ from rectified_flow import randomness
 from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
+from rectified_flow.cli.recipe import flags_of_run
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
@@ -98,14 +99,26 @@ def with_teacher_flags(config: Config) -> Config:
     folders = {name: own[name] or flags[name] for name in FOLDERS}
     chosen: dict[str, Any] = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
     if taught.rows == "paths" and mine["autoguidance"] is None:
-        chosen["autoguidance"] = known.autoguidance if known else _default_autoguidance(source, taught)
+        begun = on_main(PartialState(), lambda: flags_of_run(config, ("autoguidance",)))
+        if known or begun is not None:  # those of an earlier version had none
+            chosen["autoguidance"] = known.autoguidance if known else (begun or {}).get("autoguidance") or 1.0
+        else:
+            chosen["autoguidance"] = _default_autoguidance(source, flags, taught)
     return replaced(config, {**flags, **folders, **chosen, taught.flag: source})
 
 
-def _default_autoguidance(source: Path, taught: TeacherData) -> float:
-    """Return the scale of autoguidance for a teacher unless a flag sets it. Collective."""
-    has_early = on_main(PartialState(), lambda: checkpoint.early_of(source) is not None)
-    return AUTOGUIDANCE if has_early and taught.guidance_scale == 1 else 1.0
+def _default_autoguidance(source: Path, flags: Mapping[str, Any], taught: TeacherData) -> float:
+    """Return the default scale of autoguidance of a teacher's paths. Collective.
+
+    It is 1 for translations and measurements: their distribution would become narrower, and nobody measured it.
+    """
+
+    def suits() -> bool:
+        if flags["source_path"] is not None or flags["degrade"] is not None or checkpoint.early_of(source) is None:
+            return False
+        return bool(checkpoint.load_document(source, checkpoint.FLOW_FILE)["space"]["kind"] != "Fields")
+
+    return AUTOGUIDANCE if taught.guidance_scale == 1 and on_main(PartialState(), suits) else 1.0
 
 
 def inherited_flags(config: TrainConfig) -> dict[str, Any]:
@@ -237,11 +250,6 @@ def open_drawn(
     writer = StoreWriter(taught.folder, taught.count, files, taught.rows, asdict(recipe))
     with ExitStack() as held:
         if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
-            if taught.autoguidance != 1 and earlier is None:
-                raise UsageError(
-                    f"--autoguidance needs an earlier checkpoint of the teacher's run, and {taught.source.parent} has "
-                    "none: leave it out, or pass a run with several checkpoints"
-                )
             generator = _Generator(recipe, earlier, writer, pictures, state.device)
             with interruptible(generator.teacher):
                 fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
@@ -264,13 +272,19 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: Ex
     """Lock the store until ``held`` closes, and return whether it is whole.
 
     Raises:
-        UsageError: if another run writes the store, or its data differ from those that the flags ask for.
+        UsageError: if another run writes the store, its data differ from those that the flags ask for, or the teacher
+            has no early checkpoint for autoguidance.
     """
     rows, flag, path = taught.rows, f"{taught.rows}_dir", writer.path
     prepare_folder(flag, path.parent)
     held.enter_context(writer.locked(f"choose another --{flag}", LOCK_TIMEOUT))
     adopt(path, rows)
     known, whole = recipe_of(taught), writer.is_whole
+    if recipe.autoguidance != 1 and not recipe.earlier and not whole:
+        raise UsageError(
+            f"--autoguidance needs a checkpoint of the first quarter of the teacher's run, and {taught.source.parent} "
+            "has none: pass --autoguidance 1"
+        )
     for name in () if known is None else COMPARED if whole else COMPARED + COMPARED_UNFINISHED:
         then, now = getattr(known, name), getattr(recipe, name)
         if then != now:

@@ -204,17 +204,17 @@ def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Guidance of samples: extrapolation of the velocity beyond that of a worse prediction.
+    """Guidance of sampling: the velocity is extrapolated away from a less accurate prediction of it.
 
     Args:
         scale: scale of classifier-free guidance, from the unconditional to the conditional velocity. 1 is no guidance,
             0 no condition; above 1, the velocity is extrapolated beyond the conditional one.
-        interval: first and last time at which guidance acts, as it helps in the middle of the way (Kynkaanniemi et al.
+        interval: first and last time at which guidance is applied; it helps at intermediate times (Kynkaanniemi et al.
             2024, arXiv:2404.07724); outside of it the velocity is the conditional one.
         scales: additional scales by condition. Each extrapolates from the velocity without this condition.
-        autoguidance: scale of autoguidance, from the velocity of an earlier version of the flow to its own, for the
-            same conditions (Karras et al. 2024, arXiv:2406.02507, eq. 3). 1 is no guidance. With another scale
-            as well, that one extrapolates velocities that are guided by autoguidance.
+        autoguidance: scale of autoguidance, which extrapolates the velocity away from that of an earlier version of the
+            flow for the same conditions (Karras et al. 2024, arXiv:2406.02507, eq. 3). 1 is no autoguidance. Together
+            with another scale, classifier-free guidance is applied to the autoguided velocities.
         earlier: ``exact_velocity`` of the earlier version, for autoguidance.
     """
 
@@ -283,6 +283,6 @@ def _autoguided(
     *arguments: Tensor,
     **conditions: Tensor,
 ) -> Tensor:
-    """Return the velocity of ``predict``, extrapolated beyond that of ``earlier``."""
+    """Return the velocity of ``predict``, extrapolated away from that of ``earlier``."""
     velocity = predict(*arguments, **conditions)
     return velocity if earlier is None or scale == 1 else torch.lerp(earlier(*arguments, **conditions), velocity, scale)

@@ -27,8 +27,8 @@ from rectified_flow.runs.folder import BEST
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
 
-EARLY = 1 / 8
-"""Share of the steps of a run after which its early checkpoint, for autoguidance, was made."""
+EARLY, LATEST_EARLY = 1 / 8, 1 / 4
+"""Best and latest position of a run's early checkpoint, which is kept for autoguidance, as fractions of its steps."""
 ByRank = Annotated[list[float], Field(min_length=1)]
 Scale = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -163,7 +163,7 @@ def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None 
             ``keep``.
         keep: number of checkpoints to keep.
         keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
-        total_steps: steps of the whole run, whose early checkpoint is kept; None keeps none.
+        total_steps: number of steps of the whole run, which determines its early checkpoint; None keeps none.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     kept = {best_of(newest.parent), None if total_steps is None else _early(older, total_steps)}
@@ -178,13 +178,15 @@ def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None 
 
 
 def _early(checkpoints: Sequence[Path], steps: int) -> Path | None:
-    """Return the checkpoint nearest to :data:`EARLY` of so many steps, if there is one."""
+    """Return the checkpoint whose step is nearest to :data:`EARLY` times ``steps``, or None without checkpoints."""
     return min(checkpoints, key=lambda each: abs(step_of(each) - EARLY * steps), default=None)
 
 
 def early_of(path: Path) -> Path | None:
-    """Return the early checkpoint beside a later one of its run, for autoguidance; None if there is no earlier one."""
-    earlier = [each for each in list_checkpoints(path.parent) if step_of(each) < step_of(path)]
+    """Return the early checkpoint beside the checkpoint ``path``, for autoguidance; None if there is none."""
+    if not NAME.fullmatch(path.name):
+        return None
+    earlier = [each for each in list_checkpoints(path.parent) if step_of(each) <= LATEST_EARLY * step_of(path)]
     return _early(earlier, step_of(path))
 
 

@@ -125,7 +125,7 @@ class TrainingConfig(Flags):
     save_every: Natural = 1000
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: Natural = 3
-    """Number of newest checkpoints to keep beside an early one and the best; 0 keeps all."""
+    """Number of newest checkpoints to keep, in addition to the early one and the best one; 0 keeps all."""
     keep_every: Natural = 0
     """Checkpoints at multiples of this step are never pruned; 0 prunes all but the newest."""
     sample_every: Natural = 1000

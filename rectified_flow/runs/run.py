@@ -68,7 +68,7 @@ class BackgroundSaver:
             step: optimizer steps made.
             tensors: named tensors by file.
             documents: plain data by file name.
-            total_steps: steps of the whole run, whose early checkpoint is kept.
+            total_steps: number of steps of the whole run, which determines the early checkpoint that is kept.
             best: point the name ``best`` to the checkpoint.
             prune: remove older checkpoints afterwards, as the config says.
         """

@@ -96,6 +96,7 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
         interval = int(str(flags["sample_every"])) * int(str(flags["global_batch_size"])) / speed
         cost = int(str(flags["num_samples"])) * 16 * 0.35 / speed
         assert cost <= 0.051 * interval
+        assert int(str(flags["save_every"])) <= 0.13 * int(str(flags["train_num_steps"])), "no early checkpoint"
         assert interval < 1.02 * max(120, cost / 0.05)
 
 

@@ -92,11 +92,16 @@ def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.Cap
 
 
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Samples go away from those of the early checkpoint, on 2 processes as on 1; without one there is an error."""
+    """Samples move away from those of the early checkpoint, alike on 1 and 2 processes, and need that checkpoint."""
     source = checkpoint.newest_checkpoint(run / "checkpoints")
     assert source is not None
     flow, folder, files = load_flow(source), tmp_path / "run", {FLOW_FILE: checkpoint.load_document(source, FLOW_FILE)}
-    assert_refused("sample.py", 1, f"--checkpoint {run} --autoguidance 2", "--autoguidance needs an earlier checkpoint")
+    assert_refused(
+        "sample.py",
+        1,
+        f"--checkpoint {run} --autoguidance 2",
+        "--autoguidance needs a checkpoint of the first quarter of the run",
+    )
     weights = flow.network.state_dict()
     for step, factor in ((10, 0.5), (30, 2.0), (80, 1.0)):  # 10 is nearest to an eighth of 80
         tensors = {name: factor * each for name, each in weights.items()}
@@ -106,10 +111,13 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     capfd.readouterr()
     draw(*flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "one")
     told = capfd.readouterr().out
-    assert "2 of the network for each picture, and as many of the early checkpoint" in told
-    assert "autoguidance scale 2" in told
+    assert "2 of the network for each picture, beside those of the early checkpoint's network" in told
+    assert "autoguidance scale 2, away from step_00000010" in told
     run_on_ranks(2, draw, *flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "two")
     draw(*flags, folder / "checkpoints/step_00000010", "--output_dir", tmp_path / "early")
+    never = ("--guidance_interval", 0.6, 0.7)  # between the times 1 and 0.5 of two steps
+    draw(*flags, folder, "--autoguidance", 2, *never, "--output_dir", tmp_path / "never")
+    assert np.array_equal(pictures(tmp_path / "never")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     plain, one, two, early = (pictures(tmp_path / name)["00000.png"] for name in ("plain", "one", "two", "early"))
     assert np.abs(one - two).max() <= 1
     inside = (one > 0) & (one < 255)  # the others are clipped
@@ -142,6 +150,7 @@ REFUSED = [
     ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
     ("--noise_level 2", "--noise_level is 2.0"),
     ("--noise_level 0.5", "--noise_level has no effect without --from_images: pass both"),
+    ("--autoguidance 2 --reverse --from_images {tmp}", "--autoguidance has no effect with --reverse: leave it out"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),

@@ -93,7 +93,7 @@ def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path
 
 
 def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
-    """By default, if there is one and no other guidance; paths that are stored keep their scale."""
+    """Autoguidance is the default with an early checkpoint and no other guidance; stored paths keep their scale."""
     teacher = train_teacher(
         tmp_path / "teacher", train_num_steps=8, save_every=1, use_ema=False, lr_warmup_steps=0, learning_rate=1e-2
     )
@@ -130,7 +130,7 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
         "train_mean_flow.py",
         1,
         f"--teacher {plain} --autoguidance 2 --output_dir {tmp_path}/other",
-        "--autoguidance needs an earlier checkpoint of the teacher's run",
+        "--autoguidance needs a checkpoint of the first quarter of the teacher's run",
     )
 
 

@@ -59,8 +59,8 @@ def test_autoguidance_extrapolates_from_an_earlier_velocity() -> None:
         Guidance(autoguidance=2.0)
 
 
-def test_autoguidance_narrows_a_distribution_that_the_earlier_version_knows_too_broadly() -> None:
-    """Samples of Gaussians have the standard deviation s^w r^(1 - w), for one's own s and the earlier version's r.
+def test_autoguidance_narrows_a_distribution_that_is_too_wide_in_the_earlier_version() -> None:
+    """For Gaussian data, samples have the deviation s^w r^(1 - w), with s of the flow and r of its earlier version.
 
     The velocity at (x, t) for data of N(0, s^2) is x times a factor, whose integral from 0 to 1 is -log(s). The
     extrapolated velocity is linear in x as well.

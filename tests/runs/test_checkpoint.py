@@ -56,13 +56,15 @@ def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
 
 
 def test_an_early_checkpoint_is_kept(tmp_path: Path) -> None:
-    """The one nearest to an eighth of the steps, from when it is written on, also when a run becomes longer."""
+    """The checkpoint nearest to an eighth of the steps is kept once it is written, also after the run is extended."""
     for total, steps in ((240, range(10, 130, 10)), (480, range(130, 250, 10))):
         for step in steps:
             checkpoint.prune(checkpoint.save(tmp_path, step, {}, {}), keep=2, total_steps=total)
         assert [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)] == [30, step - 10, step]
     assert checkpoint.early_of(tmp_path / "step_00000240") == tmp_path / "step_00000030"
     assert checkpoint.early_of(tmp_path / "step_00000030") is None
+    assert checkpoint.early_of(tmp_path / "step_00000100") is None, "30 is later than a quarter of it"
+    assert checkpoint.early_of(tmp_path / "a copy") is None
 
 
 def test_the_best_is_kept_until_there_is_a_better_one(tmp_path: Path) -> None:

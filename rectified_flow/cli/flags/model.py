@@ -212,7 +212,7 @@ class TeacherConfig(TeacherFlags):
         NonNegative | None,
         default_is("1.5 if the teacher's run has an early checkpoint and --guidance_scale is 1, else 1"),
     ] = None
-    """Scale of autoguidance of the teacher by an early checkpoint of its run."""
+    """Scale of autoguidance with which the teacher samples paths, away from an early checkpoint of its run."""
     whole_fraction: Annotated[Probability | None, default_is("0.75 with a budget, else 0.5")] = None
     """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
     paths_dir: Annotated[Path | None, default_is("OUTPUT_DIR/paths")] = None

@@ -45,7 +45,7 @@ class SolverConfig(Flags):
     guidance: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=SCALE ...]"), default_is("none")] = ()
     """Guidance scales of single conditions beside --guidance_scale, such as category=2 text=3."""
     autoguidance: NonNegative = 1.0
-    """Scale of autoguidance by the early checkpoint of the run, for any rectified flow; doubles the network calls."""
+    """Autoguidance scale of a rectified flow, away from an early checkpoint of its run; doubles the network calls."""
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     """First and last noise level at which guidance acts."""
 
@@ -56,7 +56,10 @@ class SolverConfig(Flags):
             raise UsageError(f"--guidance_interval {first:g} {last:g} is empty: pass the smaller number first")
         scales = self.guidance_scales
         if self.guidance_scale in (None, 1) and self.autoguidance == 1 and not scales:
-            refuse({"guidance_interval": self.guidance_interval != (0, 1)}, "needs a --guidance_scale other than 1")
+            refuse(
+                {"guidance_interval": self.guidance_interval != (0, 1)},
+                "needs a --guidance_scale other than 1, or --autoguidance",
+            )
 
     @property
     def guidance_scales(self) -> dict[str, float]:

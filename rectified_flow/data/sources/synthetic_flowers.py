@@ -80,7 +80,7 @@ class SyntheticFlowers:
         return f"flower {index}"
 
     def read_table(self) -> Table:
-        """Return the attributes of each flower: captions, species, petals, hue [degrees], radius [sides of the image]."""
+        """Return captions, species, petals, hue [degrees] and radius [fraction of the side] of each flower."""
         species = [SPECIES[index % len(SPECIES)] for index in range(self.count)]
         places = [_place(np.random.default_rng((self.seed, index))) for index in range(self.count)]
         columns: dict[str, list[Any]] = {
