@@ -51,7 +51,6 @@ OVERRIDES = {
     "num_epochs": ("train_num_steps",),
     "dataset": ("dataset_path",),
     "teacher": ("augment", "holdout", "init_from", "autoguidance"),
-    "guidance_scale": ("autoguidance",),
     "reflow_from": ("augment", "holdout", "init_from"),
     "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
 }

@@ -15,7 +15,6 @@ from rectified_flow import randomness
 from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
-from rectified_flow.cli.recipe import flags_of_run
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
@@ -63,8 +62,6 @@ INHERITED = (
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
 )
 """Flags that a run inherits from its teacher."""
-AUTOGUIDANCE = 1.5
-"""Default scale of autoguidance of a teacher whose run has an early checkpoint."""
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
@@ -97,28 +94,8 @@ def with_teacher_flags(config: Config) -> Config:
             refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
     own = vars(config.data) | vars(config.source) | vars(config.columns)
     folders = {name: own[name] or flags[name] for name in FOLDERS}
-    chosen: dict[str, Any] = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
-    if taught.rows == "paths" and mine["autoguidance"] is None:
-        begun = on_main(PartialState(), lambda: flags_of_run(config, ("autoguidance",)))
-        if known or begun is not None:  # those of an earlier version had none
-            chosen["autoguidance"] = known.autoguidance if known else (begun or {}).get("autoguidance") or 1.0
-        else:
-            chosen["autoguidance"] = _default_autoguidance(source, flags, taught)
-    return replaced(config, {**flags, **folders, **chosen, taught.flag: source})
-
-
-def _default_autoguidance(source: Path, flags: Mapping[str, Any], taught: TeacherData) -> float:
-    """Return the default scale of autoguidance of a teacher's paths. Collective.
-
-    It is 1 for translations and measurements: their distribution would become narrower, and nobody measured it.
-    """
-
-    def suits() -> bool:
-        if flags["source_path"] is not None or flags["degrade"] is not None or checkpoint.early_of(source) is None:
-            return False
-        return bool(checkpoint.load_document(source, checkpoint.FLOW_FILE)["space"]["kind"] != "Fields")
-
-    return AUTOGUIDANCE if taught.guidance_scale == 1 and on_main(PartialState(), suits) else 1.0
+    steps = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
+    return replaced(config, {**flags, **folders, **steps, taught.flag: source})
 
 
 def inherited_flags(config: TrainConfig) -> dict[str, Any]:
@@ -283,7 +260,7 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: Ex
     if recipe.autoguidance != 1 and not recipe.earlier and not whole:
         raise UsageError(
             f"--autoguidance needs a checkpoint of the first quarter of the teacher's run, and {taught.source.parent} "
-            "has none: pass --autoguidance 1"
+            "has none: leave it out"
         )
     for name in () if known is None else COMPARED if whole else COMPARED + COMPARED_UNFINISHED:
         then, now = getattr(known, name), getattr(recipe, name)

@@ -208,10 +208,7 @@ class TeacherConfig(TeacherFlags):
     """Number of paths from noise to image to generate."""
     teacher_steps: Annotated[Positive | None, default_is("8")] = None
     """Sampling steps of each path, with the solver ab2."""
-    autoguidance: Annotated[
-        NonNegative | None,
-        default_is("1.5 if the teacher's run has an early checkpoint and --guidance_scale is 1, else 1"),
-    ] = None
+    autoguidance: Annotated[NonNegative | None, default_is("1")] = None
     """Scale of autoguidance with which the teacher samples paths, away from an early checkpoint of its run."""
     whole_fraction: Annotated[Probability | None, default_is("0.75 with a budget, else 0.5")] = None
     """Fraction of each batch that learns whole paths, for one step; the rest learns parts of paths, for more steps."""
