@@ -18,7 +18,7 @@ from PIL import Image
 from torchvision.transforms.functional import pil_to_tensor
 
 from rectified_flow.errors import UsageError
-from rectified_flow.system.pictures import labelled_grid, open_picture, over_white, write_picture
+from rectified_flow.system.pictures import encode_picture, labelled_grid, open_picture, over_white
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/gallery.md"
@@ -85,7 +85,7 @@ def show(made: Path, picture: Path) -> None:
         files = [sorted(row.glob("0*.png"))[:COLUMNS] for row in rows]
         images = [pil_to_tensor(over_white(open_picture(file))) for row in files for file in row]
         names = [row.name.partition(" ")[2] for row in rows]  # without the number that orders them
-        write_picture(picture, labelled_grid(torch.stack(images), names, [""] * len(files[0])))
+        picture.write_bytes(encode_picture(labelled_grid(torch.stack(images), names, [""] * len(files[0]))))
 
 
 def main(config: Config) -> None:

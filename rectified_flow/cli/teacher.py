@@ -306,7 +306,8 @@ class _Generator:
         bf16 = torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
         with randomness.deterministic(randomness.Samples(self.recipe.seed, numbers), self.device), bf16:
             shape = (len(numbers), *(space.shape or ()))
-            noise = randomness.randn("sample noise", shape, self.device).half().float()  # round to the stored precision
+            # Not the noise of samples with this seed, from which a trained map would be shown what it was trained on.
+            noise = randomness.randn("teacher's noise", shape, self.device).half().float()  # rounded as it is stored
             some = self.pictures_of[list(numbers)].tolist()
             given: dict[str, Any] = conditions_of(self.teacher, self.pictures, some, self.recipe.seed, numbers)
             x = self.teacher.sample(

@@ -12,6 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from rectified_flow import randomness
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.recipe import with_recipe
@@ -82,6 +83,15 @@ def test_a_path_is_the_teachers_with_its_guidance(teacher: Path, paths: StoreDat
         torch.testing.assert_close(point.float(), x, rtol=1e-2, atol=1e-2)
     assert (images.mul(255) - batch["images"]).abs().max() < 1
     assert paths.read_batch(range(COUNT))["path"][:, 0].float().std() == pytest.approx(1, abs=0.02)
+
+
+def test_paths_begin_at_other_noise_than_samples(paths: StoreDataset) -> None:
+    """Else samples and evaluations of a map with the seed of its paths would show rows that it was trained on."""
+    numbers = list(range(64))
+    with randomness.deterministic(randomness.Samples(0, numbers)):
+        noise = randomness.randn("sample noise", (64, 3, 8, 8), torch.device("cpu"))
+    trained = paths.read_batch(numbers)["path"][:, 0].float()
+    assert abs(torch.corrcoef(torch.stack((noise.flatten(), trained.flatten())))[0, 1]) < 0.05
 
 
 def test_one_process_draws_the_same(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ def test_a_grid_or_rows_become_the_picture(tmp_path: Path) -> None:
         (tmp_path / "made" / name).mkdir(parents=True)
         for number in range(2):
             Image.new("RGB", (4, 4), (shade, 0, number)).save(tmp_path / "made" / name / f"0000{number}.png")
+    (tmp_path / "rows.png").write_bytes(b"the picture of a checkout")
     show(tmp_path / "made", tmp_path / "rows.png")
     pixels = np.asarray(Image.open(tmp_path / "rows.png"))
     assert [pixels[row, -10].tolist() for row in (10, -10)] == [[0, 0, 1], [200, 0, 1]]
