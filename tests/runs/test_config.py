@@ -31,7 +31,7 @@ RECTIFIED = (
 )
 MEAN = SHARED + (
     "objective mean_fraction weight_power weight_epsilon time_mean time_std earlier_mean earlier_std guidance_scale "
-    "method guidance_mixing teacher teacher_paths teacher_steps whole_fraction paths_dir"
+    "method guidance_mixing teacher teacher_paths teacher_steps autoguidance whole_fraction paths_dir"
 )
 GROUPS = [
     "data options",
