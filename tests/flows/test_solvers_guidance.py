@@ -60,7 +60,7 @@ def test_autoguidance_extrapolates_from_an_earlier_velocity() -> None:
 
 
 def test_autoguidance_narrows_a_distribution_that_is_too_wide_in_the_earlier_version() -> None:
-    """For Gaussian data, samples have the deviation s^w r^(1 - w), with s of the flow and r of its earlier version.
+    """Expect samples of the deviation s^w r^(1 - w) for Gaussian velocities of the deviations s (own) and r (earlier).
 
     The velocity at (x, t) for data of N(0, s^2) is x times a factor, whose integral from 0 to 1 is -log(s). The
     extrapolated velocity is linear in x as well.
