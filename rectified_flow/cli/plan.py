@@ -60,9 +60,9 @@ OF_TEACHER: dict[str, dict[str, Any]] = {
     "pairs": {"optimizer": "muon", **SHORT},
 }
 """Settings of the optimizer, and of the intervals, for runs on paths or pairs of a teacher."""
-LEAST_BATCH, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 32, 256, 7000
-"""Smallest batch size per process on a CPU and on a GPU, largest global batch size that is chosen, and least number of
-steps of a run with more than the smallest batch size."""
+LEAST_BATCH, LEAST_BATCH_OF_PATHS, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 16, 32, 256, 7000
+"""Smallest batch size per process on a CPU, the same for paths of a teacher, smallest batch size per process on a GPU,
+largest global batch size that is chosen, and least number of steps of a run with more than the smallest batch size."""
 BF16_GAIN = 1.1
 """Speed of bf16 on a CPU, as a multiple of that of float32, above which it is chosen."""
 FEWEST_STEPS = 10
@@ -70,7 +70,7 @@ EMA_SHARE = 0.05
 """Time constant of the moving average of the weights, as a share of the steps."""
 TRAINED_SHARE = 0.9
 """Share of the budget that the steps take; the rest is for previews, measurements and checkpoints."""
-ROWS_SHARE = {"paths": 1 / 6, "pairs": 1 / 3}
+ROWS_SHARE = {"paths": 1 / 4, "pairs": 1 / 3}
 """Largest share of the budget that a teacher's data may take."""
 FORWARD_SHARE = 0.35
 """Share of a training step that the forward pass takes."""
@@ -249,9 +249,10 @@ class _Planner:
         return f"the network of {self.config.network.init_from}" if flags else ""
 
     def _choose_precision(self) -> None:
-        """Choose bf16 for a rectified flow on a CPU that trains it faster than float32."""
+        """Choose bf16 on a CPU that trains faster in it than in float32, but not for mean flow."""
         launcher_chose = "ACCELERATE_MIXED_PRECISION" in os.environ
-        if self.state.device.type != "cpu" or launcher_chose or not isinstance(self.config, TrainRectifiedFlow):
+        is_mean_flow = not isinstance(self.config, TrainRectifiedFlow) and self.config.teacher_data is None
+        if self.state.device.type != "cpu" or launcher_chose or is_mean_flow:
             return
         rates = {}
         for precision in ("no", "bf16"):
@@ -274,12 +275,14 @@ class _Planner:
     def _choose_batch(self, images: float) -> None:
         """Choose the global batch size for a number of images."""
         if self.fixed.isdisjoint(recipe.BATCH_FLAGS):
-            least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else LEAST_BATCH
+            taught = self.config.teacher_data
+            of_cpu = LEAST_BATCH_OF_PATHS if taught is not None and taught.rows == "paths" else LEAST_BATCH
+            least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else of_cpu
             fitting = 2 ** int(log2(max(1.0, images / STEPS)))
             processes = self.state.num_processes
             batch = min(max(fitting, least * processes), MOST_BATCH)
-            if self.config.teacher_data is not None:
-                batch = max(processes, min(batch, self.config.teacher_data.count // processes * processes))
+            if taught is not None:
+                batch = max(processes, min(batch, taught.count // processes * processes))
             self._set({"global_batch_size": ceil(batch / processes) * processes})
 
     def _print(self, rate: float, reason: str, why: str) -> None:

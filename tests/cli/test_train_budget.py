@@ -180,7 +180,8 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
     words += " --mixed_precision bf16 --budget 2s --one_step"
     run_on_ranks(world_size, train, words)
     teacher, student = flags_of(tmp_path / "run"), flags_of(tmp_path / "run/one-step")
-    assert (teacher["mixed_precision"], student["mixed_precision"]) == ("bf16", None)
+    assert teacher["mixed_precision"] == "bf16"
+    assert student["mixed_precision"] in ("no", "bf16"), "the faster one is chosen"
     assert (student["seed"], student["dim"]) == (3, 8)
     assert student["teacher"].startswith(f"{tmp_path}/run")
     states = [json.loads((tmp_path / folder / "status.json").read_text()) for folder in ("run", "run/one-step")]
