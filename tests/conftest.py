@@ -32,8 +32,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """One cache folder for the whole session, for programs that are started, too."""
-    folder = tmp_path_factory.mktemp("cache")
+    """One cache folder for all processes of the session, and for programs that are started, too."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # which has a folder of its own in that of the session
+        folder = folder.parent
+    folder /= "cache"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RECTIFIED_FLOW_CACHE", str(folder))
         yield folder

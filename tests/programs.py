@@ -3,7 +3,8 @@
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -29,9 +30,28 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 MEASURED = plan.training_rate
 
 
-def constant_speed() -> Any:
-    """Return a context in which each plan has a speed of 300 images/s, whatever else the machine does."""
-    return patch.object(plan, "training_rate", lambda *arguments: 300.0 if MEASURED(*arguments) else 0.0)
+def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
+    """Return a context in which each plan has a speed of ``rate`` images/s, whatever else the machine does.
+
+    If ``measured``, the program nevertheless takes its measurements.
+    """
+    return patch.object(plan, "training_rate", lambda *flags: rate if not measured or MEASURED(*flags) else 0.0)
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Let export.py write zeros in place of a program, whose tracing takes seconds; its results are the flow's."""
+    calls: list[Any] = []
+
+    def serialise(call: Any, _form: str) -> bytes:
+        calls.append(call)
+        return bytes(100_000)
+
+    def load(_content: bytes, _form: str) -> Callable[[dict[str, Any]], Any]:
+        return lambda inputs: calls[-1](**inputs)
+
+    with patch("rectified_flow.cli.export.serialise", serialise), patch("rectified_flow.cli.export.load", load):
+        yield
 
 
 def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:

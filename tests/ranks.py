@@ -26,10 +26,10 @@ _context.set_forkserver_preload(
     [
         "torch", "torch.distributed", "torch._dynamo", "torch._decomp.decompositions_for_jvp", "torch.utils.data",
         "torch.nn.parallel", "torch.optim", "torchvision.utils", "accelerate", "accelerate.data_loader", "datasets",
-        "ema_pytorch", "safetensors.torch", "matplotlib.figure", "pydantic", "tyro", "typeguard",
+        "ema_pytorch", "safetensors.torch", "matplotlib.figure", "pydantic", "tyro", "typeguard", "pytest",
         "torchmetrics.image.fid", "torchmetrics.image.kid", "efficientnet_lite_pytorch",
         "rectified_flow.cli.programs", "rectified_flow.cli.train", "rectified_flow.cli.sample",
-        "rectified_flow.cli.evaluate", "rectified_flow.training.trainer", "tests.training.runs",
+        "rectified_flow.cli.evaluate", "rectified_flow.training.trainer", "tests.training.runs", "tests.frozen",
     ]
 )  # fmt: skip
 

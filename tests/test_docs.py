@@ -54,7 +54,7 @@ CONSOLE_COMMANDS = {
 } | {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {
-    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_and_torchrun",
+    LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_on_two_processes",
     "scripts/validate_setup.py": "tests/launch/test_programs.py::test_validate_setup",
 }
 """Commands that need no mark, as that test runs them."""
@@ -86,14 +86,16 @@ TINY_TRAINING = (
 TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"
 EVALUATION = "--evaluate_every 2 --evaluation_samples 4 --feature_network efficientnet_lite0"
 TINY_IF_GIVEN = {
-    "--budget": "--budget 2s --save_every 9",
+    "--budget": "--budget 2s --save_every 8 --batch_size 8",
     "--extend": "--extend 1s",
     "--global_batch_size": "--global_batch_size 4",
     "--num_epochs": "--num_epochs 0.1",
     "--evaluate_every": EVALUATION,
     "--reflow_from": "--reflow_pairs 4 --reflow_steps 1",
-    "--teacher": "--teacher_paths 4 --teacher_steps 2",
+    "--teacher": "--teacher_paths 8 --teacher_steps 2",
 }
+SLOW_PAGES = ("docs/budget.md", "docs/mean_flow.md", "docs/measurements/budget.md")
+"""Pages whose blocks train for long, with flags that tests/cli/test_train_budget.py and test_teacher.py try as well."""
 DEFAULT_OUTPUT = "runs/rectified-flow"
 CLASSES = ("daisy", "rose", "sunflower")
 
@@ -429,7 +431,11 @@ def test_what_does_not_run_is_found(prepared: Path) -> None:
         run_on_ranks(1, _execute, "1 / 0", prepared)
 
 
-@pages
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if str(page.relative_to(ROOT)) in SLOW_PAGES else ()) for page in PAGES],
+    ids=[str(page.relative_to(ROOT)) for page in PAGES],
+)
 def test_the_blocks_of_a_page_run(page: Path, prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     for block in blocks_of(page.read_text()):

@@ -31,7 +31,7 @@ from tests.ranks import run_on_ranks
 from train_masked_text import TextConfig, TextFlags
 from train_point_clouds import CloudConfig, CloudFlags
 
-CASES = int(os.environ.get("FUZZ_CASES", "12"))
+CASES = int(os.environ.get("FUZZ_CASES", "8"))
 """Number of cases of each kind."""
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1 --train_num_steps 1"
 SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4 --measure_every 1"

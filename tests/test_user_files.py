@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.system.outputs import RECORD
-from tests.programs import assert_refused, program
+from tests.programs import assert_refused, program, stand_in
 from tests.ranks import run_on_ranks
 
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1"
@@ -102,6 +102,12 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def quick_program(script: str, words: list[str]) -> tuple[int, str]:
+    """Run a program; export.py writes a stand-in for the traced program, larger than the room on a full disk."""
+    with stand_in():
+        return program(script, words)
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
@@ -129,7 +135,7 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("export.py", "--checkpoint {trained} --format torch --output_dir {folder}"),
         ("export.py", "--checkpoint {trained} --format page --output_dir {folder}"),
         ("train_masked_text.py", f"{TEXT} --output_dir {{folder}}"),
-        ("train_point_clouds.py", f"{CLOUDS} --output_dir {{folder}}"),
+        pytest.param("train_point_clouds.py", f"{CLOUDS} --output_dir {{folder}}", marks=pytest.mark.slow),
     ],
 )
 def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, pictures: Path, tmp_path: Path) -> None:
@@ -139,7 +145,7 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
     places = {"trained": trained, "pictures": pictures, "text": tmp_path / "lines.txt"}
     call = words.format(folder=folder, new=tmp_path / "new", **places).split()
     for refusals in range(len(files)):
-        [(code, text)] = run_on_ranks(1, program, script, call)
+        [(code, text)] = run_on_ranks(1, quick_program, script, call)
         assert unchanged(files) == []
         assert "Traceback" not in text
         if code == 0:
@@ -153,7 +159,7 @@ def test_every_byte_of_the_users_stays(script: str, words: str, trained: Path, p
 
 
 def succeeds(script: str, words: str) -> None:
-    [(code, text)] = run_on_ranks(1, program, script, words.split())
+    [(code, text)] = run_on_ranks(1, quick_program, script, words.split())
     assert code == 0, text
 
 
@@ -253,6 +259,7 @@ def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Pa
 def test_a_record_that_cannot_be_read_is_a_sentence(
     content: str, trained: Path, pictures: Path, tmp_path: Path
 ) -> None:
+    """All programs read it by the same function, so that one of them is tried with each content."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "grid.png").write_text("mine")
@@ -274,8 +281,8 @@ def test_a_record_that_cannot_be_read_is_a_sentence(
         "sample.py": f"--checkpoint {trained} {DEFAULTS['sample.py']} --output_dir {folder}",
         "export.py": f"--checkpoint {trained} {DEFAULTS['export.py']} --output_dir {folder}",
     }
-    for script, words in calls.items():
-        assert_refused(script, 1, words, f"error: {record}")
+    for script in calls if content in ("folder", "[") else ["sample.py"]:
+        assert_refused(script, 1, calls[script], f"error: {record}")
     assert (record.lstat().st_mode, record.lstat().st_ino, record.lstat().st_mtime_ns) == before
     assert (folder / "grid.png").read_text() == "mine"
     assert {path.name for path in folder.iterdir()} == {RECORD, "grid.png"}
@@ -318,7 +325,7 @@ def without_rights(script: str, words: list[str]) -> tuple[int, str]:
     """Run a program for which the rights of files count, although root started it."""
     version, capabilities = struct.pack("Ii", 0x20080522, 0), bytes(24)
     assert ctypes.CDLL(None).capset(version, capabilities) == 0
-    return program(script, words)
+    return quick_program(script, words)
 
 
 def assert_in_a_sentence(result: tuple[int, str], script: str, place: Path) -> None:
@@ -360,7 +367,7 @@ def on_a_full_disk(script: str, words: list[str], disk: Path, room: int) -> tupl
     if subprocess.run(mount, check=False).returncode:
         return None
     mine.write_bytes(b"m" * (shutil.disk_usage(disk).free - room))
-    result = program(script, words)
+    result = quick_program(script, words)
     assert {*mine.read_bytes()} == {ord("m")}
     assert {path.name.partition(".")[0] for path in disk.iterdir()} <= {"folder", "mine"}
     assert not list(disk.rglob("*.tmp"))

@@ -38,7 +38,7 @@ from rectified_flow.spaces.degradations import Degradation, Downsample, Mask
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
-from tests.programs import assert_refused, program
+from tests.programs import assert_refused, program, stand_in
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
 
@@ -66,6 +66,14 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
         assert str(path).encode() not in contents(file), "a path of this machine"
     loaded = programs.load(file.read_bytes(), form)
     return lambda **inputs: loaded(inputs), json.loads((folder / "exported/model.json").read_text())
+
+
+def export_page(folder: Path, *flags: str) -> None:
+    """Export a page whose program is a stand-in, as page and upload are the same with any program."""
+    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
+    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page", *flags]
+    with stand_in():
+        export(parse(ExportConfig, "Export."))
 
 
 def contents(file: Path) -> bytes:
@@ -133,7 +141,7 @@ def test_a_noise_prediction_that_is_told_of_augmentation_as_a_torch_program(tmp_
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["onnx", "torch"])
+@pytest.mark.parametrize("form", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])
 def test_a_source_as_a_condition_beside_labels(tmp_path: Path, form: str) -> None:
     """It has two inputs, and no NaN; one row is half known, one is whole, and one has no source."""
     network = small(labels=Labels(2, ("cat", "dog")), source=Picture((3, 8, 8)))
@@ -175,7 +183,7 @@ def test_a_path_that_starts_from_a_source_needs_no_further_input(tmp_path: Path)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("form", ["onnx", "torch"])
+@pytest.mark.parametrize("form", ["onnx", pytest.param("torch", marks=pytest.mark.slow)])
 def test_captions_numbers_and_labels_are_inputs_under_their_names(tmp_path: Path, form: str) -> None:
     """Where they have no value, the flow takes NaN and the program 1e30."""
     names = {"species": "class", "size": "größe"} if form == "onnx" else {"species": "species", "size": "size"}
@@ -345,7 +353,7 @@ def test_a_page_is_also_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[s
     folder, archive = tmp_path / "exported", tmp_path / "exported.zip"
     folder.mkdir()
     (folder / "notes.txt").write_text("of the user")
-    written(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path, "--format", "page", "--zip")
+    export_page(tmp_path, "--zip")
     own = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     del own["notes.txt"], own[RECORD]
     assert {"index.html", "model.onnx", "model.json", "ort/ort.wasm.bundle.min.mjs"} < own.keys()
@@ -384,7 +392,7 @@ def test_the_page_is_served_and_opened(
 
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", visit)
-    written(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path, "--format", "page", "--open")
+    export_page(tmp_path, "--open")
     assert contents == [(tmp_path / "exported/model.json").read_bytes()]
     assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
 

@@ -13,16 +13,11 @@ from typing import Any
 import pytest
 from huggingface_hub import SpaceCard, constants
 
-from rectified_flow.cli.export import export
 from rectified_flow.cli.exports.space import HubSpace, find_space, publish, readme
-from rectified_flow.cli.flags.sampling import ExportConfig, ExportedConfig
+from rectified_flow.cli.flags.sampling import ExportedConfig
 from rectified_flow.errors import RunError, UsageError
-from rectified_flow.flags import parse
-from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.spaces.pixels import Pixels
-from tests.cli.test_export import small
+from tests.cli.test_export import export_page
 from tests.programs import assert_refused
-from tests.test_load import write
 
 COMMIT = "0123456789" * 4
 HIDDEN = "me/hidden"
@@ -147,10 +142,8 @@ def test_a_page_is_uploaded_as_a_space(hub: Hub, tmp_path: Path, capsys: pytest.
     (folder / "notes.txt").write_text("of the user")
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples/step_00000001.png").write_bytes(b"a grid")
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), tmp_path)
-    words = f"--checkpoint {tmp_path} --format page --push_to_hub me/red-flowers --model_repo me/model --yes --zip"
-    sys.argv = ["export.py", *words.split()]
-    export(parse(ExportConfig, "Export."))
+    words = "--push_to_hub me/red-flowers --model_repo me/model --yes --zip"
+    export_page(tmp_path, *words.split())
     own = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     del own["notes.txt"], own[".rectified-flow.json"]
     stored = hub.files["me/red-flowers"]

@@ -23,7 +23,7 @@ from tests.programs import constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
-TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0"
+TINY = "--image_size 8 --dim 8 --dim_mults 1 --num_samples 0 --save_every 0"
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,8 @@ def flags_of(run: Path) -> dict[str, Any]:
     return {**document["run"], **document["flags"]}
 
 
-def train(words: str) -> None:
-    with constant_speed():
+def train(words: str, rate: float = 100.0, measured: bool = False) -> None:
+    with constant_speed(rate, measured=measured):
         assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
 
 
@@ -48,7 +48,7 @@ def train(words: str) -> None:
 def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) -> None:
     """It ends at the step that was planned. The same command, or one with another budget, finds nothing left to do."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --budget"
-    run_on_ranks(world_size, train, f"{words} 2s")
+    run_on_ranks(world_size, train, f"{words} 1s")
     flags = flags_of(tmp_path / "run")
     steps = flags["train_num_steps"]
     assert (flags["optimizer"], flags["lr_decay"], flags["dim"]) == ("muon", "cosine", 8)
@@ -62,14 +62,15 @@ def test_a_run_in_a_given_time(world_size: int, pictures: Path, tmp_path: Path) 
 def test_the_recorded_flags_give_the_same_run(pictures: Path, tmp_path: Path) -> None:
     """The networks that were measured for the plan change nothing in the run."""
     words = f"--cache_dir {tmp_path}/cache --output_dir {tmp_path}"
-    planned = f"--dataset_path {pictures} --image_size 8 --num_samples 0 --log_every 1 --budget 2s"
-    run_on_ranks(1, train, f"{planned} {words}/planned")
+    planned = f"--dataset_path {pictures} --image_size 8 --num_samples 0 --save_every 0 --log_every 1 --budget 1s"
+    run_on_ranks(1, train, f"{planned} {words}/planned", 100.0, True)
     run_on_ranks(1, train, f"--config {tmp_path}/planned/config.json {words}/again")
     assert losses(tmp_path / "planned") == losses(tmp_path / "again")
 
 
 def test_a_run_that_starts_from_another_has_its_network(pictures: Path, tmp_path: Path) -> None:
-    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_samples 0 --budget 2s"
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_samples 0 --save_every 0"
+    words += " --budget 1s"
     run_on_ranks(1, train, f"{words} --dim 12 --dim_mults 1 2 --output_dir {tmp_path}/first")
     run_on_ranks(1, train, f"{words} --init_from {tmp_path}/first --output_dir {tmp_path}/second")
     flags = flags_of(tmp_path / "second")
@@ -178,7 +179,7 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
     """The mean flow learns from the run; the same command again finds nothing left to do in either."""
     words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --output_dir {tmp_path}/run --seed 3"
     words += " --mixed_precision bf16 --budget 2s --one_step"
-    run_on_ranks(world_size, train, words)
+    run_on_ranks(world_size, train, words, 300.0, world_size == 2)
     teacher, student = flags_of(tmp_path / "run"), flags_of(tmp_path / "run/one-step")
     assert teacher["mixed_precision"] == "bf16"
     assert student["mixed_precision"] in ("no", "bf16"), "the faster one is chosen"

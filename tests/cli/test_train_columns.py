@@ -19,7 +19,7 @@ from tests.training.runs import losses
 
 COUNT = 40
 TINY = (
-    "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 8 --augment 0 --holdout 0.5 --train_num_steps 8"
+    "--image_size 8 --dim 8 --dim_mults 1 --global_batch_size 8 --augment 0 --holdout 0.5 --train_num_steps 8"
     " --save_every 4 --log_every 1 --num_samples 4 --sample_steps 2 --evaluate_every 0"
 )
 

@@ -21,7 +21,7 @@ from tests.training.runs import losses
 
 COUNT, CHANNELS, SIDE = 40, 5, 8
 TINY = (
-    "--dim 8 --dim_mults 1 2 --global_batch_size 8 --augment 0.1 --holdout 0.4 --train_num_steps 8 --save_every 4"
+    "--dim 8 --dim_mults 1 --global_batch_size 8 --augment 0.1 --holdout 0.4 --train_num_steps 8 --save_every 4"
     " --log_every 1 --num_samples 4 --sample_steps 2"
 )
 

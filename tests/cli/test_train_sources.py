@@ -15,16 +15,16 @@ from tests import programs
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
-COUNT, SIDE = 40, 8
+COUNT, SIDE = 16, 8
 TINY = (
-    "--image_size 8 --dim 8 --dim_mults 1 2 --global_batch_size 8 --augment 0 --holdout 0 --train_num_steps 8"
+    "--image_size 8 --dim 8 --dim_mults 1 --global_batch_size 8 --augment 0 --holdout 0 --train_num_steps 8"
     " --save_every 4 --log_every 1 --num_samples 4 --sample_steps 2"
 )
 KINDS = {
     "paired": "--paired --source_noise 0.1",
     "unpaired": "--coupling ot",
     "mask": "--degrade mask:box",
-    "latents": "--paired --skip_unpaired --source_as condition --autoencoder haar --dim_mults 1",
+    "latents": "--paired --skip_unpaired --source_as condition --autoencoder haar",
 }
 """Flags of the runs; those of a degradation have no folder to start from."""
 
@@ -98,6 +98,12 @@ def test_the_preview_shows_sources_beside_samples(runs: tuple[str, Path], folder
         assert np.abs(shown - source.astype(int)).max() <= (kind == "latents")
 
 
+@pytest.mark.parametrize(
+    "runs",
+    [pytest.param(kind, marks=() if kind in ("paired", "mask") else pytest.mark.slow) for kind in KINDS],
+    indirect=True,
+    scope="module",
+)
 def test_a_map_of_one_call_learns_from_it(runs: tuple[str, Path], folders: Path, tmp_path: Path) -> None:
     kind, folder = runs
     flags = f"--teacher {folder}/one --teacher_paths 16 --teacher_steps 2 --global_batch_size 8 --num_samples 4"

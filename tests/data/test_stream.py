@@ -93,7 +93,11 @@ def test_datasets_of_other_people() -> None:
     assert list(collate([{"images": images[0], "depth": labels[0]}])) == ["images", "depth"]
 
 
-WORKERS = [(0, None), (2, "fork"), (2, "spawn"), pytest.param(2, "forkserver", marks=pytest.mark.slow)]
+WORKERS = [
+    (0, None),
+    (2, "fork"),
+    *(pytest.param(2, context, marks=pytest.mark.slow) for context in ("spawn", "forkserver")),
+]
 
 
 @pytest.mark.parametrize(("num_workers", "context"), WORKERS)

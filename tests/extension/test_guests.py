@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rectified_flow.load import build_flow, load_flow
 from tests.programs import program
 from tests.ranks import run_on_ranks
 
-SMALL = "--dataset squares --image_size 8 --dim 8 --dim_mults 1 2"
+SMALL = "--dataset squares --image_size 8 --dim 8 --dim_mults 1"
 NO_UNET = "--dataset squares --image_size 8"
 ROWS = {
     "own_network": ("network", f"{NO_UNET} --use_cfg --network TwoConvolutions --network_options width=8"),
@@ -29,8 +30,8 @@ ROWS = {
         "space",
         "--dataset rings --space Clouds --space_options scale=300 --network PointNetwork --network_options width=16",
     ),
-    "own_dataset": ("dataset, condition", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
-    "own_pictures": ("source of images", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 2 --use_cfg"),
+    "own_dataset": ("dataset, condition", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 --use_cfg"),
+    "own_pictures": ("source of images", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 --use_cfg"),
     "own_autoencoder": (
         "autoencoder",
         f"{NO_UNET} --dim 8 --dim_mults 1 --autoencoder Folded --autoencoder_options unit=0.5",
@@ -42,8 +43,10 @@ ROWS = {
 }
 """The part that each guest replaces, and the flags that choose it."""
 METRICS = {"own_metric": "frechet mean_gap"}
-TRAINED_ONLY = ("own_optimizer", "own_times", "own_objective", "own_adapter")
-"""Guests that matter in training alone: that their runs are evaluated is among the slow tests."""
+EVALUATED = ("own_flow", "own_space", "own_dataset", "own_autoencoder", "own_metric")
+"""Guests that matter in an evaluation: that the runs of the others are evaluated is among the slow tests."""
+REFUSES = ("own_network", "own_flow", "own_space")
+"""A guest with all ways of sampling, and those that lack some; the others, with all, are among the slow tests."""
 SCHEDULE = (
     "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9 --save_every 4 --log_every 1"
     " --train_num_steps 8 --num_samples 3 --sample_steps 2"
@@ -122,12 +125,13 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
         assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [pytest.param(guest, marks=pytest.mark.slow if guest in TRAINED_ONLY else ()) for guest in ROWS],
-    indirect=True,
-    scope="module",
-)
+def those_fast(fast: Sequence[str]) -> pytest.MarkDecorator:
+    """Run a test for each guest, for those that are not ``fast`` as a slow test."""
+    guests = [pytest.param(guest, marks=() if guest in fast else pytest.mark.slow) for guest in ROWS]
+    return pytest.mark.parametrize("runs", guests, indirect=True, scope="module")
+
+
+@those_fast(EVALUATED)
 def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path), "--num_samples", "4"]
@@ -156,6 +160,7 @@ def test_the_table_of_the_documentation_has_these_rows() -> None:
         assert f"{name} " in words, (part, flag)
 
 
+@those_fast(REFUSES)
 def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     Image.new("RGB", (8, 8)).save(tmp_path / "start.png")

@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import psutil
@@ -58,7 +60,7 @@ def launch(command: Sequence[str], cwd: Path, **environment: str) -> tuple[int, 
     return finish(start(command, cwd, **environment))
 
 
-def test_the_launch_script_and_torchrun(tmp_path: Path) -> None:
+def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
     flags = "--train_num_steps 10 --sample_every 5 --save_every 5 --log_with wandb --output_dir run"
     command = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "2", *TINY, *flags.split()]
     code, output = launch(command, tmp_path, WANDB_MODE="offline", WANDB_DIR=str(tmp_path))
@@ -71,6 +73,13 @@ def test_the_launch_script_and_torchrun(tmp_path: Path) -> None:
     assert (run / "checkpoints/step_00000010/manifest.json").exists()
     assert list(tmp_path.rglob("*.wandb")), "wandb logged nothing"
     assert str(Path("run/checkpoints/step_00000010")) in output.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_processes(tmp_path: Path) -> None:
+    """A mean flow from the weights of a run; tests in one process cover each of the flags."""
+    config = parse(TrainRectifiedFlow, "", [*TINY, "--train_num_steps", "1", "--output_dir", str(tmp_path / "run")])
+    run_on_ranks(1, train_rectified_flow, config)
     flags = (
         "--train_num_steps 5 --init_from run --output_dir mean --sample_every 5 --save_every 5 --log_with tensorboard"
     )
@@ -152,9 +161,14 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
         one, other = (tmp_path / run / "checkpoints/step_00000040" / name for run in ("straight", "killed"))
         assert one.read_bytes() == other.read_bytes(), name
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    code, output = launch([sys.executable, TRAIN, *TINY, *flags, "killed"], tmp_path)
-    assert code == 0, output
-    assert "already trained 40 of 40 steps" in output
+    [said] = run_on_ranks(1, printed, parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "killed")]))
+    assert "already trained 40 of 40 steps" in said
+
+
+def printed(config: TrainRectifiedFlow) -> str:
+    with redirect_stdout(StringIO()) as output:
+        train_rectified_flow(config)
+    return output.getvalue()
 
 
 @pytest.mark.slow
@@ -171,6 +185,7 @@ def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_validate_setup(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/validate_setup.py"), "--image_size", "8", "--dataset"]
     code, output = launch([*command, "synthetic-flowers"], tmp_path)

@@ -60,7 +60,13 @@ def test_help_and_plan(program: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "rows to compute: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("case", ["rectified flow", "mean flow", "from a teacher", "reflow"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "from a teacher",
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("rectified flow", "mean flow", "reflow")),
+    ],
+)
 def test_one_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from studies import one_step
 
@@ -75,9 +81,9 @@ def test_one_step(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("study", "case", "way"),
     [
         ("quality", "here", "averaged weights"),
-        ("defaults", "times uniform", "8 calls"),
-        ("guidance", "classes", "scale 1.5"),
-        ("latents", "pixels", "8 calls"),
+        pytest.param("defaults", "times uniform", "8 calls", marks=pytest.mark.slow),
+        pytest.param("guidance", "classes", "scale 1.5", marks=pytest.mark.slow),
+        pytest.param("latents", "pixels", "8 calls", marks=pytest.mark.slow),
         ("latents", "haar", "8 calls"),
     ],
 )
@@ -117,6 +123,7 @@ def test_small_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.trained["images"] == 64
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("free_precision")
 def test_conditions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("studies.conditions.SCALES", (1.5,))

@@ -33,7 +33,7 @@ class Faulty(RectifiedFlow):
     progress = 0.0
 
     def __init__(self, kind: str, bad: tuple[int, ...]) -> None:
-        super().__init__(Unet(8, (1, 2), image_size=8))
+        super().__init__(Unet(8, (1,), image_size=8, attention_sides=(), blocks_per_level=1))
         self.kind, self.bad = kind, bad
 
     def forward(self, **batch: Any) -> Tensor:

@@ -16,7 +16,8 @@ from rectified_flow.system.outputs import RECORD
 from tests.ranks import run_on_ranks
 from tests.training.runs import Kind, Tiny, build_trainer, losses, metrics, tiny_config, train
 
-STEPS = 40
+STEPS = 20
+FLAGS: dict[str, Any] = {"train_num_steps": STEPS, "save_every": 10, "sample_every": 10, "log_every": 2}
 RECTIFIED = Tiny()
 either_flow = pytest.mark.parametrize("kind", ["rectified", "mean"])
 
@@ -40,9 +41,9 @@ class Runs:
         return output_dir
 
     def go(self, output_dir: Path, world_size: int, tiny: Tiny = RECTIFIED, **flags: Any) -> None:
-        results = run_on_ranks(world_size, train, tiny_config(output_dir, **flags), self.dataset, tiny)
-        steps = flags.get("train_num_steps", STEPS)
-        assert results == [{"world_size": world_size, "step": steps}] * world_size
+        config = tiny_config(output_dir, **(FLAGS | flags))
+        results = run_on_ranks(world_size, train, config, self.dataset, tiny)
+        assert results == [{"world_size": world_size, "step": config.train_num_steps}] * world_size
 
     def straight(self, world_size: int, kind: Kind = "rectified") -> Path:
         return self.get(f"straight-{world_size}-{kind}", world_size, Tiny(kind))
@@ -63,7 +64,7 @@ def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
 
 def assert_close(one: Path, other: Path) -> None:
     expected, got = losses(one), losses(other)
-    assert list(expected) == list(got) == list(range(4, STEPS + 1, 4))
+    assert list(expected) == list(got) == list(range(2, STEPS + 1, 2))
     for step, loss in expected.items():
         assert got[step] == pytest.approx(loss, rel=1e-4), f"step {step}"
     for name in ("model.safetensors", "ema.safetensors"):
@@ -75,7 +76,7 @@ def assert_close(one: Path, other: Path) -> None:
 
 def test_loss_falls(runs: Runs) -> None:
     by_step = losses(runs.straight(1))
-    assert by_step[STEPS] < 0.85 * by_step[4]
+    assert by_step[STEPS] < 0.95 * by_step[2]
 
 
 @either_flow
@@ -117,7 +118,7 @@ def test_resuming_is_byte_equal(runs: Runs, world_size: int, kind: Kind) -> None
     runs.go(resumed, world_size, Tiny(kind))
     assert weights(resumed) == weights(straight)
     assert losses(resumed) == losses(straight)
-    assert weights(resumed, 20) != weights(straight)
+    assert weights(resumed, STEPS // 2) != weights(straight)
 
 
 def test_a_checkpoint_of_two_processes_resumes_on_one(runs: Runs) -> None:
@@ -147,7 +148,7 @@ def test_metrics_hold_what_they_promise(runs: Runs) -> None:
 
 def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
     rows = metrics(runs.straight(2, "mean"))
-    assert rows[-1]["unweighted_loss"] < 0.9 * rows[0]["unweighted_loss"]
+    assert rows[-1]["unweighted_loss"] < 0.95 * rows[0]["unweighted_loss"]
     assert 0.5 < rows[0]["unweighted_loss"] < 2
 
 
@@ -158,7 +159,7 @@ def test_a_run_leaves_its_files(runs: Runs) -> None:
     tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors", *averages]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
     expected |= {RECORD, f"checkpoints/{RECORD}", f"samples/{RECORD}"}
-    for step in ("step_00000020", "step_00000040"):
+    for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
         expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json", "manifest.json")}
@@ -176,8 +177,15 @@ def gradient(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny) -> torch
     return torch.cat([p.grad.flatten() for p in trainer.state.parameters.values() if p.grad is not None])
 
 
-@either_flow
-@pytest.mark.parametrize(("precision", "tolerance"), [("no", 1e-5), ("bf16", 3e-2)])
+@pytest.mark.parametrize(
+    ("kind", "precision", "tolerance"),
+    [
+        ("rectified", "no", 1e-5),
+        ("mean", "no", 1e-5),
+        pytest.param("rectified", "bf16", 3e-2, marks=pytest.mark.slow),
+        ("mean", "bf16", 3e-2),
+    ],
+)
 def test_gradients_are_those_of_the_joined_batch(
     runs: Runs, tmp_path: Path, flowers: ImageDataset, kind: Kind, precision: str, tolerance: float
 ) -> None:

@@ -24,6 +24,7 @@ from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train
 
+STEPS = 16
 NOW = ("model.safetensors", "ema.safetensors", "optimizer.safetensors", "trainer.json")
 
 
@@ -42,13 +43,13 @@ class Signalling(ImageDataset):
 def train_with_signal(output_dir: Path, path: Path, rank: int, step: int) -> tuple[bool, int]:
     dataset = Signalling(path)
     dataset.rank, dataset.step = rank, step
-    trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
+    trainer = build_trainer(tiny_config(output_dir, train_num_steps=STEPS, num_samples=0), dataset)
     with stop_on_signals():
         return trainer.train(), trainer.state.step
 
 
 def train_with_signal_in_preview(output_dir: Path, dataset: ImageDataset) -> tuple[bool, int]:
-    trainer = build_trainer(tiny_config(output_dir, sample_every=4, sample_steps=8), dataset)
+    trainer = build_trainer(tiny_config(output_dir, train_num_steps=STEPS, sample_every=4, sample_steps=8), dataset)
     network, calls = network_of(trainer.averaged_flow), []
 
     def stop_in_the_second_preview(*_: Any) -> None:
@@ -70,13 +71,13 @@ def straight(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) ->
     """Runs without a signal, by the number of processes."""
     runs = {world_size: tmp_path_factory.mktemp("straight") for world_size in (1, 2)}
     for world_size, output_dir in runs.items():
-        run_on_ranks(world_size, train, tiny_config(output_dir, num_samples=0), flowers)
+        run_on_ranks(world_size, train, tiny_config(output_dir, train_num_steps=STEPS, num_samples=0), flowers)
     return runs
 
 
 def assert_same_end(straight: Path, stopped: Path) -> None:
     for name in NOW:
-        one, other = (run / "checkpoints/step_00000040" / name for run in (straight, stopped))
+        one, other = (run / f"checkpoints/step_{STEPS:08}" / name for run in (straight, stopped))
         assert one.read_bytes() == other.read_bytes(), name
     assert losses(straight) == losses(stopped)
 
@@ -89,16 +90,16 @@ def test_a_signal_on_any_rank_ends_all_at_the_same_step(
     assert run_on_ranks(2, train_with_signal, stopped, flowers.path, rank, 7) == [(False, 7)] * 2
     assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000007"]
     assert status(stopped)["state"] == "interrupted"
-    run_on_ranks(2, train, tiny_config(stopped, num_samples=0), flowers)
+    run_on_ranks(2, train, tiny_config(stopped, train_num_steps=STEPS, num_samples=0), flowers)
     assert_same_end(straight[2], stopped)
     assert status(stopped)["state"] == "finished"
-    assert status(stopped)["step"] == 40
+    assert status(stopped)["step"] == STEPS
 
 
 def train_with_signal_in_pass(output_dir: Path, dataset: ImageDataset, step: int, backward: bool) -> tuple[int, int]:
     """Train in one process, which gets a signal in the forward or backward pass of a step."""
     setattr(trainer_module, "LONG_STEP", 0.0)  # noqa: B010 -- in this process only
-    trainer = build_trainer(tiny_config(output_dir, num_samples=0), dataset)
+    trainer = build_trainer(tiny_config(output_dir, train_num_steps=STEPS, num_samples=0), dataset)
     steps_seen = torch.zeros(1)
     trainer.flow.register_buffer("steps_seen", steps_seen, persistent=False)
 
@@ -133,7 +134,7 @@ def test_one_process_on_a_cpu_abandons_a_step(
     assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 0)], "resumed"
     assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000006"]
     assert status(stopped)["state"] == "interrupted"
-    run_on_ranks(1, train, tiny_config(stopped, num_samples=0), flowers)
+    run_on_ranks(1, train, tiny_config(stopped, train_num_steps=STEPS, num_samples=0), flowers)
     assert_same_end(straight[1], stopped)
 
 
@@ -181,9 +182,9 @@ def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDatas
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:
     """Train while a second run tries the same folder."""
     folder.LOCK_TIMEOUT = 0.2  # type: ignore[attr-defined]
-    first: Trainer = build_trainer(tiny_config(output_dir), dataset)
+    first: Trainer = build_trainer(tiny_config(output_dir, train_num_steps=2), dataset)
     second: Trainer = build_trainer(
-        tiny_config(output_dir.parent / "b", checkpoint_dir=first.config.checkpoints), dataset
+        tiny_config(output_dir.parent / "b", train_num_steps=2, checkpoint_dir=first.config.checkpoints), dataset
     )
     with first.run.locked():
         first.run.write_status(running=True)

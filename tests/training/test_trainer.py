@@ -156,12 +156,12 @@ def test_precision_left_unset_is_that_of_an_accelerator_made_before(tmp_path: Pa
 
 def test_bf16_trains_on_a_cpu(tmp_path: Path, flowers: ImageDataset) -> None:
     for precision in ("no", "bf16"):
-        config = tiny_config(tmp_path / precision, train_num_steps=20, mixed_precision=precision)
+        config = tiny_config(tmp_path / precision, train_num_steps=8, mixed_precision=precision)
         run_on_ranks(1, train, config, flowers)
     expected, got = losses(tmp_path / "no"), losses(tmp_path / "bf16")
     assert got != expected, "bf16 was not used"
     assert got == pytest.approx(expected, rel=0.03)
-    saved = load_file(tmp_path / "bf16/checkpoints/step_00000020/ema.safetensors")
+    saved = load_file(tmp_path / "bf16/checkpoints/step_00000008/ema.safetensors")
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 

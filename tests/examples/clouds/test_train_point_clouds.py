@@ -88,6 +88,7 @@ def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/step_00000008").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [
