@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
-from rectified_flow.cli import plan, programs
+from rectified_flow.cli import programs
 from rectified_flow.cli.flags.training import TrainConfig
+from rectified_flow.cli.training import plan
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {

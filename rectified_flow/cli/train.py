@@ -2,16 +2,14 @@
 
 import shlex
 from dataclasses import replace
-from math import ceil, gcd, prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli import parts, plan, recipe
+from rectified_flow.cli import parts
 from rectified_flow.cli.data import (
     add_columns,
     add_source,
@@ -22,18 +20,17 @@ from rectified_flow.cli.data import (
     open_registered,
     with_field_flags,
 )
-from rectified_flow.cli.dry_run import print_plan
 from rectified_flow.cli.flags.data import FIELDS
-from rectified_flow.cli.flags.model import UNET
-from rectified_flow.cli.flags.training import (
-    EvaluationConfig,
-    TrainConfig,
-    TrainMeanFlow,
-    TrainRectifiedFlow,
-    seconds_of,
-)
+from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.programs import command
-from rectified_flow.cli.teacher import flags_of_checkpoint, inherited_flags, open_drawn, with_teacher_flags
+from rectified_flow.cli.training import plan, recipe
+from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
+from rectified_flow.cli.training.dry_run import print_plan
+from rectified_flow.cli.training.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
+from rectified_flow.cli.training.recipe import flags_of_checkpoint
+from rectified_flow.cli.training.rows import open_drawn
+from rectified_flow.cli.training.sizes import chooses_network
+from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
 from rectified_flow.condition import Kinds, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
@@ -41,10 +38,9 @@ from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, divided, hold_out, split_sources
-from rectified_flow.evaluation.report import look, name_some, summarize_pictures
+from rectified_flow.evaluation.heldout import divided, split_sources
+from rectified_flow.evaluation.report import look, summarize_pictures
 from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
@@ -52,17 +48,10 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.space import Space
-from rectified_flow.system.machine import require_memory
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Callback, Pace
-from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
 from rectified_flow.training.trainer import Trainer
 
-MEASUREMENTS = 10
-"""Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
-MEASURED_SHARE = 0.05
-"""Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
 """Flags of a run that are also those of the one-step generator of ``--one_step``."""
 REFLOW_FLAGS = {
@@ -72,9 +61,6 @@ REFLOW_FLAGS = {
     "paths_dir": "pairs_dir",
 }
 """Flags of ``--method reflow`` that :class:`TrainRectifiedFlow` has under another name."""
-LEAST_ACTIVATIONS = {False: 80, True: 32}
-"""Lower bound of the activations of the Unet in bf16, without and with gradient checkpointing: bytes for each pixel and
-each of ``dim`` channels. A Unet of one level and one block has 92 and 40 at dim 128."""
 PLANNED_LABELS: Kinds = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
@@ -194,7 +180,7 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
     space, dry_run = build_space(config.data, source=source), config.program.dry_run
-    if not plan.chooses_network(config):
+    if not chooses_network(config):
         check_sides(config, space)
     if dry_run and not recipe.may_choose(config) and not config.columns.condition_on:
         print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
@@ -223,7 +209,9 @@ def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: P
         state.print(line("fields", describe_fields(space, pictures)))
     dataset = _open_rows(config, flow, pictures, state)
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
-    split = _hold_out(pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions)
+    split = hold_out_pictures(
+        pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions
+    )
     callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
     held_out: ImageDataset | None = None
     preview_data: StoreDataset | None = None if taught is None else pictures  # a teacher's data have no texts
@@ -268,36 +256,6 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
     return latents.like(pictures, source)
 
 
-def _hold_out(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:
-    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
-
-    Args:
-        pictures: all pictures.
-        share: the share to hold out.
-        seed: seed of the run.
-        asked: whether a flag, and not a recipe, requests held-out pictures.
-        labelled: the flow is trained on labels.
-
-    Raises:
-        UsageError: if a split that was asked for leaves too few pictures on a side.
-    """
-    if share == 0:
-        return None
-    state = PartialState()
-    split = hold_out(pictures, share, seed)
-    if split.problem is not None:
-        if asked:
-            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
-        state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
-        return None
-    state.print(line("held out", split))
-    lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
-    if labelled and len(lost) > 0:
-        named = name_some([pictures.class_names[label] for label in lost])
-        state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
-    return split
-
-
 def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     """Initialise the network of a new run with the weights of ``origin`` whose shapes match. Collective.
 
@@ -326,77 +284,3 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))
-
-
-def check_sides(config: TrainConfig, space: Space) -> None:
-    """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
-    size, levels = config.data.image_size, len(config.network.dim_mults)
-    divisor = 2 ** (levels - 1)
-    if isinstance(space, Latents):
-        common = (space.shape or (0,))[-1]
-        sides = f"has latents of side {common}, which is"
-        remedy = "pass fewer levels, or a larger power of two as --image_size"
-    else:
-        _, height, width = config.data.framing.shape
-        common = gcd(height, width)
-        sides = "is" if height == width else f"with --aspect_ratio {config.data.aspect_ratio} gives sides that are"
-        multiple = divisor * (size // common)
-        remedy = f"pass {max(1, round(size / multiple)) * multiple}"
-    if config.network.network == UNET and common % divisor > 0:
-        problem = f"--image_size {size} {sides} not divisible by {divisor}"
-        raise UsageError(f"{problem}, as the {levels} levels of --dim_mults require; {remedy}")
-
-
-def require_room_for_batch(config: TrainConfig, space: Space) -> None:
-    """Raise a UsageError if a batch cannot fit into a CPU's memory, where the system would kill the process.
-
-    Before the memory is full, a single layer could take minutes, during which signals are not handled.
-
-    Args:
-        config: all flags.
-        space: the space of the flow.
-    """
-    state, pixels = PartialState(), prod((space.shape or (0,))[1:])
-    if state.device.type != "cpu" or config.network.network != UNET:
-        return
-    count = config.run.split_batch(state.num_processes).per_process
-    activations = LEAST_ACTIVATIONS[config.network.gradient_checkpointing] * count * config.network.dim * pixels
-    remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-    require_memory(activations, f"a batch of {count} images of {config.data.framing.size_text} px", remedy)
-
-
-def build_heldout_hook(
-    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
-) -> HeldOutHook:
-    """Return the callback that measures the loss on held-out pictures, and on as many training pictures.
-
-    Raises:
-        UsageError: if ``--stop_when_memorising`` would have too few measurements.
-    """
-    batch = run.split_batch(PartialState().num_processes)
-    total = run.total_steps(batch, len(training))
-    often = max(1, total // MEASUREMENTS)
-    every = config.evaluate_every or min(run.save_every or often, often)
-    pictures = HeldOutPictures(training, held_out, run.seed)
-    if not config.evaluate_every and not config.stop_when_memorising:
-        # In a step, the backward pass costs twice as much as the forward pass.
-        every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
-    if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
-        made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
-        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
-    return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
-
-
-def build_evaluations(
-    config: EvaluationConfig, pictures: ImageDataset | RenderedItems, seed: int, held_out: ImageDataset | None = None
-) -> list[Callback]:
-    """Return the callbacks of ``--evaluate_every``.
-
-    Raises:
-        UsageError: if the feature network is unavailable.
-    """
-    if config.evaluate_every == 0:
-        return []
-    network, count = config.feature_network, config.evaluation_samples
-    evaluator = Evaluator(pictures, network, num_samples=count, seed=seed, held_out=held_out)
-    return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]

@@ -6,8 +6,9 @@ import pytest
 from accelerate import PartialState
 
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow, seconds_of
-from rectified_flow.cli.plan import SIZES, STARTER_DIM, expected_distances, flags_of
-from rectified_flow.cli.recipe import with_recipe
+from rectified_flow.cli.training.plan import expected_distances
+from rectified_flow.cli.training.recipe import with_recipe
+from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, flags_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.cli.test_recipe import FAST, SLOW, chosen, save
@@ -91,7 +92,7 @@ def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFix
 def test_any_number_of_processes_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     for processes in (1, 2, 3, 8):
         monkeypatch.setattr(PartialState(), "num_processes", processes)
-        monkeypatch.setattr("rectified_flow.cli.plan.gather_object", lambda rates: rates * 3)
+        monkeypatch.setattr("rectified_flow.cli.training.plan.gather_object", lambda rates: rates * 3)
         flags = chosen(5000, "--budget 1h", rate=FAST)
         assert int(str(flags["global_batch_size"])) % processes == 0
 

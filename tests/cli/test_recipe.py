@@ -13,7 +13,7 @@ from rectified_flow.cli.flags.training import (
     TrainRectifiedFlow,
     seconds_of,
 )
-from rectified_flow.cli.recipe import (
+from rectified_flow.cli.training.recipe import (
     CHOSEN,
     budget_of,
     check_length,

@@ -15,9 +15,10 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.recipe import with_recipe
-from rectified_flow.cli.teacher import calls_for, inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_one_step, train_rectified_flow
+from rectified_flow.cli.training.recipe import with_recipe
+from rectified_flow.cli.training.rows import open_drawn
+from rectified_flow.cli.training.teacher import calls_for, inherited_flags, with_teacher_flags
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse

@@ -14,8 +14,9 @@ from accelerate import PartialState
 
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.teacher import inherited_flags, open_drawn, with_teacher_flags
 from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.training.rows import open_drawn
+from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse

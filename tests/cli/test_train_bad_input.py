@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from rectified_flow.cli import plan
 from rectified_flow.cli.data import picture_space
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import check_sides, require_room_for_batch
+from rectified_flow.cli.training import plan
+from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse

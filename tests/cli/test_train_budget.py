@@ -12,8 +12,8 @@ from PIL import Image
 
 from rectified_flow.cli.flags.model import STARTER_FOLDER
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.plan import suits_starter
 from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.training.sizes import suits_starter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.runs import checkpoint

@@ -12,7 +12,8 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import build_heldout_hook, train_rectified_flow
+from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.training.evaluations import build_heldout_hook
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.programs import assert_refused

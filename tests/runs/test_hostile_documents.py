@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.teacher import with_teacher_flags
+from rectified_flow.cli.training.teacher import with_teacher_flags
 from rectified_flow.data.open import data_arguments
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError

@@ -7,7 +7,7 @@ docs/measurements/budget.md has the measurements behind the settings.
 
 import os
 from collections.abc import Mapping, Sequence
-from math import ceil, exp, gcd, inf, log, log2
+from math import ceil, exp, inf, log, log2
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,15 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
-from rectified_flow.cli import recipe
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.teacher import calls_for, flags_of_checkpoint, recipe_of
+from rectified_flow.cli.training import recipe
+from rectified_flow.cli.training.recipe import flags_of_checkpoint
+from rectified_flow.cli.training.rows import recipe_of
+from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, STARTER_SIDE, flags_of, suits_starter
+from rectified_flow.cli.training.teacher import calls_for
 from rectified_flow.condition import Kinds
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
@@ -41,14 +44,6 @@ UNAUGMENTED_PASSES = 50
 """Largest number of passes for which pictures are not augmented, since so short a run does not memorise them."""
 LEAST_IMAGES = 192_000
 """Number of images that a run may process, even with few pictures."""
-SIZES = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}
-"""Values of ``--dim`` in rising order, and the least number of images for which each is better than the one before."""
-STARTER_DIM = 32
-"""Channels of the network whose weights are those of ``--init_from starter``."""
-STARTER_SIDE = 32
-"""Least side of the pictures of a run that starts from the starter; more than 85% of its weights then come from it."""
-MOST_LEVELS = 5
-"""Largest number of levels of the network."""
 SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}
 OF_PICTURES: dict[type, dict[str, Any]] = {
     TrainRectifiedFlow: {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},
@@ -335,33 +330,6 @@ def smallest(config: TrainConfig) -> TrainConfig:
         return config
     least = {"dim": min(SIZES), "global_batch_size": LEAST_BATCH * PartialState().num_processes}
     return replaced(config, {name: value for name, value in least.items() if name not in recipe.fixed_flags(config)})
-
-
-def chooses_network(config: TrainConfig) -> bool:
-    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
-    is_free = recipe.budget_of(config) is not None and recipe.fixed_flags(config).isdisjoint(recipe.NETWORK_FLAGS)
-    return is_free and config.teacher_data is None
-
-
-def suits_starter(config: TrainConfig) -> bool:
-    """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
-    data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
-    own_pictures = data.dataset_path is not None and data.space is None
-    return isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike
-
-
-def flags_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
-    """Return the flags of a network of a width for data of these sides.
-
-    The network has up to five levels. Each level after the first halves the sides, as long as they stay integers and
-    the shorter one stays at least 8.
-    """
-    levels = 1
-    while levels < MOST_LEVELS and min(sides) // 2**levels >= recipe.SMALLEST_SIDE and gcd(*sides) % 2**levels == 0:
-        levels += 1
-    options = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
-    mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
-    return {"dim": dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
 
 
 def intervals_of(step: float, rate: float, budget: float, steps: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """Training data that a teacher, a trained flow, generates: pairs of noise and data, or paths between them."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,100 +14,38 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.cli.flags.model import TeacherData
-from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
+from rectified_flow.cli.flags.training import TrainConfig
+from rectified_flow.cli.training.recipe import flags_of_checkpoint
 from rectified_flow.condition import Kinds
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
-from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.evaluation.heldout import divided, hold_out, split_sources
-from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
+from rectified_flow.flags import checked
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
+from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
 from rectified_flow.networks.captions import Caption
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, prepare_folder, read_document
 from rectified_flow.system.signals import interruptible
 from rectified_flow.training.accelerator import choose_precision
 
-Config = TypeVar("Config", bound=TrainConfig)
 PATH_FILE, SOURCE_FILE = "path.float16", "source.float16"
 BATCH_SIZE = 64
-FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path", "text_encoder")
-"""Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
-INHERITED = (
-    *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
-    *(
-        "space",
-        "space_options",
-        "autoencoder_options",
-        "value_range",
-        "transform",
-        "show",
-        "channels_last",
-        "store_bits",
-    ),
-    *("paired", "skip_unpaired", "degrade", "source_as", "source_noise"),
-    *("condition_on", "condition_types", "text_tokens"),
-    *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
-)
-"""Flags that a run inherits from its teacher."""
 COMPARED = ("pairs", "steps", "points", "guidance_scale", "autoguidance", "seed", "pictures")
 """Settings that must match those of stored data."""
 COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
-
-
-def with_teacher_flags(config: Config) -> Config:
-    """Return the flags of a run that learns from a teacher: data and network are those of the teacher's checkpoint.
-
-    Raises:
-        UsageError: if there is no such checkpoint, or the generated data are another teacher's.
-    """
-    taught = config.teacher_data
-    if taught is None:
-        return config
-    source, flags, known = on_main(PartialState(), lambda: _find_source(taught, config.run.checkpoints))
-    given = config.given if config.program.config is None else frozenset[str]()  # the file is of another run
-    mine = plain(config)
-    for name in given & set(INHERITED):
-        inherited = " ".join(command_line({name: flags[name]}))
-        sentence = f"has no effect with --{taught.flag}: the run inherits {inherited} of {source}; leave it out"
-        refuse({name: mine[name] != as_plain(flags[name])}, sentence)
-    if taught.rows == "paths":
-        if flags["prediction"] != "velocity":
-            raise UsageError(
-                f"--teacher {source} predicts the {flags['prediction']}: pass one that predicts the velocity"
-            )
-        seen = flags["source_as"] == "condition" or (flags["degrade"] is not None and flags["source_as"] is None)
-        if not flags["use_cfg"] and not flags["condition_on"] and not seen:
-            refuse({"guidance_scale": taught.guidance_scale != 1}, f"needs conditions, and {source} has none")
-    own = vars(config.data) | vars(config.source) | vars(config.columns)
-    folders = {name: own[name] or flags[name] for name in FOLDERS}
-    steps = {taught.steps_flag: known.steps} if known and mine[taught.steps_flag] is None else {}
-    return replaced(config, {**flags, **folders, **steps, taught.flag: source})
-
-
-def inherited_flags(config: TrainConfig) -> dict[str, Any]:
-    """Return the flags of a run that its teacher determines."""
-    flags = {"prediction": "velocity"} | plain(config)
-    return {name: flags[name] for name in (*INHERITED, *FOLDERS)}
-
-
-def calls_for(taught: TeacherData) -> int:
-    """Return the number of calls of the teacher's network for a pair or a path."""
-    doubled = sum(scale != 1 for scale in (taught.guidance_scale, taught.autoguidance))
-    return taught.steps * CALLS_PER_STEP[taught.solver] * 2**doubled
 
 
 def files_of(
@@ -343,45 +281,3 @@ def _seen_by(teacher: Path, pictures: ImageDataset) -> ImageDataset:
     if split is None or split.problem is not None:
         return pictures
     return divided(pictures, split, split_sources(pictures, known["holdout"], known["seed"]))[0]
-
-
-def _find_source(taught: TeacherData, checkpoints: Path) -> tuple[Path, dict[str, Any], Recipe | None]:
-    """Return the teacher's checkpoint, the flags that a run inherits, and the recipe of data that exist already.
-
-    Raises:
-        UsageError: if there is no such checkpoint, a flag is missing or has another type, or the run's folders hold
-            checkpoints or data of another run.
-    """
-    saved = checkpoint.list_checkpoints(checkpoints)
-    for newest in saved[-1:]:
-        with suppress(DamageError):  # the run itself reports it
-            if flags_of_checkpoint(newest).get(taught.flag) is None:
-                raise UsageError(f"{checkpoints} belongs to a run without --{taught.flag}: choose another --output_dir")
-    known = recipe_of(taught)
-    if known is None:
-        source, flags = checkpoint.read(
-            taught.source, lambda source: (source, flags_of_checkpoint(source)), names=(checkpoint.CONFIG_FILE,)
-        )
-        origin = source
-    else:
-        source, flags, origin = Path(known.source), known.flags, taught.folder
-        remedy = f"choose another --output_dir, or --{taught.rows}_dir"
-        if not source.resolve().is_relative_to(taught.source.resolve()):
-            raise UsageError(f"{origin} contains {taught.rows} of {source}: {remedy}")
-        # A run without checkpoints starts from the teacher's weights.
-        if checkpoint.fingerprint(source) == checkpoint.MISSING and not saved:
-            raise UsageError(f"{source}, the teacher of the {taught.rows} in {origin}, no longer exists: {remedy}")
-    if "prediction" not in flags:
-        raise UsageError(f"--{taught.flag} {origin} was not trained by train_oxford.py: pass one of its runs")
-    flags = plain(TrainRectifiedFlow()) | flags  # defaults for flags that are newer than the teacher
-    return source, checked(TrainRectifiedFlow, {name: flags[name] for name in (*INHERITED, *FOLDERS)}, origin), known
-
-
-def flags_of_checkpoint(source: Path) -> dict[str, Any]:
-    """Return the flags of the program that wrote a checkpoint; none if no program did.
-
-    Raises:
-        DamageError: if they cannot be read.
-    """
-    path = source / checkpoint.CONFIG_FILE
-    return program_flags(read_config(path)) if path.exists() else {}

@@ -7,6 +7,7 @@ docs/measurements/small_data.md has the measurements behind the settings.
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
@@ -168,3 +169,13 @@ def flags_of_run(config: TrainConfig, names: Sequence[str] = ("space",)) -> dict
             flags = program_flags(read_config(path))
             return checked(type(config), {name: flags[name] for name in names if name in flags}, path)
     return None
+
+
+def flags_of_checkpoint(source: Path) -> dict[str, Any]:
+    """Return the flags of the program that wrote a checkpoint; none if no program did.
+
+    Raises:
+        DamageError: if they cannot be read.
+    """
+    path = source / checkpoint.CONFIG_FILE
+    return program_flags(read_config(path)) if path.exists() else {}

@@ -1,7 +1,8 @@
 """The output of ``--dry_run``: all flags, and the size, memory and time of the run."""
 
 from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.teacher import calls_for, files_of
+from rectified_flow.cli.training.rows import files_of
+from rectified_flow.cli.training.teacher import calls_for
 from rectified_flow.data.store import row_size
 from rectified_flow.flags import plain
 from rectified_flow.flows.flow import Flow

@@ -1,0 +1,90 @@
+"""The held-out pictures of a run, and the callbacks that measure it."""
+
+from math import ceil
+
+import numpy as np
+from accelerate import PartialState
+
+from rectified_flow.cli.flags.training import EvaluationConfig
+from rectified_flow.data.store import ImageDataset, StoreDataset
+from rectified_flow.errors import UsageError
+from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
+from rectified_flow.evaluation.report import name_some
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.system.terminal import line
+from rectified_flow.training.callbacks import Callback
+from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
+
+MEASUREMENTS = 10
+"""Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""
+MEASURED_SHARE = 0.05
+"""Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
+
+
+def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:
+    """Return the split by ``--holdout``, or None if nothing is held out. Collective.
+
+    Args:
+        pictures: all pictures.
+        share: the share to hold out.
+        seed: seed of the run.
+        asked: whether a flag, and not a recipe, requests held-out pictures.
+        labelled: the flow is trained on labels.
+
+    Raises:
+        UsageError: if a split that was asked for leaves too few pictures on a side.
+    """
+    if share == 0:
+        return None
+    state = PartialState()
+    split = hold_out(pictures, share, seed)
+    if split.problem is not None:
+        if asked:
+            raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
+        state.print(line("held out", f"nothing, as --holdout {share:g} leaves {split.problem}"))
+        return None
+    state.print(line("held out", split))
+    lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
+    if labelled and len(lost) > 0:
+        named = name_some([pictures.class_names[label] for label in lost])
+        state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
+    return split
+
+
+def build_heldout_hook(
+    run: TrainingConfig, config: EvaluationConfig, training: StoreDataset, held_out: StoreDataset
+) -> HeldOutHook:
+    """Return the callback that measures the loss on held-out pictures, and on as many training pictures.
+
+    Raises:
+        UsageError: if ``--stop_when_memorising`` would have too few measurements.
+    """
+    batch = run.split_batch(PartialState().num_processes)
+    total = run.total_steps(batch, len(training))
+    often = max(1, total // MEASUREMENTS)
+    every = config.evaluate_every or min(run.save_every or often, often)
+    pictures = HeldOutPictures(training, held_out, run.seed)
+    if not config.evaluate_every and not config.stop_when_memorising:
+        # In a step, the backward pass costs twice as much as the forward pass.
+        every = max(every, ceil(pictures.passes / (3 * batch.total * MEASURED_SHARE)))
+    if config.stop_when_memorising and config.evaluate_every != 0 and ceil(total / every) <= PATIENCE:
+        made = f"--evaluate_every {every} makes {ceil(total / every)} in {total} steps"
+        raise UsageError(f"--stop_when_memorising needs {PATIENCE + 1} measurements, but {made}: lower it")
+    return HeldOutHook(pictures, every, stops=config.stop_when_memorising)
+
+
+def build_evaluations(
+    config: EvaluationConfig, pictures: ImageDataset | RenderedItems, seed: int, held_out: ImageDataset | None = None
+) -> list[Callback]:
+    """Return the callbacks of ``--evaluate_every``.
+
+    Raises:
+        UsageError: if the feature network is unavailable.
+    """
+    if config.evaluate_every == 0:
+        return []
+    network, count = config.feature_network, config.evaluation_samples
+    evaluator = Evaluator(pictures, network, num_samples=count, seed=seed, held_out=held_out)
+    return [EvaluationHook(evaluator, config.evaluate_every, keeps_best=not config.stop_when_memorising)]
