@@ -13,6 +13,7 @@ from rectified_flow.cli.data import picture_space
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.training import plan
 from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
+from rectified_flow.cli.training.sizes import chooses_network
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
@@ -252,8 +253,8 @@ def test_sides_that_the_levels_cannot_halve(words: str, sentence: str) -> None:
     config = parse(TrainRectifiedFlow, "", words.split())
     with pytest.raises(UsageError, match=sentence):
         check_sides(config, picture_space(config.data))
-    assert not plan.chooses_network(config)
-    assert plan.chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split()))
+    assert not chooses_network(config)
+    assert chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split()))
 
 
 def test_a_plan_measures_one_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:

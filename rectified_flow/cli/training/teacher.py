@@ -21,16 +21,8 @@ FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path", "text_enco
 """Flags that a run inherits unless they are given. A folder may have moved since the teacher was trained."""
 INHERITED = (
     *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
-    *(
-        "space",
-        "space_options",
-        "autoencoder_options",
-        "value_range",
-        "transform",
-        "show",
-        "channels_last",
-        "store_bits",
-    ),
+    *("space", "space_options", "autoencoder_options", "value_range", "transform", "show"),
+    *("channels_last", "store_bits"),
     *("paired", "skip_unpaired", "degrade", "source_as", "source_noise"),
     *("condition_on", "condition_types", "text_tokens"),
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
