@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.system.outputs import RECORD
-from tests.programs import assert_refused, program, stand_in
+from tests.programs import assert_refused, program, quick_program
 from tests.ranks import run_on_ranks
 
 TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --num_samples 1"
@@ -100,12 +100,6 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = f"{TRAIN} --output_dir {folder}".format(pictures=pictures)
     assert run_on_ranks(1, program, "train_oxford.py", words.split())[0][0] == 0
     return folder
-
-
-def quick_program(script: str, words: list[str]) -> tuple[int, str]:
-    """Run a program; export.py writes a stand-in for the traced program, larger than the room on a full disk."""
-    with stand_in():
-        return program(script, words)
 
 
 @pytest.mark.parametrize(

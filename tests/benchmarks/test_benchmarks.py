@@ -180,8 +180,11 @@ def end_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("check", "fault"),
-    [("mean-float32", spoil_weights), ("resume", forget_moments), ("repeat", end_training)],
-    ids=["wrong number", "lost state", "error"],
+    [
+        pytest.param("mean-float32", spoil_weights, id="wrong number"),
+        pytest.param("resume", forget_moments, id="lost state", marks=pytest.mark.slow),
+        pytest.param("repeat", end_training, id="error", marks=pytest.mark.slow),
+    ],
 )
 def test_a_fault_fails_on_a_first_run(
     check: str,

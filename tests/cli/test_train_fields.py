@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.field_folder import holds_fields
 from rectified_flow.load import load_flow
 from rectified_flow.spaces.fields import Fields
-from tests.programs import assert_refused, program
+from tests.programs import assert_refused, program, quick_program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -145,13 +146,16 @@ def test_the_likelihood_counts_the_scale(runs: Path, tmp_path: Path) -> None:
     assert 15.5 < result["pictures"]["training"]["bits_per_dimension"] < 19
 
 
-def test_the_one_step_model_its_page_and_its_program(runs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("run", [quick_program, pytest.param(program, marks=pytest.mark.slow)])
+def test_the_one_step_model_its_page_and_its_program(
+    run: Callable[[str, list[str]], tuple[int, str]], runs: Path, tmp_path: Path
+) -> None:
     flags = f"--teacher {runs}/floats --teacher_paths 16 --teacher_steps 2 --global_batch_size 8 --train_num_steps 3"
     steps = [("train_one_step.py", f"{flags} --num_samples 2 --output_dir {tmp_path}/map")]
     steps += [("export.py", f"--checkpoint {tmp_path}/map --format page --output_dir {tmp_path}/page")]
     steps += [("sample.py", f"--checkpoint {tmp_path}/map --num_samples 1 --output_dir {tmp_path}/made")]
     for name, words in steps:
-        [(code, errors)] = run_on_ranks(1, program, name, words.split())
+        [(code, errors)] = run_on_ranks(1, run, name, words.split())
         assert code == 0, errors
     described = json.loads((tmp_path / "page/model.json").read_text())["fields"]
     assert (described["shown"], described["transform"]) == ([1], {"kind": "Log"})

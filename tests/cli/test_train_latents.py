@@ -269,7 +269,10 @@ def test_a_teacher_of_latents_needs_no_pixels(trained: Path, tmp_path: Path, scr
 
 
 def journeys(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What the programs say of a run by each class, from pictures to samples; in one process, which imports once."""
+    """What the programs say of a run by each class, from pictures to samples; in one process, which imports once.
+
+    Of the first class, the autoencoder is also missing and another one, which is found in the same way for all classes.
+    """
     said = {}
     for kind in TINY:
         home = folder / kind
@@ -280,7 +283,8 @@ def journeys(folder: Path) -> dict[str, list[tuple[int, str]]]:
         vae.rename(moved)
         for remembered in (_find, _load, _fingerprint_of):
             remembered.cache_clear()
-        for more in ("", f"--autoencoder {other}", f"--autoencoder {moved}"):
+        refused = ("", f"--autoencoder {other}") if kind == "AutoencoderKL" else ()
+        for more in (*refused, f"--autoencoder {moved}"):
             said[kind].append(program("sample.py", f"--checkpoint {home}/run --num_samples 2 {more}".split()))
     return said
 
@@ -295,12 +299,14 @@ def journey(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 @pytest.mark.parametrize("kind", list(TINY))
 def test_each_class_from_pictures_to_samples(journey: tuple[Path, dict[str, Any]], kind: str) -> None:
     folder, said = journey
-    (code, text), gone, changed, (again, errors) = said[kind]
+    (code, text), *refused, (again, errors) = said[kind]
     assert code == 0, text
-    assert (gone[0], changed[0]) == (2, 2)
-    assert f"--autoencoder {folder / kind}/vae cannot be found" in gone[1]
-    assert "is not the autoencoder that the flow was trained with" in changed[1]
     assert again == 0, errors
+    if kind == "AutoencoderKL":
+        gone, changed = refused
+        assert (gone[0], changed[0]) == (2, 2)
+        assert f"--autoencoder {folder / kind}/vae cannot be found" in gone[1]
+        assert "is not the autoencoder that the flow was trained with" in changed[1]
     assert Image.open(folder / kind / "run/generated/00001.png").size == (32, 32)
 
 

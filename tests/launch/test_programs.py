@@ -144,7 +144,7 @@ def test_a_rank_that_fails_ends_all_and_says_why_once(tmp_path: Path) -> None:
 
 def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     script = [str(ROOT / "scripts/run_multi_gpu_simple.sh"), "1", *TINY, "--max_restarts=1"]
-    flags = ["--train_num_steps", "40", "--save_every", "5", "--num_samples", "0", "--output_dir"]
+    flags = ["--train_num_steps", "30", "--save_every", "5", "--num_samples", "0", "--output_dir"]
     process = start([*script, *flags, "killed"], tmp_path)
     saved = tmp_path / "killed/checkpoints/step_00000010"
     wait_for("step 10", lambda: saved.exists() or process.poll() is not None)
@@ -158,11 +158,11 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     config = parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "straight")])
     run_on_ranks(1, train_rectified_flow, config)
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
-        one, other = (tmp_path / run / "checkpoints/step_00000040" / name for run in ("straight", "killed"))
+        one, other = (tmp_path / run / "checkpoints/step_00000030" / name for run in ("straight", "killed"))
         assert one.read_bytes() == other.read_bytes(), name
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
     [said] = run_on_ranks(1, printed, parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "killed")]))
-    assert "already trained 40 of 40 steps" in said
+    assert "already trained 30 of 30 steps" in said
 
 
 def printed(config: TrainRectifiedFlow) -> str:
