@@ -20,7 +20,7 @@ demo: $(READY)  ## train on drawn flowers and open the exported page; about 10 m
 test: $(READY_DEV)  ## run the tests
 	$(BIN)/python -m pytest
 
-test-all: $(READY_DEV)  ## run the slow ones, too, some minutes more
+test-all: $(READY_DEV)  ## run the tests, including slow ones; takes some minutes more
 	$(BIN)/python -m pytest -m "not page"
 
 test-page: $(READY_DEV)  ## run an exported page in chromium, which is to be installed

@@ -34,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """One cache folder for all processes of the session, and for programs that are started, too."""
     folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:  # which has a folder of its own in that of the session
+    if "PYTEST_XDIST_WORKER" in os.environ:  # a worker's folder is inside the folder of the session
         folder = folder.parent
     folder /= "cache"
     folder.mkdir(exist_ok=True)

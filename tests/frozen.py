@@ -1,6 +1,7 @@
-"""Imported last by the fork server of :mod:`tests.ranks`: what it has imported is never collected as garbage.
+"""Exclude all objects of the fork server of :mod:`tests.ranks` from garbage collection; it imports this module last.
 
-Otherwise the first full collection in each rank would copy nearly all memory of these modules, which takes a second.
+Otherwise the first full collection in a rank writes to nearly all memory shared with the server. Copying these pages
+takes a second.
 """
 
 import gc

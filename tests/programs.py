@@ -32,16 +32,16 @@ MEASURED = plan.training_rate
 
 
 def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
-    """Return a context in which each plan has a speed of ``rate`` images/s, whatever else the machine does.
+    """Return a context in which each plan has a speed of ``rate`` images/s, independently of the machine's load.
 
-    If ``measured``, the program nevertheless takes its measurements.
+    If ``measured``, the plan also measures its speed, and uses only whether the measurement was possible.
     """
     return patch.object(plan, "training_rate", lambda *flags: rate if not measured or MEASURED(*flags) else 0.0)
 
 
 @contextmanager
 def stand_in() -> Iterator[None]:
-    """Let export.py write zeros in place of a program, whose tracing takes seconds; its results are the flow's."""
+    """Replace the exported program of export.py by zeros, to save tracing; a loaded program calls the flow itself."""
     calls: list[Any] = []
 
     def serialise(call: Any, _form: str) -> bytes:
@@ -78,7 +78,7 @@ def program(name: str, argv: list[str], variables: dict[str, str] | None = None)
 
 
 def quick_program(name: str, argv: list[str]) -> tuple[int, str]:
-    """Run a script as :func:`program` does; export.py writes a stand-in, larger than the room on a full disk."""
+    """Run a script like :func:`program`, with :func:`stand_in`, which is larger than the space left on a full disk."""
     with stand_in():
         return program(name, argv)
 

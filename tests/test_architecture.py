@@ -106,7 +106,7 @@ MODEL_CODE = {
     "from rectified_flow.flows.rectified import RectifiedFlow": 20,
     "from rectified_flow.flows.mean import MeanFlow": 20,
 }
-"""Imports, and how many modules of the package they may load."""
+"""Import statements, each with the largest number of modules of the package that it may load."""
 
 
 @cache

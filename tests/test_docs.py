@@ -95,7 +95,7 @@ TINY_IF_GIVEN = {
     "--teacher": "--teacher_paths 8 --teacher_steps 2",
 }
 SLOW_PAGES = ("docs/budget.md", "docs/mean_flow.md", "docs/measurements/budget.md")
-"""Pages whose blocks train for long, with flags that tests/cli/test_train_budget.py and test_teacher.py try as well."""
+"""Pages with long training runs. tests/cli/test_train_budget.py and tests/cli/test_teacher.py test the same flags."""
 DEFAULT_OUTPUT = "runs/rectified-flow"
 CLASSES = ("daisy", "rose", "sunflower")
 

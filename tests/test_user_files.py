@@ -253,7 +253,7 @@ def test_links_of_the_users_stay_and_lead_nowhere_else(target: str, pictures: Pa
 def test_a_record_that_cannot_be_read_is_a_sentence(
     content: str, trained: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    """All programs read it by the same function, so that one of them is tried with each content."""
+    """All programs read the record with the same function, so most contents are tried with sample.py alone."""
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "grid.png").write_text("mine")

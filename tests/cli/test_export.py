@@ -69,7 +69,7 @@ def written(flow: Flow, folder: Path, *flags: str) -> tuple[Callable[..., Tensor
 
 
 def export_page(folder: Path, *flags: str) -> None:
-    """Export a page whose program is a stand-in, as page and upload are the same with any program."""
+    """Export a page with a placeholder program, since the page and its upload do not depend on the program."""
     write(RectifiedFlow(small(), space=Pixels((3, 8, 8))), folder)
     sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page", *flags]
     with stand_in():

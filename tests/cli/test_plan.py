@@ -43,7 +43,7 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
 
 @pytest.mark.parametrize(("words", "precision", "batch"), [("--teacher run", "bf16", 16), ("", None, 8)])
 def test_paths_are_learned_in_bf16_and_larger_batches(words: str, precision: str | None, batch: int) -> None:
-    """Mean flow stays in float32, as differences of its targets are small."""
+    """Mean flow stays in float32, and has the smallest batches."""
     config = with_recipe(parse(TrainMeanFlow, "", f"--dataset_path pictures --budget 2m {words}".split()), 2000)
     run = planned(config, 2000, lambda config: 13.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert (run.mixed_precision, run.global_batch_size) == (precision, batch)

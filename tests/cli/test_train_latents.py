@@ -269,9 +269,9 @@ def test_a_teacher_of_latents_needs_no_pixels(trained: Path, tmp_path: Path, scr
 
 
 def journeys(folder: Path) -> dict[str, list[tuple[int, str]]]:
-    """What the programs say of a run by each class, from pictures to samples; in one process, which imports once.
+    """Train and sample with each autoencoder class in one process, and return the exit codes and error messages.
 
-    Of the first class, the autoencoder is also missing and another one, which is found in the same way for all classes.
+    Sampling with a missing and with a wrong autoencoder is tried for the first class alone, as the check is shared.
     """
     said = {}
     for kind in TINY:

@@ -44,9 +44,9 @@ ROWS = {
 """The part that each guest replaces, and the flags that choose it."""
 METRICS = {"own_metric": "frechet mean_gap"}
 EVALUATED = ("own_flow", "own_space", "own_dataset", "own_autoencoder", "own_metric")
-"""Guests that matter in an evaluation: that the runs of the others are evaluated is among the slow tests."""
+"""Guests whose code an evaluation calls; evaluations of the other guests are slow tests."""
 REFUSES = ("own_network", "own_flow", "own_space")
-"""A guest with all ways of sampling, and those that lack some; the others, with all, are among the slow tests."""
+"""One guest that supports all ways of sampling, and all that do not; for the other guests, the test is slow."""
 SCHEDULE = (
     "--global_batch_size 8 --learning_rate 1e-2 --lr_warmup_steps 2 --ema_decay 0.9 --save_every 4 --log_every 1"
     " --train_num_steps 8 --num_samples 3 --sample_steps 2"
@@ -125,13 +125,13 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
         assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 
-def those_fast(fast: Sequence[str]) -> pytest.MarkDecorator:
-    """Run a test for each guest, for those that are not ``fast`` as a slow test."""
+def slow_except(fast: Sequence[str]) -> pytest.MarkDecorator:
+    """Parametrize a test over all guests, and mark the guests that are not in ``fast`` as slow."""
     guests = [pytest.param(guest, marks=() if guest in fast else pytest.mark.slow) for guest in ROWS]
     return pytest.mark.parametrize("runs", guests, indirect=True, scope="module")
 
 
-@those_fast(EVALUATED)
+@slow_except(EVALUATED)
 def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     flags = ["--checkpoint", str(folder / "straight"), "--output_dir", str(tmp_path), "--num_samples", "4"]
@@ -160,7 +160,7 @@ def test_the_table_of_the_documentation_has_these_rows() -> None:
         assert f"{name} " in words, (part, flag)
 
 
-@those_fast(REFUSES)
+@slow_except(REFUSES)
 def test_ways_of_sampling_that_it_does_not_have_are_refused(runs: tuple[str, Path], tmp_path: Path) -> None:
     guest, folder = runs
     Image.new("RGB", (8, 8)).save(tmp_path / "start.png")

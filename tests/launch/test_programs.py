@@ -77,7 +77,7 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_torchrun_on_two_processes(tmp_path: Path) -> None:
-    """A mean flow from the weights of a run; tests in one process cover each of the flags."""
+    """Train a mean flow that starts from the weights of a run. Tests on one process cover its flags one by one."""
     config = parse(TrainRectifiedFlow, "", [*TINY, "--train_num_steps", "1", "--output_dir", str(tmp_path / "run")])
     run_on_ranks(1, train_rectified_flow, config)
     flags = (

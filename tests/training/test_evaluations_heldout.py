@@ -27,12 +27,12 @@ from tests.training.runs import IMAGE_SIZE, tiny_config, tiny_dataset
 
 EVERY = 4
 """Steps between measurements."""
-WENT_ON = 28
-"""Steps of a run that does not end where it memorises, which is at step 20."""
+CONTINUED_STEPS = 28
+"""Steps of a run that continues after step 20, where memorisation is detected."""
 
 
 class Memorised(HeldOutPictures):
-    """Held-out pictures whose loss falls with that on training pictures to 1.1, and then rises."""
+    """Held-out pictures whose loss falls until the loss on training pictures is 1.1, and then rises."""
 
     def losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
         held_out = torch.tensor([number < self.count for number in numbers])
@@ -131,13 +131,13 @@ def test_damaged_lines_do_not_count(alone: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def gone_on(alone: Path) -> tuple[Path, str]:
     """A run that began without the flag and kept every checkpoint, and what it printed."""
-    [printed] = run_on_ranks(1, train_on, str(alone / "on"), str(alone / "cache"), WENT_ON, False)
+    [printed] = run_on_ranks(1, train_on, str(alone / "on"), str(alone / "cache"), CONTINUED_STEPS, False)
     return alone / "on", printed
 
 
 def test_without_the_flag_it_warns_once(gone_on: tuple[Path, str]) -> None:
     run, printed = gone_on
-    assert rows(run)[-1]["step"] == WENT_ON
+    assert rows(run)[-1]["step"] == CONTINUED_STEPS
     assert printed.count("warning: the network memorises its training pictures") == 1
     assert "--stop_when_memorising" in printed
     assert checkpoint.best_of(run / "checkpoints") is None
@@ -162,7 +162,7 @@ def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
     if not is_kept:
         shutil.rmtree(tmp_path / "run/checkpoints" / checkpoint.step_name(best))
     [printed] = run_on_ranks(2, train_on, str(tmp_path / "run"), str(alone / "cache"), 60, True)[:1]
-    [sentence] = [line for line in printed.splitlines() if line.startswith(f"stopped at step {WENT_ON}")]
+    [sentence] = [line for line in printed.splitlines() if line.startswith(f"stopped at step {CONTINUED_STEPS}")]
     assert said in sentence
     assert f"step {best}" in sentence
     kept = checkpoint.best_of(tmp_path / "run/checkpoints")

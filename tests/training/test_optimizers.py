@@ -155,7 +155,7 @@ OPTIMIZERS: dict[str, tuple[BuildOptimizer, int]] = {
     "numbers": (partial(halves, lr=0.1), 1),
     "Muon": (partial(muon, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1), 2),
 }
-"""Optimizers, each with the number of processes that resume it; the other number is among the slow tests."""
+"""Optimizers, each with the number of processes of its fast test; the test with the other number is slow."""
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""What a training program does before it trains: flags that it chooses, data that it generates, and checks."""
+"""Preparation of a training run: choice of flags, generation of data, and checks."""

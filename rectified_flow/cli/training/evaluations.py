@@ -1,4 +1,4 @@
-"""The held-out pictures of a run, and the callbacks that measure it."""
+"""The held-out pictures of a run, and the callbacks that evaluate the network during training."""
 
 from math import ceil
 

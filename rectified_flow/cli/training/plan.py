@@ -244,7 +244,7 @@ class _Planner:
         return f"the network of {self.config.network.init_from}" if flags else ""
 
     def _choose_precision(self) -> None:
-        """Choose bf16 on a CPU that trains faster in it than in float32, but not for mean flow."""
+        """Choose bf16 on a CPU if training is faster in bf16 than in float32. Mean flow stays in float32."""
         launcher_chose = "ACCELERATE_MIXED_PRECISION" in os.environ
         is_mean_flow = not isinstance(self.config, TrainRectifiedFlow) and self.config.teacher_data is None
         if self.state.device.type != "cpu" or launcher_chose or is_mean_flow:

@@ -106,7 +106,7 @@ def train(words: list[str]) -> list[str | None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, clips: Path, models: dict[str, Path]) -> Path:
-    """The same run on one process, on two, and stopped and resumed; and one of first frames."""
+    """Train the same run on one process, on two processes, and with an interruption; also train on first frames."""
     folder = tmp_path_factory.mktemp("runs")
     base = f"--model {models['one']} --dataset_path {clips} {FLAGS}"
     first = base.replace(str(models["one"]), str(models["tokens"]))
