@@ -120,11 +120,12 @@ for statement in {[*MODEL_CODE]!r}:
         exec(statement)
         print(statement, *sys.modules.keys() - before, sep=";", flush=True)
         os._exit(0)
-    os.wait()
+    if os.wait()[1] != 0:
+        sys.exit(1)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=PACKAGE.parent, check=True, capture_output=True, text=True, timeout=PATIENCE
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=PACKAGE.parent, check=False, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
     return {statement: {*names} for statement, *names in (line.split(";") for line in done.stdout.splitlines())}
 
 

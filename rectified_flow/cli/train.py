@@ -27,7 +27,6 @@ from rectified_flow.cli.training import plan, recipe
 from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
 from rectified_flow.cli.training.dry_run import print_plan
 from rectified_flow.cli.training.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
-from rectified_flow.cli.training.recipe import flags_of_checkpoint
 from rectified_flow.cli.training.rows import open_drawn
 from rectified_flow.cli.training.sizes import chooses_network
 from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
@@ -277,7 +276,7 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
-        flags = flags_of_checkpoint(source)
+        flags = recipe.flags_of_checkpoint(source)
         known = {name: flags[name] for name in recipe.NETWORK_FLAGS if name in flags}
         remedy = " ".join(command_line(known)) or "the --dim and --dim_mults of its run"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")

@@ -168,7 +168,7 @@ for words in (["--sede", "1"], ["--import", "json", "--x"], ["--help"]):
         slow = {{"torch", "accelerate", "datasets", "matplotlib", "pydantic"}} & sys.modules.keys()
         print("ended with", end.code, "and imported", sorted(slow), flush=True)
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=PATIENCE, check=False)
     ended = [line for line in done.stdout.splitlines() if line.startswith("ended")]
     assert ended == [f"ended with {code} and imported []" for code in (2, 2, 0)], done.stderr
     assert "usage:" in done.stdout

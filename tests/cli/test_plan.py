@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.training.plan import expected_distances
 from rectified_flow.cli.training.recipe import with_recipe
 from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, flags_of
@@ -41,10 +41,19 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: s
     assert fastest.run.mixed_precision == precision
 
 
-@pytest.mark.parametrize(("words", "precision", "batch"), [("--teacher run", "bf16", 16), ("", None, 8)])
-def test_paths_are_learned_in_bf16_and_larger_batches(words: str, precision: str | None, batch: int) -> None:
-    """Mean flow stays in float32, and has the smallest batches."""
-    config = with_recipe(parse(TrainMeanFlow, "", f"--dataset_path pictures --budget 2m {words}".split()), 2000)
+@pytest.mark.parametrize(
+    ("kind", "words", "precision", "batch"),
+    [
+        (TrainMeanFlow, "--teacher run", "bf16", 16),
+        (TrainMeanFlow, "", None, 8),
+        (TrainRectifiedFlow, "--reflow_from run", "bf16", 8),
+    ],
+)
+def test_paths_are_learned_in_bf16_and_larger_batches(
+    kind: type[TrainConfig], words: str, precision: str | None, batch: int
+) -> None:
+    """Mean flow on pictures stays in float32."""
+    config = with_recipe(parse(kind, "", f"--dataset_path pictures --budget 2m {words}".split()), 2000)
     run = planned(config, 2000, lambda config: 13.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert (run.mixed_precision, run.global_batch_size) == (precision, batch)
 

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 
 from rectified_flow.cli.data import picture_space
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
+from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.training import plan
 from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
 from rectified_flow.cli.training.sizes import chooses_network
@@ -275,6 +275,7 @@ def test_memory_is_checked_for_the_smallest_plan() -> None:
     words = "--dataset_path pictures --image_size 512"
     least = plan.smallest(parse(TrainRectifiedFlow, "", words.split()))
     assert (least.network.dim, least.run.global_batch_size) == (16, 8)
+    assert plan.smallest(parse(TrainMeanFlow, "", [*words.split(), "--teacher", "run"])).run.global_batch_size == 16
     for more in ("--train_num_steps 9", "--dim 64 --batch_size 64"):
         config = parse(TrainRectifiedFlow, "", f"{words} {more}".split())
         assert plan.smallest(config) == config

@@ -46,10 +46,12 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(example: str, tmp_path: Pat
     assert (tmp_path / "killed" / measured).read_text() == (tmp_path / "straight" / measured).read_text()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "package"),
-    [("text/train_masked_text.py", "tokenizers"), ("clouds/train_point_clouds.py", "sklearn")],
+    [
+        ("text/train_masked_text.py", "tokenizers"),
+        pytest.param("clouds/train_point_clouds.py", "sklearn", marks=pytest.mark.slow),
+    ],
 )
 def test_a_package_that_is_missing_is_named(example: str, package: str, tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("sun and sea\n" * 60)

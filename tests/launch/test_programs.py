@@ -185,7 +185,6 @@ def test_compiled_training_has_the_losses_of_eager(tmp_path: Path, program: str)
     assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-4)
 
 
-@pytest.mark.slow
 def test_validate_setup(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/validate_setup.py"), "--image_size", "8", "--dataset"]
     code, output = launch([*command, "synthetic-flowers"], tmp_path)

@@ -1,4 +1,4 @@
-"""Checks of a run before it reads its data."""
+"""Checks of the sides of the data and of the memory that a run needs."""
 
 from math import gcd, prod
 

@@ -20,7 +20,6 @@ from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.training import recipe
-from rectified_flow.cli.training.recipe import flags_of_checkpoint
 from rectified_flow.cli.training.rows import recipe_of
 from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, STARTER_SIDE, flags_of, suits_starter
 from rectified_flow.cli.training.teacher import calls_for
@@ -55,9 +54,10 @@ OF_TEACHER: dict[str, dict[str, Any]] = {
     "pairs": {"optimizer": "muon", **SHORT},
 }
 """Settings of the optimizer, and of the intervals, for runs on paths or pairs of a teacher."""
-LEAST_BATCH, LEAST_BATCH_OF_PATHS, LEAST_BATCH_OF_GPU, MOST_BATCH, STEPS = 8, 16, 32, 256, 7000
-"""Smallest batch size per process on a CPU, the same for paths of a teacher, smallest batch size per process on a GPU,
-largest global batch size that is chosen, and least number of steps of a run with more than the smallest batch size."""
+LEAST_BATCH, LEAST_BATCH_OF_PATHS, LEAST_BATCH_OF_GPU = 8, 16, 32
+"""Smallest batch size per process: on a CPU, on a CPU for paths of a teacher, and on a GPU."""
+MOST_BATCH, STEPS = 256, 7000
+"""Largest global batch size that is chosen, and least number of steps of a run with more than the smallest one."""
 BF16_GAIN = 1.1
 """Speed of bf16 on a CPU, as a multiple of that of float32, above which it is chosen."""
 FEWEST_STEPS = 10
@@ -238,16 +238,24 @@ class _Planner:
         origin = self.config.network.origin
         if origin is None or origin == STARTER_FOLDER:
             return ""
-        flags = checkpoint.read(origin, flags_of_checkpoint, self.state, [checkpoint.CONFIG_FILE])
+        flags = checkpoint.read(origin, recipe.flags_of_checkpoint, self.state, [checkpoint.CONFIG_FILE])
         names = {*recipe.NETWORK_FLAGS, "dropout"} & flags.keys()
         self._set(checked(type(self.config), {name: flags[name] for name in names}, origin))
         return f"the network of {self.config.network.init_from}" if flags else ""
 
     def _choose_precision(self) -> None:
-        """Choose bf16 on a CPU if training is faster in bf16 than in float32. Mean flow stays in float32."""
-        launcher_chose = "ACCELERATE_MIXED_PRECISION" in os.environ
-        is_mean_flow = not isinstance(self.config, TrainRectifiedFlow) and self.config.teacher_data is None
+        """Choose bf16 on a CPU if training is faster in bf16 than in float32.
+
+        Mean flow on pictures stays in float32, in which its derivative is exact. Data that a teacher has begun to
+        generate keep their precision.
+        """
+        taught, launcher_chose = self.config.teacher_data, "ACCELERATE_MIXED_PRECISION" in os.environ
+        is_mean_flow = not isinstance(self.config, TrainRectifiedFlow) and taught is None
         if self.state.device.type != "cpu" or launcher_chose or is_mean_flow:
+            return
+        stored = None if taught is None else on_main(self.state, lambda: recipe_of(taught))
+        if stored is not None:
+            self._set({"mixed_precision": "bf16" if stored.precision == "bf16" else "no"})
             return
         rates = {}
         for precision in ("no", "bf16"):
@@ -262,20 +270,17 @@ class _Planner:
             self._set({taught.count_flag: stored.pairs})
             return 0.0
         each = calls_for(taught) * FORWARD_SHARE / rate
-        fitting, least = int(ROWS_SHARE[taught.rows] * self.seconds / each), LEAST_BATCH * self.state.num_processes
-        self._set({taught.count_flag: max(least, min(taught.count, fitting))})
+        fitting = int(ROWS_SHARE[taught.rows] * self.seconds / each)
+        self._set({taught.count_flag: max(least_batch(self.config), min(taught.count, fitting))})
         chosen = self.config.teacher_data
         return each * (taught.count if chosen is None else chosen.count)
 
     def _choose_batch(self, images: float) -> None:
         """Choose the global batch size for a number of images."""
         if self.fixed.isdisjoint(recipe.BATCH_FLAGS):
-            taught = self.config.teacher_data
-            of_cpu = LEAST_BATCH_OF_PATHS if taught is not None and taught.rows == "paths" else LEAST_BATCH
-            least = LEAST_BATCH_OF_GPU if self.state.device.type == "cuda" else of_cpu
+            taught, processes = self.config.teacher_data, self.state.num_processes
             fitting = 2 ** int(log2(max(1.0, images / STEPS)))
-            processes = self.state.num_processes
-            batch = min(max(fitting, least * processes), MOST_BATCH)
+            batch = min(max(fitting, least_batch(self.config)), MOST_BATCH)
             if taught is not None:
                 batch = max(processes, min(batch, taught.count // processes * processes))
             self._set({"global_batch_size": ceil(batch / processes) * processes})
@@ -324,11 +329,18 @@ def expected_distances(images: int, sides: Sequence[int]) -> str:
     return f"{start} {' and '.join(texts)}" if texts else ""
 
 
+def least_batch(config: TrainConfig) -> int:
+    """Return the smallest global batch size that the plan may choose."""
+    state, taught = PartialState(), config.teacher_data
+    of_cpu = LEAST_BATCH_OF_PATHS if taught is not None and taught.rows == "paths" else LEAST_BATCH
+    return state.num_processes * (LEAST_BATCH_OF_GPU if state.device.type == "cuda" else of_cpu)
+
+
 def smallest(config: TrainConfig) -> TrainConfig:
     """Return the flags of the smallest run that the plan may choose."""
     if recipe.budget_of(config) is None:
         return config
-    least = {"dim": min(SIZES), "global_batch_size": LEAST_BATCH * PartialState().num_processes}
+    least = {"dim": min(SIZES), "global_batch_size": least_batch(config)}
     return replaced(config, {name: value for name, value in least.items() if name not in recipe.fixed_flags(config)})
 
 

@@ -124,7 +124,7 @@ def open_drawn(
         taught: the data to generate, with the teacher's checkpoint.
         pictures: the teacher's training pictures, whose labels the data get.
         run: the flags of the run.
-        flags: the flags of :func:`inherited_flags`.
+        flags: the flags of :func:`rectified_flow.cli.training.teacher.inherited_flags`.
         with_sources: keep the source of each row, which the network takes as a condition.
 
     Returns:
