@@ -246,8 +246,7 @@ class _Planner:
     def _choose_precision(self) -> None:
         """Choose bf16 on a CPU if training is faster in bf16 than in float32.
 
-        Mean flow on pictures stays in float32, in which its derivative is exact. Data that a teacher has begun to
-        generate keep their precision.
+        Mean flow on pictures stays in float32. Data that a teacher has begun to generate keep their precision.
         """
         taught, launcher_chose = self.config.teacher_data, "ACCELERATE_MIXED_PRECISION" in os.environ
         is_mean_flow = not isinstance(self.config, TrainRectifiedFlow) and taught is None
