@@ -1,11 +1,11 @@
-"""Runs of the oldest version whose checkpoints today's programs resume byte for byte, which is commit 2b575ae.
+"""Runs of the oldest version whose checkpoints today's programs resume byte for byte, which is commit c5b7768.
 
 The folder ``old_runs`` holds three runs at step 4 of 8: ``rectified``, ``mean``, and ``taught``, whose teacher is
 ``rectified``. The file ``old_runs/expected.json`` holds what :func:`outcome` returned at that commit for each run after
 that commit had resumed the run; a run that goes straight from step 0 to step 8 has the same outcome. The environment
 in ``ANY_PROCESSOR`` restricts the programs to the instructions that all x86 processors share.
 
-These commands made the folder. ``ROOT`` is a checkout of commit 2b575ae, and the commands run in an empty folder::
+These commands made the folder. ``ROOT`` is a checkout of commit c5b7768, and the commands run in an empty folder::
 
     export ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
     export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= ACCELERATE_USE_CPU=true RECTIFIED_FLOW_CACHE=$PWD/cache
@@ -15,15 +15,13 @@ These commands made the folder. ``ROOT`` is a checkout of commit 2b575ae, and th
     RUN="$RUN --save_every 4 --log_every 1 --num_samples 0"
     DATA="--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --augment 0 --holdout 0"
     TEACHER="--teacher rectified/checkpoints/step_00000004 --teacher_paths 16 --teacher_steps 4"
-    python $ROOT/train_oxford.py $RUN --output_dir rectified $DATA --power_ema
+    python $ROOT/train_oxford.py $RUN --output_dir rectified $DATA
     python $ROOT/train_mean_flow.py $RUN --output_dir mean $DATA
     python $ROOT/train_mean_flow.py $RUN --output_dir taught $TEACHER
-    rm -r */checkpoints/step_00000008 */checkpoints/averages */loss.png */status.json
+    rm -r */checkpoints/step_00000008 */loss.png */status.json
     sed -i '5,$d' */metrics.jsonl
     find rectified mean taught -name "*.lock" -delete
     cp -r rectified mean taught $ROOT/tests/old_runs
-
-Commit 2b575ae itself holds an earlier module of this name, whose function ``draw_pictures`` draws the same pictures.
 """
 
 import hashlib
@@ -59,7 +57,7 @@ RUN = (
 DATA = "--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --augment 0 --holdout 0"
 STEP_4, STEP_8 = "checkpoints/step_00000004", "checkpoints/step_00000008"
 COMMANDS = {
-    "rectified": f"train_oxford.py {RUN} --output_dir rectified {DATA} --power_ema",
+    "rectified": f"train_oxford.py {RUN} --output_dir rectified {DATA}",
     "mean": f"train_mean_flow.py {RUN} --output_dir mean {DATA}",
     "taught": f"train_mean_flow.py {RUN} --output_dir taught"
     f" --teacher rectified/{STEP_4} --teacher_paths 16 --teacher_steps 4",
@@ -180,16 +178,10 @@ def test_a_resumed_run_has_the_same_tensors_and_pictures(folder: Path, name: str
     assert not SAME_NUMBERS or found == EXPECTED[name]
 
 
-def test_power_averages_get_snapshots_of_both_steps(folder: Path) -> None:
-    snapshots = folder / "rectified/checkpoints/averages"
-    assert sorted(path.name for path in snapshots.iterdir()) == ["step_00000004", "step_00000008"]
-
-
 def test_drawn_paths_are_kept(folder: Path) -> None:
     """Check that the run ``taught`` accepts the stored paths by their contents, whatever the files' times are."""
     kept, made = (run / "paths" for run in (folder / "taught", OLD_RUNS / "taught"))
     names = {path.name for path in made.iterdir()}
-    assert names == {"images.uint8", "path.float16", "labels.npy", "info.json", "recipe.json"}
-    assert names | {"manifest.json"} == {path.name for path in kept.iterdir()}
+    assert names == {"images.uint8", "path.float16", "labels.npy", "info.json", "recipe.json", "manifest.json"}
     for name in names:
         assert (kept / name).read_bytes() == (made / name).read_bytes(), name
