@@ -27,8 +27,7 @@ from rectified_flow.data.build import open_store
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, StreamSampler
-from rectified_flow.runs.config import GlobalBatch
+from rectified_flow.data.stream import Batches, GlobalBatch, StreamSampler
 
 FLOWERS = 8189
 """Number of images in Oxford Flowers."""

@@ -43,6 +43,7 @@ from rectified_flow.cli.flags.data import DataConfig
 from rectified_flow.cli.flags.model import MeanFlowConfig, NetworkConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.data.stream import Batch
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.mean import MeanFlow, exponential_step
@@ -51,8 +52,7 @@ from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.costs import multiplication_rate
-from rectified_flow.training.evaluations import sample_preview
-from rectified_flow.training.stepper import Batch, moved
+from rectified_flow.training.stepper import moved
 from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -302,8 +302,8 @@ def time_mean_flow(bench: Bench) -> Result:
 def time_preview(bench: Bench) -> Result:
     """Time a grid of samples."""
     trainer = bench.trainer("rectified", bench.full)
-    sample_preview(trainer)
-    seconds = synchronized(lambda: sample_preview(trainer))
+    trainer.preview()
+    seconds = synchronized(trainer.preview)
     return Result("figure", f"{seconds:.2f} s for {trainer.config.num_samples} images")
 
 

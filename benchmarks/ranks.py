@@ -31,7 +31,6 @@ from rectified_flow.cli.parts import build_flow
 from rectified_flow.data.open import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -87,12 +86,12 @@ def measure_here(flags: Flags, write_to: Path) -> None:
             step()
 
     step()
-    sample_preview(trainer)
+    trainer.preview()
     together, apart = zip(*((synchronized(step), synchronized(step_apart)) for _ in range(flags.steps)), strict=True)
     seconds = {
         "step": statistics.median(together),
         "step apart": statistics.median(apart),
-        "preview": synchronized(lambda: sample_preview(trainer)),
+        "preview": synchronized(trainer.preview),
         "gradient": 4 * sum(p.numel() for p in trainer.state.parameters.values()),
     }
     if state.is_main_process:

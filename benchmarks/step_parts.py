@@ -27,7 +27,6 @@ from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.parts import build_flow
 from rectified_flow.data.open import open_dataset
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
-from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.trainer import Trainer
 
 PLAIN, UPDATE = "a plain step", "gradient clipping, optimizer and EMA update"
@@ -133,7 +132,7 @@ class Parts:
         self.measure(PLAIN, self.step)
         self.measure(STEPS, self.take_some)
         self.measure(STEPS_WITH_LINE, self.take_some_and_log)
-        self.measure("a step with a preview of 16 images", self.and_then(lambda: sample_preview(trainer)))
+        self.measure("a step with a preview of 16 images", self.and_then(trainer.preview))
         self.measure("a step that saves a checkpoint", self.and_then(trainer._save))
         self.measure("a step during the background write", self.step)
         saver.wait()

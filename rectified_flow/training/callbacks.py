@@ -1,11 +1,9 @@
-"""Callbacks: user code at the events of a run, measurements at intervals, and a warning about long runs."""
+"""Callbacks: measurements at intervals, and a warning about long runs."""
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,45 +12,12 @@ from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.signals import Interrupted
 from rectified_flow.system.terminal import duration
-
-if TYPE_CHECKING:
-    from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.trainer import Callback, Trainer
 
 LATE = 1.1
 """Predicted time of a run, as a multiple of its budget, above which the user is warned."""
 LONGEST_RUN, LONGEST_STEP = 86_400.0, 20.0
 """Times of a run and of a step on a CPU above which the user is warned [s]."""
-
-
-class Callback:
-    """A set of methods that the trainer calls on **every** rank, each at the same step; override some of them.
-
-    As every rank calls them, they may contain collectives (``trainer.accelerator.gather`` and the like), but never
-    inside ``if is_main_process``. Work that one rank does alone should be short, because the others wait for it at the
-    next step. Whether a step was finite is known one step later, so an ``on_step`` that reads losses or weights should
-    first call ``trainer.stepper.finish_pending()``.
-    """
-
-    def on_setup(self, trainer: "Trainer") -> None:
-        """Run before anything is loaded or written; a signal here ends the program at once."""
-
-    def on_start(self, trainer: "Trainer") -> None:
-        """Run before the first step, with the checkpoint loaded and the run's files open."""
-
-    def on_step(self, trainer: "Trainer") -> None:
-        """Run after each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
-
-    def on_log(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
-        """Run after a line of metrics."""
-
-    def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
-        """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
-
-    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
-        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
-
-    def on_end(self, trainer: "Trainer") -> None:
-        """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
 
 
 class Pace(Callback):
@@ -67,11 +32,11 @@ class Pace(Callback):
         self._first_step, self._has_warned = 0, False
         self._began = self._began_second = 0.0
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """Start the clock."""
         self._first_step, self._began = trainer.state.step, time.perf_counter()
 
-    def on_step(self, trainer: "Trainer") -> None:
+    def on_step(self, trainer: Trainer) -> None:
         """Estimate the remaining time, and warn if it is too long."""
         now, done = time.perf_counter(), trainer.state.step - self._first_step
         if done == 1:
@@ -96,7 +61,7 @@ class Pace(Callback):
                 "of an hour, start a new one with --budget 1h in place of the flags for length and network",
             )
 
-    def _warn(self, trainer: "Trainer", text: str) -> None:
+    def _warn(self, trainer: Trainer, text: str) -> None:
         self._has_warned = True
         trainer.run.print(f"warning: {text}")
 
@@ -121,7 +86,7 @@ class Measurement(Callback):
         self.name, self.total, self.every, self.untrained = name, total, every, untrained
 
     @abstractmethod
-    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
+    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
         """Measure some items; called on every rank.
 
         It must not contain collectives, as a stop may end it on one rank alone.
@@ -135,10 +100,10 @@ class Measurement(Callback):
         """
 
     @abstractmethod
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
         """Return the entries of a line from the rows of all items, on the main process; it may print."""
 
-    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
+    def conclude(self, trainer: Trainer, *, new: bool) -> None:
         """Act on the recorded lines, on every rank: at the start of a run, and at every interval.
 
         Args:
@@ -146,27 +111,27 @@ class Measurement(Callback):
             new: whether this step has just been measured.
         """
 
-    def plot(self, trainer: "Trainer") -> None:
+    def plot(self, trainer: Trainer) -> None:
         """Plot the recorded lines (``self.file``), on the main process."""
 
-    def on_start(self, trainer: "Trainer") -> None:
+    def on_start(self, trainer: Trainer) -> None:
         """Open the file, and measure the step that the run starts at if that is due and not recorded yet."""
         is_due = trainer.is_due(self.every) and (trainer.state.step > 0 or self.untrained)
         is_recorded = on_main(trainer.accelerator, lambda: self._open(trainer))
         self.conclude(trainer, new=is_due and not is_recorded and self._measure_all(trainer))
 
-    def on_step(self, trainer: "Trainer") -> None:
+    def on_step(self, trainer: Trainer) -> None:
         """Measure if it is due."""
         if trainer.is_due(self.every):
             trainer.stepper.finish_pending()
             self.conclude(trainer, new=self._measure_all(trainer))
 
-    def _open(self, trainer: "Trainer") -> bool:
+    def _open(self, trainer: Trainer) -> bool:
         """Open the file, and return whether it has a line of this step."""
         self.file = trainer.run.log.open(self.name)
         return any(row["step"] == trainer.state.step for row in self.file.rows())
 
-    def _measure_all(self, trainer: "Trainer") -> bool:
+    def _measure_all(self, trainer: Trainer) -> bool:
         """Measure all items and record a line; return False if a stop was requested meanwhile."""
         try:
             with torch.no_grad(), trainer.accelerator.autocast():
@@ -176,7 +141,7 @@ class Measurement(Callback):
         on_main(trainer.accelerator, lambda: self._record(trainer, rows))
         return True
 
-    def _record(self, trainer: "Trainer", rows: Tensor) -> None:
+    def _record(self, trainer: Trainer, rows: Tensor) -> None:
         with trainer.run.log.tolerant(self.name, (OSError, RunError)):
             self.file.add({"step": trainer.state.step, **self.summarize(trainer, rows)})
         with trainer.run.log.tolerant(f"the plot of {self.name}", (OSError, RunError, UsageError)):

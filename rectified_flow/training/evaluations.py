@@ -1,79 +1,27 @@
-"""Measurements of the averaged flow during training: samples to look at, distances, and the held-out loss."""
+"""Measurements of the averaged flow during training: distances, and the held-out loss."""
 
 from collections.abc import Mapping
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.evaluator import Evaluator, conditions_of, render_sources
+from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.heldout import HeldOutLoss, HeldOutPictures, judge
-from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
-from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import BEST
 from rectified_flow.system.files import check_document
 from rectified_flow.system.pictures import Panel, draw_panels
-from rectified_flow.system.signals import Interrupted, interruptible
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Measurement
+from rectified_flow.training.preview import default_guidance
+from rectified_flow.training.trainer import Trainer
 
-if TYPE_CHECKING:
-    from rectified_flow.training.trainer import Trainer
-
-MOST_AT_ONCE = 64
-"""Samples that a process generates at once; fewer where it trains on fewer."""
-PAIRS = 4
-"""Pairs of a source and a sample in a row of a preview."""
 MORE_HELP = "evaluate.py counts copies; more pictures, --augment or a smaller --dim let it train for longer"
-
-
-def sample_preview(trainer: "Trainer") -> None:
-    """Generate samples of the averaged flow, and write them as a grid. Collective.
-
-    They are the samples that sample.py generates with the same seed, on any number of processes. A flow from pictures
-    to pictures starts from the first items of the trainer's ``preview_data``, which are shown beside the samples. A
-    flow that takes columns gets those of the first items, which are written below the samples. There is no grid if the
-    flow cannot sample, no samples are asked for, or a stop was requested meanwhile on any rank.
-    """
-    flow, config, accelerator = _averaged(trainer), trainer.config, trainer.accelerator
-    if config.num_samples == 0 or not hasattr(flow, "sample"):
-        return
-    trainer.stepper.finish_pending()
-    how: dict[str, Any] = {"seed": config.seed, "batch_size": min(MOST_AT_ONCE, trainer.batch.per_process)}
-    how |= {"steps": config.sample_steps} if config.sample_steps else {}  # otherwise the flow uses its default number
-    how |= _default_guidance(flow)
-
-    data: Any = trainer.dataset if trainer.preview_data is None else trainer.preview_data
-    count, columns, conditions, texts = config.num_samples, None, dict[str, Tensor](), None
-    if getattr(flow, "takes_source", False) or getattr(data, "columns", None):
-        count = min(count, len(data))
-        conditions = how["conditions"] = conditions_of(flow, data, range(count), config.seed)
-        columns = PAIRS * 2 if SOURCE in conditions else None
-        written = data.condition_texts(range(count)).values() if getattr(data, "columns", None) else ()
-        texts = (
-            [", ".join(filter(None, row)) for row in zip(*written, strict=True)] if SOURCE not in conditions else None
-        )
-
-    def sample(numbers: list[int]) -> Tensor:
-        return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
-
-    space = getattr(flow, "space", None)  # other modules than flows can be sampled, too
-    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
-        images = map_over_ranks(accelerator, count, sample)
-        if SOURCE in conditions:
-            images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)
-        trainer.run.log.samples(trainer.state.step, images, columns, texts, getattr(space, "legend", None))
-
-
-def _default_guidance(flow: Any) -> dict[str, Guidance]:
-    """Return the guidance with which sample.py samples a flow, as an argument of ``flow.sample``; none for scale 1."""
-    scale = getattr(flow, "default_guidance", 1.0)
-    return {} if scale == 1 else {"guidance": Guidance(scale)}
 
 
 class EvaluationHook(Measurement):
@@ -90,23 +38,23 @@ class EvaluationHook(Measurement):
         self.evaluator, self.keeps_best = evaluator, keeps_best
         self._numbers: dict[str, float] = {}
 
-    def on_setup(self, trainer: "Trainer") -> None:
+    def on_setup(self, trainer: Trainer) -> None:
         """Extract the features of the training data: it may take long, and there is nothing to save yet."""
         self.steps = trainer.config.sample_steps or _averaged(trainer).default_steps
         self.settings = self.evaluator.settings | {"steps": self.steps}
         self.evaluator.prepare()
 
-    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
+    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
         """Return the features of some samples, ``[n, d]``."""
         flow = _averaged(trainer)
-        return self.evaluator.sample_features(flow, numbers, steps=self.steps, **_default_guidance(flow))
+        return self.evaluator.sample_features(flow, numbers, steps=self.steps, **default_guidance(flow))
 
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
         """Compute the metrics, and return them with the settings."""
         self._numbers = self.evaluator.compute(rows)
         return self._numbers | self.settings
 
-    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
+    def conclude(self, trainer: Trainer, *, new: bool) -> None:
         """Report a new evaluation, and keep the best checkpoint."""
         if not new:
             return
@@ -116,7 +64,7 @@ class EvaluationHook(Measurement):
         if is_best and self.keeps_best:
             trainer.save_as_best()
 
-    def plot(self, trainer: "Trainer") -> None:
+    def plot(self, trainer: Trainer) -> None:
         """Plot the headline metric and the share of copies over the steps."""
         name = self.evaluator.headline
         numbers = self.file.numbers(name)
@@ -128,7 +76,7 @@ class EvaluationHook(Measurement):
             panels.append(Panel(copies, "copies of training pictures", "step", "share"))
         draw_panels(trainer.config.output_dir / "evaluations.png", panels)
 
-    def _judge(self, trainer: "Trainer") -> tuple[Mapping[str, float], bool]:
+    def _judge(self, trainer: Trainer) -> tuple[Mapping[str, float], bool]:
         """Report the new numbers, and compare them with those of the best checkpoint."""
         run, step, name = trainer.run, trainer.state.step, self.evaluator.headline
         _wait_for_disk(trainer)  # the best so far is known when its checkpoint is written
@@ -163,20 +111,20 @@ class HeldOutHook(Measurement):
         self.pictures, self.stops = pictures, stops
         self._has_warned = False
 
-    def on_setup(self, trainer: "Trainer") -> None:
+    def on_setup(self, trainer: Trainer) -> None:
         """Record the number of held-out pictures in the run's ``config.json``."""
         trainer.run.document["items"]["held_out"] = self.pictures.available
 
-    def measure(self, trainer: "Trainer", numbers: list[int]) -> Tensor:
+    def measure(self, trainer: Trainer, numbers: list[int]) -> Tensor:
         """Return the loss of some pictures, ``[n]``."""
         return self.pictures.losses(_averaged(trainer), numbers)
 
-    def summarize(self, trainer: "Trainer", rows: Tensor) -> dict[str, Any]:
+    def summarize(self, trainer: Trainer, rows: Tensor) -> dict[str, Any]:
         """Return the mean losses, and the loss of each held-out picture."""
         losses = [float(f"{loss:.6g}") for loss in rows[: self.pictures.count].tolist()]
         return {**self.pictures.means(rows), "losses": losses}
 
-    def conclude(self, trainer: "Trainer", *, new: bool) -> None:
+    def conclude(self, trainer: Trainer, *, new: bool) -> None:
         """Log the measurement, keep the best checkpoint, and warn or stop."""
         measured = on_main(trainer.accelerator, self._measured)
         if not measured:
@@ -210,17 +158,17 @@ class HeldOutHook(Measurement):
         return [each for each in measured if len(each.losses) == self.pictures.count]
 
 
-def _averaged(trainer: "Trainer") -> Flow:
+def _averaged(trainer: Trainer) -> Flow:
     return cast(Flow, trainer.averaged_flow)
 
 
-def _wait_for_disk(trainer: "Trainer") -> None:
+def _wait_for_disk(trainer: Trainer) -> None:
     """Wait at most half of the rank timeout for the checkpoint that is being written, since other ranks wait here."""
     with suppress(TimeoutError):
         trainer.run.saver.wait(trainer.config.rank_timeout / 2)
 
 
-def _mark_best(trainer: "Trainer", step: int) -> str:
+def _mark_best(trainer: Trainer, step: int) -> str:
     """Let ``best`` name the checkpoint of a step, which a run that started without the flag may have pruned."""
     folder = trainer.config.checkpoints
     path = folder / checkpoint.step_name(step)

@@ -8,20 +8,20 @@ from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from accelerate.utils import broadcast
-from torch import nn
+import torch
+from accelerate.utils import broadcast, gather
+from einops import rearrange
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.stream import Batches, StreamSampler
-from rectified_flow.distributed.collectives import gather_rows
+from rectified_flow.data.stream import Batch, Batches, GlobalBatch, StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.signals import leave_signals_to_parent
-from rectified_flow.training.stepper import Batch
 
 # The default for an iterator that cannot start its processes, whose clean-up would fail on its missing attributes.
 _MultiProcessingDataLoaderIter._shutdown = True
@@ -135,3 +135,15 @@ def paired(batches: Iterator[Batch], flow: Flow, stream: StreamSampler, step: in
             sources = {SOURCE: everything[SOURCE][mine]} if flow.from_source else {}
             yield micro_batch | {"noise_rows": mine} | sources
         step += 1
+
+
+def gather_rows(micro_batches: list[Batch], batch: GlobalBatch, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of the global batch ``[total, ...]``, in order, gathered from all ranks' micro-batches."""
+    everything = {}
+    for key, value in micro_batches[0].items():
+        if isinstance(value, Tensor):
+            by_rank = gather(torch.cat([micro_batch[key] for micro_batch in micro_batches]).to(device))
+            # The inverse of `GlobalBatch.rows`.
+            sizes = {"world": batch.world_size, "m": batch.accumulation}
+            everything[key] = rearrange(by_rank, "(world m b) ... -> (b m world) ...", **sizes)
+    return everything

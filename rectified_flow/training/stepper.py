@@ -15,26 +15,21 @@ Three decisions make that cheap:
   Whoever reads them earlier, such as a checkpoint or a line of metrics, calls :meth:`Stepper.finish_pending` before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from rectified_flow.data.stream import image_indices
+from rectified_flow.data.stream import Batch, GlobalBatch
 from rectified_flow.distributed.collectives import any_rank
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.training.costs import items_of
-from rectified_flow.training.optimizers import LrSchedule
-
-if TYPE_CHECKING:
-    from rectified_flow.training.trainer import Trainer
-
-Batch = dict[str, Any]
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training.state import TrainingState
 
 
 @dataclass
@@ -52,15 +47,28 @@ class Stepper:
     An optimizer that is not fused cannot skip a step by itself, so the processor waits for the verdict before its step.
 
     Args:
-        trainer: the trainer, whose state the steps change.
+        accelerator: the Accelerator of the run.
         wrapped: the flow as Accelerate prepared it.
-        schedule: the factor of the learning rates.
+        state: the state of the run, which the steps change.
+        batch: the global batch.
+        config: the flags of the run.
+        schedule: the factor of the learning rates after a number of updates.
+        report: called on every rank with the positions of the items that may have caused a skipped step.
     """
 
-    def __init__(self, trainer: "Trainer", wrapped: nn.Module, schedule: LrSchedule) -> None:
-        self.trainer, self.wrapped, self.schedule = trainer, wrapped, schedule
-        self.accelerator, self.state, self.config = trainer.accelerator, trainer.state, trainer.config
-        self.batch, optimizer = trainer.batch, trainer.state.optimizer
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        wrapped: nn.Module,
+        state: TrainingState,
+        batch: GlobalBatch,
+        config: TrainingConfig,
+        schedule: Callable[[int], float],
+        report: Callable[[list[int]], object],
+    ) -> None:
+        self.accelerator, self.wrapped, self.state, self.batch = accelerator, wrapped, state, batch
+        self.config, self.schedule, self.report = config, schedule, report
+        optimizer = state.optimizer
         self.peak_rates = [group["lr"] for group in optimizer.param_groups]
         # A fused update reads whether the gradient is finite before it changes anything; a scaler has its own flag.
         self._fused = optimizer.scaler is None and all(group.get("fused") for group in optimizer.param_groups)
@@ -79,7 +87,7 @@ class Stepper:
             for name, value in {"loss": losses[-1], **getattr(state.flow, "logged", {})}.items():
                 values[name] = values.get(name, 0) + torch.as_tensor(value).detach() / self.batch.accumulation
         self.finish_pending()
-        factor = self.schedule(state.updates, self.trainer.total_steps)
+        factor = self.schedule(state.updates)
         for group, peak in zip(optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = peak * factor
         norm = self.accelerator.clip_grad_norm_(state.parameters.values(), self.config.max_grad_norm or torch.inf)
@@ -135,24 +143,17 @@ class Stepper:
 
     def _report(self, losses: list[Tensor]) -> None:
         """Count and report a bad step, with the items of micro-batches with a bad loss, or of all if none had one."""
-        state, step = self.state, self.state.step
+        state = self.state
         state.bad_steps += 1
         state.bad_in_a_row += 1
         rank, positions = self.accelerator.process_index, range(state.images_seen - self.batch.total, state.images_seen)
         guilty = [m for m, loss in enumerate(losses) if not torch.isfinite(loss)]
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
-        guilty_positions = gather_object(mine) or list(positions)
-        images = sorted(image_indices(guilty_positions, self.trainer.length, self.config.seed).tolist())
-        shown = ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
-        self.trainer.run.print(
-            f"warning: step {step} was skipped, number {state.bad_in_a_row} in a row: loss or gradient is not finite "
-            f"on {items_of(state.flow)} {shown} (all in bad_steps.jsonl)"
-        )
-        self.trainer.run.log.bad_step(step, images)
+        self.report(gather_object(mine) or list(positions))
         if state.bad_in_a_row >= self.config.max_bad_steps:
             raise RunError(
                 f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "
-                f"training ended at step {step}; their images are in bad_steps.jsonl, and earlier "
+                f"training ended at step {state.step}; their images are in bad_steps.jsonl, and earlier "
                 "checkpoints are kept: lower --learning_rate or --max_grad_norm, or inspect those items"
             )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from rectified_flow.data.stream import Batches, StreamSampler
+from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
 from rectified_flow.distributed.collectives import (
     any_rank,
     check_equal_weights,
@@ -32,9 +32,7 @@ from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
-from rectified_flow.training.evaluations import sample_preview
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import (
     OPTIMIZER_FLAGS,
@@ -45,11 +43,43 @@ from rectified_flow.training.optimizers import (
     find_optimizer,
     trained_parameters,
 )
+from rectified_flow.training.preview import draw_preview
 from rectified_flow.training.state import TrainingState, constant_average, power_averages
-from rectified_flow.training.stepper import Batch, Stepper, moved
+from rectified_flow.training.stepper import Stepper, moved
 
 LONG_STEP = 1.0
 """Time above which a step on a CPU can be abandoned between two layers [s]."""
+
+
+class Callback:
+    """A set of methods that the trainer calls on **every** rank, each at the same step; override some of them.
+
+    As every rank calls them, they may contain collectives (``trainer.accelerator.gather`` and the like), but never
+    inside ``if is_main_process``. Work that one rank does alone should be short, because the others wait for it at the
+    next step. Whether a step was finite is known one step later, so an ``on_step`` that reads losses or weights should
+    first call ``trainer.stepper.finish_pending()``.
+    """
+
+    def on_setup(self, trainer: "Trainer") -> None:
+        """Run before anything is loaded or written; a signal here ends the program at once."""
+
+    def on_start(self, trainer: "Trainer") -> None:
+        """Run before the first step, with the checkpoint loaded and the run's files open."""
+
+    def on_step(self, trainer: "Trainer") -> None:
+        """Run after each step; ``trainer.state.step`` counts it. ``trainer.save_as_best()`` may be called here."""
+
+    def on_log(self, trainer: "Trainer", metrics: Mapping[str, float]) -> None:
+        """Run after a line of metrics."""
+
+    def on_evaluation(self, trainer: "Trainer", numbers: Mapping[str, float]) -> None:
+        """Run after an evaluation by the :class:`EvaluationHook`, with its numbers by name."""
+
+    def on_checkpoint(self, trainer: "Trainer", path: Path) -> None:
+        """Run when a checkpoint has been copied; a thread of the main process writes it to ``path``."""
+
+    def on_end(self, trainer: "Trainer") -> None:
+        """Run after the last step, or the last one before a requested stop, when everything is on the disk."""
 
 
 class Trainer:
@@ -119,7 +149,16 @@ class Trainer:
         build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.items())))
         self.state = TrainingState(flow, ema, power, prepared, parameters)
-        self.stepper = Stepper(self, wrapped, lr_schedule or build_schedule(config))
+        schedule = lr_schedule or build_schedule(config)
+        self.stepper = Stepper(
+            self.accelerator,
+            wrapped,
+            self.state,
+            self.batch,
+            config,
+            lambda updates: schedule(updates, self.total_steps),
+            self._report_skipped,
+        )
         self.throughput = Throughput()
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
@@ -187,7 +226,7 @@ class Trainer:
                             if self.is_due(self.config.save_every) or self._is_best:
                                 self._save()
                             if self.is_due(self.config.sample_every):
-                                sample_preview(self)
+                                self.preview()
                         # The vote waits for the slowest rank, and this wait counts towards the throughput.
                         if any_rank(self.accelerator, stop_requested() is not None):
                             break
@@ -307,6 +346,25 @@ class Trainer:
             callback.on_log(self, values)
         shown = [f"{name} {value:.4f}" for name, value in means.items() if name != "grad_norm"]
         return ", ".join([*shown, f"{rate:.1f} {items_of(self.flow)}/s"])
+
+    def preview(self) -> None:
+        """Write a grid of samples of the averaged flow. Collective."""
+        self.stepper.finish_pending()
+        data = self.dataset if self.preview_data is None else self.preview_data
+        drawn = draw_preview(self.averaged_flow, data, self.config, self.accelerator, self.batch.per_process)
+        if drawn is not None:
+            self.run.log.samples(self.state.step, *drawn)
+
+    def _report_skipped(self, positions: list[int]) -> None:
+        """Report a step that was skipped, with the items of the global batch that may have caused it."""
+        step = self.state.step
+        images = sorted(image_indices(positions, self.length, self.config.seed).tolist())
+        shown = ", ".join(map(str, images[:8])) + ", ..." * (len(images) > 8)
+        self.run.print(
+            f"warning: step {step} was skipped, number {self.state.bad_in_a_row} in a row: loss or gradient is not "
+            f"finite on {items_of(self.flow)} {shown} (all in bad_steps.jsonl)"
+        )
+        self.run.log.bad_step(step, images)
 
     def _save(self) -> None:
         self.stepper.finish_pending()

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import (
     Batches,
+    GlobalBatch,
     StreamSampler,
     collate,
     image_indices,
     permuted,
 )
-from rectified_flow.runs.config import GlobalBatch
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 17, 46, 1000, 4097])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow.condition import Kinds, Labels
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import (
     nearest_candidate,
@@ -15,7 +16,6 @@ from rectified_flow.flows.couplings import (
 )
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.runs.config import GlobalBatch
 from rectified_flow.spaces.pixels import Pixels
 
 

@@ -17,9 +17,8 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.optimizers import BuildOptimizer
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.trainer import Callback, Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, metrics, tiny_config
 

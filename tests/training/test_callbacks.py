@@ -14,8 +14,7 @@ from rectified_flow.evaluation import evaluator
 from rectified_flow.evaluation.features import average_colours
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.callbacks import Callback
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.trainer import Callback, Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, build_trainer, tiny_config
 

@@ -18,9 +18,8 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.artifact import find_damage
 from rectified_flow.system.signals import stop_on_signals
-from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.evaluations import EvaluationHook
-from rectified_flow.training.trainer import Trainer
+from rectified_flow.training.trainer import Callback, Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import Tiny, tiny_config, train
 

@@ -10,7 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.training.stepper import Batch, _AsyncBool, moved
+from rectified_flow.data.stream import Batch
+from rectified_flow.training.stepper import _AsyncBool, moved
 from tests.training.runs import build_trainer, tiny_config
 
 READING = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.nonzero.default}

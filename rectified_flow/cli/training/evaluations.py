@@ -14,8 +14,8 @@ from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, 
 from rectified_flow.evaluation.report import name_some
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.terminal import line
-from rectified_flow.training.callbacks import Callback
 from rectified_flow.training.evaluations import EvaluationHook, HeldOutHook
+from rectified_flow.training.trainer import Callback
 
 MEASUREMENTS = 10
 """Least number of measurements of the held-out loss in a run by default, before the limit of MEASURED_SHARE."""

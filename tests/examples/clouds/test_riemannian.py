@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from point_clouds import Points
 from rectified_flow.condition import Kinds, Labels
+from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance, take_steps
 from rectified_flow.flows.times import Uniform
 from rectified_flow.load import build_flow
 from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import describe, register
-from rectified_flow.runs.config import GlobalBatch
 from riemannian import STEPS, FixedStep, PointCoupling, RiemannianFlow
 
 GEOMETRIES = [Euclidean(2), Sphere(3), FlatTorus(2)]
