@@ -58,7 +58,7 @@ def mirrored(colours: Tensor) -> Tensor:
 
 
 def perceptual_hashes(colours: Tensor) -> list[int]:
-    """Return a hash of each image that is the same for its mirror image and for nine of ten recompressed copies.
+    """Return a hash of each image that is the same for its mirror image, and for most recompressed copies.
 
     The hash has 20 bits, one for each coefficient of low frequency in the cosine transform of the grey values. The bit
     is set if the magnitude of the coefficient is above the median. The sign is left out, because mirroring changes

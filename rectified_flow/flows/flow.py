@@ -299,13 +299,14 @@ class Flow(nn.Module):
             x = torch.lerp(self.space.encode(start).to(device).nan_to_num(0.0), x, noise_level)
         return x, values
 
-    def keeping(self, start: Tensor | None, mask: Tensor | None, x: Tensor) -> Keep | None:
+    def keeping(self, start: Tensor | None, mask: Tensor | None, x: Tensor, noise_level: float = 1.0) -> Keep | None:
         """Return the function that keeps the part of ``start`` where ``mask`` is false; None without a mask.
 
         Args:
             start: data ``[b, ...]``, as the space stores them.
             mask: bool ``[b, 1, h, w]``, true where data are generated. Unknown values of ``start`` are generated, too.
-            x: the noise at time 1 ``[b, ...]``.
+            x: the start of sampling ``[b, ...]``, at the time ``noise_level``.
+            noise_level: the time of ``x``.
 
         Raises:
             ValueError: if there is a mask, but nothing to keep.
@@ -318,7 +319,7 @@ class Flow(nn.Module):
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
         generated = generated | known.isnan()
-        return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
+        return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t / noise_level))
 
     def known_part(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return encoded data with 0 in place of unknown values, and weights ``[b, ...]`` of the error, or None.

@@ -90,8 +90,7 @@ class FlowMap(Flow):
             grid: spacing of the times, see :func:`time_grid`.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
-            mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``. The noise level
-                must be 1.
+            mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             conditions: values by name ``[b, ...]``; labels that are not given are drawn uniformly.
@@ -108,7 +107,7 @@ class FlowMap(Flow):
             return x - (t - r) * u
 
         with self.evaluating():
-            return self.space.decode(take_steps(step, x, times, watch, self.keeping(start, mask, x)))
+            return self.space.decode(take_steps(step, x, times, watch, self.keeping(start, mask, x, times[0])))
 
 
 @register

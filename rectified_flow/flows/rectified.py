@@ -14,6 +14,8 @@ from rectified_flow.registry import register
 
 LEAST_DIVISOR = 0.05
 """Clean and noise predictions divide by t or 1 - t in the loss; published x-prediction clips it (arXiv:2511.13720)."""
+LATEST = 1 - 1 / 64
+"""Latest time at which sampling evaluates a noise prediction: later, its error is divided by almost 0."""
 
 
 @register
@@ -73,8 +75,9 @@ class RectifiedFlow(Flow):
         return self._as_velocity(self.network(x, t, **conditions).float(), x, t)
 
     def exact_velocity(self, x: Tensor, t: Tensor, **conditions: Tensor) -> Tensor:
-        """Return the velocity with the exact divisor of a clean prediction, for any time but 0."""
-        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, exact=True)
+        """Return the velocity without clipped divisors, for any time but 0, where a clean prediction has none."""
+        t = t.clamp(max=LATEST) if self.prediction == "noise" else t
+        return self._as_velocity(self.network(x, t, **conditions).float(), x, t, least=0.0)
 
     @torch.no_grad()
     def sample(
@@ -103,8 +106,7 @@ class RectifiedFlow(Flow):
             guidance: classifier-free guidance, which doubles the rows of a network call.
             start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
             noise_level: the time to start at, with ``start``.
-            mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``. The noise level
-                must be 1.
+            mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
             decode: decode the samples; if False, return ``x``.
@@ -118,7 +120,7 @@ class RectifiedFlow(Flow):
         x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
         field = guided(self.exact_velocity, self.conditions, values, guidance)
         with self.evaluating():
-            at_data, keep = self.prediction != "clean", self.keeping(start, mask, x)
+            at_data, keep = self.prediction != "clean", self.keeping(start, mask, x, times[0])
             x = integrate(field, x, times, solver, watch=watch, keep=keep, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 
@@ -153,16 +155,16 @@ class RectifiedFlow(Flow):
             name: self.space.encode_source(value.to(x.device)) if self._is_source(name) else value.to(x.device)
             for name, value in conditions.items()
         }
-        field = guided(self.velocity, self.conditions, values, guidance)
+        field, times = guided(self.exact_velocity, self.conditions, values, guidance), time_grid(steps, grid)[::-1]
+        first = times[1] / 2 if self.prediction == "clean" else 0.0  # at 0, a clean prediction has no velocity
         with self.evaluating():
-            return integrate(field, x, time_grid(steps, grid)[::-1], solver)
+            return integrate(lambda x, t: field(x, max(t, first)), x, times, solver)
 
-    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, exact: bool = False) -> Tensor:
-        """Return the velocity of a prediction; ``exact`` divides a clean prediction by times that are not clipped."""
+    def _as_velocity(self, value: Tensor, x: Tensor, t: Tensor, least: float = LEAST_DIVISOR) -> Tensor:
+        """Return the velocity of a prediction, whose divisor is at least ``least``."""
         if self.prediction == "velocity":
             return value
         times = expand(t, x)
-        # Sampling starts at t = 1, where the velocity of a noise prediction is not defined: it is always clipped.
-        clean = self.prediction == "clean"
-        divisor = (times if clean else 1 - times).clamp(min=0.0 if clean and exact else LEAST_DIVISOR)
-        return (x - value) / divisor if clean else (value - x) / divisor
+        if self.prediction == "clean":
+            return (x - value) / times.clamp(min=least)
+        return (value - x) / (1 - times).clamp(min=least)

@@ -5,7 +5,8 @@ before (Karras et al. 2022, arXiv:2206.00364, appendix F.2).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,9 @@ NUMBERS = 14
 COLOURS = 3
 
 
-def augmented(x: Tensor, probability: float, *, colours: bool = True) -> tuple[Tensor, Tensor]:
+def augmented(
+    x: Tensor, probability: float, *, colours: bool = True, has_missing: bool = False
+) -> tuple[Tensor, Tensor]:
     """Draw random variants of pictures, and the numbers that describe each.
 
     Mirroring left to right and top to bottom, whole-pixel shifts, scaling, rotation, stretching along any axis, and
@@ -34,6 +37,7 @@ def augmented(x: Tensor, probability: float, *, colours: bool = True) -> tuple[T
         x: pictures ``[b, c, h, w]``, float32 in [-1, 1]; the first three of three channels or more are colours.
         probability: probability of each kind of change; mirroring then applies to half of the rows.
         colours: change colours, too, and clip values to [-1, 1].
+        has_missing: values may be NaN, for unknown, and unknown pixels do not spread.
 
     Returns:
         Pictures ``[b, c, h, w]`` in [-1, 1], and numbers ``[b, 14]``; a row without changes is the same to the bit, and
@@ -61,7 +65,8 @@ def augmented(x: Tensor, probability: float, *, colours: bool = True) -> tuple[T
     flips = torch.diag_embed(torch.stack((1 - 2 * mirrored, 1 - 2 * inverted), dim=1))
     stretched = _rotation(axis) @ torch.diag_embed(2 ** torch.stack((stretch, -stretch), dim=1)) @ _rotation(-axis)
     linear = 2 ** scale[:, None, None] * _rotation(turn) @ stretched @ flips
-    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1))
+    whole = (scale == 0) & (turn == 0) & (stretch == 0) if has_missing else None
+    moved = _moved(x, linear, torch.stack((shift_x, shift_y), dim=1), whole)
     x = _where_any(moves, moved.clamp(-1, 1) if colours else moved, x)
     if colours:
         x = _where_any(changes, _recoloured(x, brightness, contrast, hue, saturation), x)
@@ -79,8 +84,19 @@ def _rotation(angle: Tensor) -> Tensor:
     return torch.stack((torch.stack((cos, -sin), dim=1), torch.stack((sin, cos), dim=1)), dim=1)
 
 
-def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
-    """Move the points ``p`` of pictures, from the centre [px], to ``linear @ p + shift``; edges are mirrored."""
+def over_known(resample: Callable[[Tensor], Tensor], x: Tensor, least: float = 0.0) -> Tensor:
+    """Resample known pixels by a linear map, divided by their weight; NaN where the weight is at most ``least``."""
+    unknown = x.isnan()
+    values, weight = resample(x.masked_fill(unknown, 0)), resample((~unknown).to(x.dtype))
+    # Without unknown pixels, the weight is 1 up to rounding, and the result stays the same to the bit.
+    return torch.where(unknown.any(), values / weight.masked_fill(weight <= least, torch.nan), values)
+
+
+def _moved(x: Tensor, linear: Tensor, shift: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Move the points ``p`` of pictures, from the centre [px], to ``linear @ p + shift``; edges are mirrored.
+
+    With ``whole``, bool ``[b]``, pixels may be unknown; in these rows, each pixel moves to the place of another.
+    """
     height, width = x.shape[-2:]
     rows = torch.arange(height, device=x.device) - (height - 1) / 2
     columns = torch.arange(width, device=x.device) - (width - 1) / 2
@@ -88,7 +104,11 @@ def _moved(x: Tensor, linear: Tensor, shift: Tensor) -> Tensor:
     inverse = torch.linalg.inv_ex(linear).inverse  # torch.linalg.inv would wait for the GPU
     sources = torch.einsum("bij, bhwj -> bhwi", inverse, targets - shift[:, None, None])
     grid = 2 * torch.stack((sources[..., 0] / width, sources[..., 1] / height), dim=-1)
-    return F.grid_sample(x, grid, mode="bicubic", padding_mode="reflection", align_corners=False)
+    sample = partial(F.grid_sample, grid=grid, padding_mode="reflection", align_corners=False)
+    if whole is None:
+        return sample(x, mode="bicubic")
+    moved = over_known(partial(sample, mode="bicubic"), x, least=0.5)
+    return torch.where(whole[:, None, None, None], sample(x, mode="nearest"), moved)
 
 
 def _recoloured(x: Tensor, brightness: Tensor, contrast: Tensor, hue: Tensor, saturation: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ inpainting and drawings-to-pictures need no second set of pictures.
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.registry import register
+from rectified_flow.spaces.augmentation import over_known
 
 COLOURS = 3
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -59,8 +61,8 @@ class Downsample(Degradation):
         self.factor = factor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Replace each block of pixels by its average."""
-        return F.interpolate(F.avg_pool2d(x, self.factor), scale_factor=self.factor)
+        """Replace each block of pixels by the average of its known ones."""
+        return F.interpolate(over_known(partial(F.avg_pool2d, kernel_size=self.factor), x), scale_factor=self.factor)
 
     def check_sides(self, height: int, width: int) -> None:
         """Raise a ValueError if the factor does not divide the sides."""
@@ -97,10 +99,7 @@ class Blur(Degradation):
 
         Unknown pixels have no weight, and become known where a known one is within reach.
         """
-        unknown = x.isnan()
-        blurred, weight = self._blurred(x.masked_fill(unknown, 0)), self._blurred((~unknown).to(x.dtype))
-        # Without unknown pixels, the weight is 1 up to rounding, and the result stays the same to the bit.
-        return torch.where(unknown.any(), blurred / weight.masked_fill(weight <= 0, torch.nan), blurred)
+        return over_known(self._blurred, x)
 
     def _blurred(self, x: Tensor) -> Tensor:
         reach = max(1, round(3 * self.sigma))

@@ -114,7 +114,7 @@ class Fields(Space):
         data = mirrored(data) if self.horizontal_flip else data
         if not self.augmentation:
             return data, {}
-        x, numbers = augmented(self.encode(data), self.augmentation, colours=False)
+        x, numbers = augmented(self.encode(data), self.augmentation, colours=False, has_missing=self.has_missing)
         return self.decode(x), {"augmentation": numbers}
 
     def encode(self, data: Tensor) -> Tensor:

@@ -171,15 +171,17 @@ def test_a_sample_depends_on_its_own_source_alone() -> None:
     assert not torch.equal(alone[0], alone[3]), "of the same source with other noise"
 
 
-def test_a_part_is_kept_on_its_path_and_to_the_end() -> None:
+@pytest.mark.parametrize("level", [1.0, 0.6])
+def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     flow = RectifiedFlow(unet(), space=Pixels(SHAPE))
     known, mask = images(2, 5), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     mask[:, :, :, 4:] = True
     seen: list[tuple[float, Tensor]] = []
     noise = torch.randn(2, *SHAPE)
-    made = flow.sample(start=known, mask=mask, steps=4, noise=noise, watch=lambda t, x: seen.append((t, x)))
+    how: dict[str, Any] = {"start": known, "mask": mask, "noise": noise, "noise_level": level}
+    made = flow.sample(**how, steps=4, watch=lambda t, x: seen.append((t, x)))
     x_0 = flow.space.encode(known)
-    assert torch.equal(seen[0][1], noise)
+    assert torch.equal(seen[0][1], torch.lerp(x_0, noise, level))
     for t, x in seen:
         assert torch.allclose(x[..., :4], torch.lerp(x_0, noise, t)[..., :4], atol=1e-6)
     assert torch.allclose(made[..., :4], known[..., :4] / 255, atol=1e-6)

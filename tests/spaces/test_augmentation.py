@@ -46,6 +46,27 @@ def test_scaling_moves_a_point_away_from_the_centre() -> None:
     assert (row, column) == (4, 6)
 
 
+def test_unknown_pixels_do_not_spread() -> None:
+    """Mirroring and whole shifts keep every value, and other moves the share of unknown pixels and a flat field."""
+    some = torch.rand(64, 2, 32, 32, generator=torch.Generator().manual_seed(0))
+    unknown = some < 0.05
+    with deterministic(BatchRows(0, 0, 64, slice(None))):
+        moved, numbers = augmented(some.masked_fill(unknown, torch.nan), 0.5, colours=False, has_missing=True)
+        flat = augmented(0 * some.masked_fill(unknown, torch.nan) + 0.3, 0.9, colours=False, has_missing=True)[0]
+    whole = (numbers[:, 4:] == 0).all(dim=1)
+    assert 0 < whole.sum() < 64
+    known, values = ~moved.isnan(), some[~unknown]
+    assert torch.isin(moved[whole][known[whole]], values).all()
+    assert 1 - known[~whole].float().mean() == pytest.approx(0.05, abs=0.02)
+    torch.testing.assert_close(flat[~flat.isnan()], torch.full_like(flat[~flat.isnan()], 0.3))
+
+
+def test_mirroring_moves_unknown_pixels_along() -> None:
+    x = X.masked_fill(X > 0.6, torch.nan)
+    moved = _moved(x, matrix(-1, 0, 0, 1), shift(0, 0), torch.ones(4, dtype=torch.bool))
+    assert torch.equal(moved.nan_to_num(9), x.flip(-1).nan_to_num(9))
+
+
 def test_colours() -> None:
     zero = torch.zeros(4)
     x = X / 2

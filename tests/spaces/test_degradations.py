@@ -22,6 +22,12 @@ def test_downsampling_leaves_the_means_of_blocks(pictures: Tensor) -> None:
         Downsample(8).check_sides(16, 20)
 
 
+def test_a_block_with_an_unknown_pixel_is_the_mean_of_the_others() -> None:
+    x = torch.tensor([[torch.nan, 1.0], [2.0, 3.0]])[None, None]
+    torch.testing.assert_close(Downsample(2)(x), torch.full((1, 1, 2, 2), 2.0))
+    assert Downsample(2)(torch.full((1, 1, 2, 2), torch.nan)).isnan().all()
+
+
 def test_grey_leaves_the_brightness_and_the_transparency(pictures: Tensor) -> None:
     grey = Grey()(torch.cat((pictures, pictures[:, :1]), dim=1))
     assert torch.equal(grey[:, 3], pictures[:, 0])
