@@ -46,7 +46,7 @@ from rectified_flow.cli.train import train_rectified_flow
 from rectified_flow.data.stream import Batch
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches
-from rectified_flow.flows.mean import MeanFlow, exponential_step
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
@@ -57,16 +57,12 @@ from rectified_flow.training.trainer import Trainer
 
 PROJECT = Path(__file__).resolve().parent.parent
 Verdict = Literal["pass", "FAIL", "figure", "skip"]
-Kind = Literal["rectified", "mean", "so_flow"]
+Kind = Literal["rectified", "mean"]
 Precision = Literal["float32", "tf32", "bf16"]
 LossAndGradient = tuple[float, Tensor]
 
 BOUNDS: Mapping[Precision, float] = {"float32": 1e-3, "tf32": 2e-2, "bf16": 0.1}
 """Largest relative difference of a loss or gradient from that in float32 on a CPU."""
-SMALLEST_STEP = exponential_step(1.0)
-"""The smallest finite step of ``so_flow``, which magnifies rounding the most."""
-FINITE_STEP_BOUND = 1e-2
-"""For ``so_flow``: its rounding is that of float32 divided by the step."""
 LARGEST_CHANGE = 0.05
 """Relative difference of logged values between a run on one process and the same run on two."""
 PICTURES = 300
@@ -191,7 +187,7 @@ def compare_with_cpu(bench: Bench, kind: Kind, precision: Precision) -> Result:
     to_device(flow, bench.device, "bf16" if bf16 else "no")
     with convolutions_in_tf32(precision != "float32"):
         found = loss_and_gradient(flow, [each.to(bench.device) for each in batch], bf16=bf16)
-    return compare(found, expected, FINITE_STEP_BOUND if kind == "so_flow" else BOUNDS[precision])
+    return compare(found, expected, BOUNDS[precision])
 
 
 def compare_pictures(bench: Bench) -> Result:
@@ -333,7 +329,6 @@ CHECKS: Mapping[str, Check] = {
         for kind in KINDS
         for precision in PRECISIONS
     },
-    "so_flow": Check(partial(compare_with_cpu, kind="so_flow", precision="float32"), 20),
     "pictures": Check(compare_pictures, 10),
     "repeat": Check(repeat, 40),
     "resume": Check(resume, 40),
@@ -390,11 +385,7 @@ def loss_and_gradient(
     flow.zero_grad()
     call, rows = loss or flow.loss, BatchRows(0, 0, len(t), slice(None))
     with deterministic(rows, t.device), torch.autocast(t.device.type, torch.bfloat16, enabled=bf16):
-        if isinstance(flow, MeanFlow):
-            step = t.new_full((), SMALLEST_STEP) if flow.objective == "so_flow" else None
-            value = call(x_0, noise, t, r, {}, len(t) // 2, step)[0]
-        else:
-            value = call(x_0, noise, t, {})
+        value = call(x_0, noise, t, r, {}, len(t) // 2)[0] if isinstance(flow, MeanFlow) else call(x_0, noise, t, {})
         value.backward()
     gradients = [p.grad.float().cpu().flatten() for p in flow.parameters() if p.grad is not None]
     return value.item(), torch.cat(gradients)

@@ -24,7 +24,7 @@ from turns import PEER, Row, Times, Turns, describe_machine, ratio, take_turns
 
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import DistilledFlow
-from rectified_flow.flows.mean import MeanFlow, Variant
+from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet, to_device
 
@@ -36,7 +36,6 @@ OUR_SCHEMES = (
     "mean flow, half of the rows",
     DEFAULT,
     "improved mean flow, a quarter of the rows",
-    "finite step, half of the rows",
     "from a teacher's paths",
 )
 PATH_STEPS = 16
@@ -71,8 +70,7 @@ def build_ours(scheme: str, flags: Flags) -> nn.Module:
         OUR_SCHEMES[1]: lambda: MeanFlow(network, objective="mean_flow"),
         DEFAULT: lambda: MeanFlow(network),
         OUR_SCHEMES[3]: lambda: MeanFlow(network, mean_fraction=0.25),
-        OUR_SCHEMES[4]: lambda: MeanFlow(network, objective=Variant(step=lambda _progress: 0.5)),
-        OUR_SCHEMES[5]: lambda: DistilledFlow(network),
+        OUR_SCHEMES[4]: lambda: DistilledFlow(network),
     }
     return build[scheme]()
 

@@ -369,7 +369,7 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "export.py":
         return flags
     if name == "sample.py":
-        steps = [] if "adaptive" in flags else ["--steps", "1"]
+        steps = ["--steps", "1"]
         return [*flags, "--num_samples", "2", *steps]
     if name == "evaluate.py" and "--likelihood" in flags:
         return [*flags, "--likelihood_steps", "1"]

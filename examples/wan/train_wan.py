@@ -22,14 +22,13 @@ from rectified_flow.cli.parts import join
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain, recorded
-from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.system.terminal import line
 from wan_callbacks import LoraFile, Previews, claim_lora
 from wan_flags import WanFlags
-from wan_flow import ClipFlow, WanNetwork
+from wan_flow import ClipFlow, ExpertTimes, WanNetwork
 from wan_pipeline import Wan
 
 IDENTITY = ("model", "train", "lora_rank", "lora_alpha", "noise_range", "time_shift", "first_frame")
@@ -74,7 +73,7 @@ def train(flags: WanFlags) -> bool:
         WanNetwork(transformer, dataset.empty, f"{config.model}/{wan.expert}"),
         first_frame=config.first_frame,
         space=wan.space,
-        time_distribution=TruncatedLogitNormal(0.0, 1.0, wan.time_shift, low, high),
+        time_distribution=ExpertTimes(wan.time_shift, low, high),
         condition_dropout=config.caption_dropout,
     )
     report: Callable[[str], object] = print if state.is_main_process else lambda _line: None

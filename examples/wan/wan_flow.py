@@ -1,19 +1,39 @@
 """A Wan transformer as the network of a rectified flow: its conditions, its space and its loss."""
 
 from collections.abc import Mapping
-from math import prod
+from dataclasses import dataclass
+from math import log, prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rectified_flow import RectifiedFlow
+from rectified_flow import RectifiedFlow, randomness, register
 from rectified_flow.condition import Condition
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import expand
+from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.spaces.latents import StoredLatents
 
 TRAINING_TIMESTEPS = 1000
+
+
+@register
+@dataclass(frozen=True)
+class ExpertTimes(TimeDistribution):
+    """Shifted logit-normal times on the condition that they lie in the range of an expert, ``[low, high]``."""
+
+    shift: float
+    low: float
+    high: float
+
+    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
+        """Draw times ``[count]``."""
+        ends = torch.tensor([self.low, self.high], dtype=torch.float64, device=device)
+        low, high = torch.special.ndtr(ends.logit() - log(self.shift))
+        share = low + (high - low) * randomness.rand(purpose, (count,), device)
+        t = torch.sigmoid(torch.special.ndtri(share) + log(self.shift)).float()
+        return t.clamp(self.low, self.high)
 
 
 class ClipLatents(StoredLatents):

@@ -245,9 +245,8 @@ def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: Part
     flow, flags, options = trained.flow, config.samples, wanted.options
     steps = options["steps"]
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
-    if solver != "adaptive":
-        grid = f"{config.solver.time_grid} grid"
-        solver = ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid)))
+    grid = f"{config.solver.time_grid} grid"
+    solver = ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid)))
     texts: dict[str, object] = {
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",

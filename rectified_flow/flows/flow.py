@@ -75,8 +75,6 @@ class Flow(nn.Module):
     """The objective: the loss as a function of every draw."""
     default_steps: ClassVar[int] = 16
     """Intervals of :meth:`sample` if a caller gives no number."""
-    supports_bf16: bool = True
-    """Whether the objective can be learned in bf16; if not, float32 on a GPU is not rounded to TF32 either."""
 
     def __init__(
         self,

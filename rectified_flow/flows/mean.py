@@ -1,18 +1,14 @@
 """Mean flow: learn the average velocity over an interval, and generate in one step.
 
 The average velocity ``u(x_t, r, t)`` over ``[r, t]`` satisfies the mean flow identity ``u + (t - r) du/dt = v``, where
-``du/dt`` is taken along the flow with ``r`` fixed (Geng et al. 2025, arXiv:2505.13447, eq. 6). One residual serves the
-family that grew from it:
+``du/dt`` is taken along the flow with ``r`` fixed (Geng et al. 2025, arXiv:2505.13447, eq. 6). The residual is
 
     V = u + (t - r) * stopgrad(derivative of u along w),      loss on V - v,
 
-with the direction ``w`` the conditional velocity, the network's own, or a blend; and the derivative exact (a
-forward-mode product) or a finite step, which needs no forward mode.
+with the conditional velocity as the direction ``w``, or the network's own; the derivative is a forward-mode product.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,40 +23,14 @@ from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.registry import register
 
 
-@dataclass(frozen=True)
-class Variant:
-    """The settings of one objective of the family.
-
-    Args:
-        blend: direction of the derivative: 0 the conditional velocity, 1 the network's own ``u(x, t, t)``.
-        step: the finite step as a fraction of ``t - r``, by progress of training in [0, 1]; where it is 0, the
-            derivative is exact. None: it is always exact.
-    """
-
-    blend: float = 0.0
-    step: Callable[[float], float] | None = None
-
-
-def exponential_step(progress: float, smallest: float = 3.1e-4) -> float:
-    """Return a step that falls from 1 to ``smallest``, the schedule of "SoFlow: Solution Flow Models" (2025)."""
-    return smallest**progress
-
-
-VARIANTS: dict[str, Variant] = {
-    "mean_flow": Variant(),  # Geng et al. 2025, arXiv:2505.13447, eq. 10
-    "improved_mean_flow": Variant(blend=1.0),  # Geng et al. 2025, arXiv:2512.02012, with the boundary velocity
-    "so_flow": Variant(step=exponential_step),  # its difference quotient is the same residual
-}
-
-
 @register
 class MeanFlow(FlowMap):
     """A flow map that is learned from data by the mean flow identity.
 
     Args:
-        network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it unless the objective
-            takes finite steps only.
-        objective: a name from the papers, or a :class:`Variant` of your own.
+        network: called ``network(x, t, r=r, **conditions)``; forward mode must pass through it.
+        objective: ``mean_flow``, whose derivative is along the conditional velocity (arXiv:2505.13447, eq. 10), or
+            ``improved_mean_flow``, along the network's own ``u(x, t, t)`` (Geng et al. 2025, arXiv:2512.02012).
         mean_fraction: share of the rows with ``r < t``; with 0 this is rectified flow.
         time_distribution: distribution of ``t``.
         earlier_distribution: distribution of ``r``. A draw above ``t`` is replaced by ``t``.
@@ -70,9 +40,6 @@ class MeanFlow(FlowMap):
             ``guidance_scale / (1 - guidance_mixing)``.
         settings: further arguments of :class:`FlowMap`.
 
-    Attributes:
-        progress: progress of training in [0, 1], which the trainer sets for objectives with a schedule.
-
     Raises:
         ValueError: if the fraction is not in [0, 1], or guidance is used without conditions.
     """
@@ -81,7 +48,7 @@ class MeanFlow(FlowMap):
         self,
         network: nn.Module,
         *,
-        objective: ObjectiveName | Variant = "improved_mean_flow",
+        objective: ObjectiveName = "improved_mean_flow",
         mean_fraction: float = 0.5,
         time_distribution: TimeDistribution | None = None,
         earlier_distribution: TimeDistribution | None = None,
@@ -95,16 +62,12 @@ class MeanFlow(FlowMap):
         self.guided = guidance_scale != 1 or guidance_mixing != 0
         if self.guided and not chosen(self.conditions):
             raise ValueError("guidance needs a network that takes conditions")
-        self.objective = objective
-        if not isinstance(objective, Variant) and objective not in VARIANTS:
-            raise ValueError(f"objective is {objective!r}; choose {', '.join(VARIANTS)}, or pass a Variant")
-        self.variant = objective if isinstance(objective, Variant) else VARIANTS[objective]
-        self.supports_bf16 = self.variant.step is None  # a small finite step gets lost in rounding
-        self.mean_fraction = mean_fraction
+        if objective not in get_args(ObjectiveName):
+            raise ValueError(f"objective is {objective!r}; choose {', '.join(get_args(ObjectiveName))}")
+        self.objective, self.mean_fraction = objective, mean_fraction
         self.time_distribution = time_distribution or LogitNormal(-0.6, 1.6)
         self.earlier_distribution = earlier_distribution or LogitNormal(-4.0, 1.6)
         self.guidance_scale, self.guidance_mixing = guidance_scale, guidance_mixing
-        self.progress = 0.0
 
     def forward(self, **batch: Any) -> Tensor:
         """Draw noise and intervals for a batch and return the scalar loss; see :meth:`Flow.draw_batch`.
@@ -117,9 +80,7 @@ class MeanFlow(FlowMap):
         earlier = self.earlier_distribution.draw(len(x_0), x_0.device, "earlier time")
         count = self.rows_of(self.mean_fraction, len(x_0))
         r = torch.cat((torch.minimum(earlier[:count], t[:count]), t[count:]))
-        step = 0.0 if self.variant.step is None else self.variant.step(self.progress)
-        # A tensor, as another number would have a compiled objective compiled again.
-        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count, t.new_full((), step) if step > 0 else None)
+        loss, mean_square = self.loss(x_0, noise, t, r, conditions, count)
         self.logged = {"unweighted_loss": mean_square}
         return loss
 
@@ -131,7 +92,6 @@ class MeanFlow(FlowMap):
         r: Tensor,
         conditions: Values,
         count: int | None = None,
-        step: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.
 
@@ -147,13 +107,12 @@ class MeanFlow(FlowMap):
             r: earlier times ``[b]``, equal to ``t`` in all rows after the first ``count``.
             conditions: values by name ``[b, ...]``, dropped already.
             count: rows that need the derivative; all of them if not given.
-            step: scalar, the finite step as a fraction of ``t - r``; without one the derivative is exact.
         """
         count = len(x_0) if count is None else count
         x_0, weights = self.known_part(x_0)
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
-        with tangents.keeping_values(wanted=count > 0 and step is None) as kept:
+        with tangents.keeping_values(wanted=count > 0) as kept:
             # With gradient, before all that is without: see autocast's cache.
             u = self.average_velocity(x_t, t, r, **conditions)
         with torch.no_grad():
@@ -163,44 +122,27 @@ class MeanFlow(FlowMap):
                 # Copies: a compiled derivative wants its tangents laid out like their values.
                 u_, x_, v_, t_, r_ = (each[:count].clone() for each in (u, x_t, v, t, r))
                 conditions_ = {name: values[:count] for name, values in conditions.items()}
-                change_ = self._correction(u_, x_, v_, t_, r_, conditions_, step, kept)
+                change_ = self._correction(u_, x_, v_, t_, r_, conditions_, kept)
                 change = torch.cat((change_, change[count:]))
         residual = u + change - v
         return self.weighted(residual if weights is None else residual * weights)
 
     def _correction(
-        self,
-        u: Tensor,
-        x: Tensor,
-        v: Tensor,
-        t: Tensor,
-        r: Tensor,
-        conditions: Values,
-        step: Tensor | None,
-        kept: list[Tensor],
+        self, u: Tensor, x: Tensor, v: Tensor, t: Tensor, r: Tensor, conditions: Values, kept: list[Tensor]
     ) -> Tensor:
-        """Return the term ``(t - r) du``; without a ``step`` the derivative is exact.
+        """Return ``(t - r) du``, by the derivative of ``u(x, r, t)`` along ``(w, 0, 1)``.
 
-        The exact derivative is that of ``u(x, r, t)`` along ``(w, 0, 1)`` by one forward-mode product, at about twice
-        the cost of a call; ``kept`` are values of the pass that computed ``u``. A finite step compares ``u`` with its
-        value at an earlier point of the same line, ``x - h w`` at ``t - h`` with ``h = step (t - r)``.
+        One forward-mode product costs about two calls; ``kept`` are values of the pass that computed ``u``.
         """
-        direction = v
-        if self.variant.blend:
-            own = self.average_velocity(x, t, t, **conditions)
-            direction = own if self.variant.blend == 1 else torch.lerp(v, own, self.variant.blend)
-        if step is None:
-            direction = torch.empty_like(x).copy_(direction)  # laid out like x, see above
-            with tangents.reusing_values(kept, len(x)):
-                _, derivative, *_ = jvp(
-                    lambda x, t, r: self.average_velocity(x, t, r, **conditions),
-                    (x, t, r),
-                    (direction, torch.ones_like(t), torch.zeros_like(r)),
-                )
-            return expand(t - r, x) * derivative
-        gap = step * (t - r)
-        there = self.average_velocity(x - expand(gap, x) * direction, t - gap, r, **conditions)
-        return (1 - step) / step * (u - there)
+        direction = v if self.objective == "mean_flow" else self.average_velocity(x, t, t, **conditions)
+        direction = torch.empty_like(x).copy_(direction)  # laid out like x, see above
+        with tangents.reusing_values(kept, len(x)):
+            _, derivative, *_ = jvp(
+                lambda x, t, r: self.average_velocity(x, t, r, **conditions),
+                (x, t, r),
+                (direction, torch.ones_like(t), torch.zeros_like(r)),
+            )
+        return expand(t - r, x) * derivative
 
     def _guide(self, v: Tensor, x: Tensor, t: Tensor, conditions: Values) -> Tensor:
         if not self.guided or not conditions:

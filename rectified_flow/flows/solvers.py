@@ -3,9 +3,8 @@
 A rectified flow's paths are nearly straight, so few steps of a fixed solver suffice. Euler takes the velocity at the
 start of an interval for all of it; its error falls with the number of steps. Midpoint takes the velocity halfway, Heun
 the mean of the velocities at both ends; their errors fall with its square, at two network calls a step. The multistep
-solvers extrapolate from the step before, and so have order 2 at one call a step. The adaptive solver chooses its steps
-by an estimate of its error, for the whole batch, so that a sample depends on the others in its batch. The stochastic
-solver is no integrator: it replaces some of the noise at each step, which corrects earlier errors and adds variance.
+solvers extrapolate from the step before, and so have order 2 at one call a step. The stochastic solver is no
+integrator: it replaces some of the noise at each step, which corrects earlier errors and adds variance.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,7 +19,6 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Kinds, Values, chosen, none_of
 from rectified_flow.flows import Solver
-from rectified_flow.flows.adaptive import DormandPrince
 
 Velocity = Callable[[Tensor, float], Tensor]
 Step = Callable[[Tensor, float, float], Tensor]
@@ -30,9 +28,7 @@ Keep = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
-"""Network calls in one interval; the adaptive solver has no fixed number."""
-
-LAST_STEP = 1e-3
+"""Network calls in one interval."""
 
 
 def integrate(
@@ -55,22 +51,12 @@ def integrate(
             call it twice; ``ab2`` (Adams-Bashforth) and ``dpmpp_2m`` (DPM-Solver++(2M), by its name in k-diffusion)
             have order 2 and call it once. ``stochastic`` steps like Euler and replaces part of the noise that is left
             by a fresh draw, which keeps the distribution at each time and corrects errors made before (the generalised
-            DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12). ``adaptive`` is
-            :class:`DormandPrince <rectified_flow.flows.adaptive.DormandPrince>`, which chooses its own steps for the
-            batch as a whole; ``times`` only set where ``watch`` is called.
+            DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12).
         watch: called with time and ``x`` at the start and after each interval.
         keep: see :func:`take_steps`.
-        evaluate_at_data: whether ``velocity`` exists at time 0; if not, the step that ends there is an Euler step where
-            the solver would evaluate it (the last ``LAST_STEP`` of the way for ``adaptive``).
-
-    Raises:
-        ValueError: if a part is to be kept by the adaptive solver.
-        RunError: if no step of the adaptive solver meets its tolerance.
+        evaluate_at_data: whether ``velocity`` exists at time 0; if not, a step of ``heun`` that ends there is an Euler
+            step.
     """
-    if solver == "adaptive":
-        if keep is not None:
-            raise ValueError("the adaptive solver cannot keep a part of the data")
-        return _adaptive(velocity, x, times, watch, evaluate_at_data)
     steps: dict[Solver, Step] = {
         "euler": partial(_euler, velocity),
         "midpoint": partial(_midpoint, velocity),
@@ -140,18 +126,18 @@ def _adams_bashforth(velocity: Velocity) -> Step:
     """Return the steps of Adams-Bashforth of order 2 for steps of different sizes.
 
     The velocity is extrapolated from the step before by a straight line, whose mean over the step is
-    ``v + dt / (2 dt_before) (v - v_before)``. The first step is an Euler step: its error is of the order of the square
+    ``v + dt / (2 dt_last) (v - v_last)``. The first step is an Euler step: its error is of the order of the square
     of the step, and it is made once, so that the order is 2 without a second call.
     """
-    before: tuple[float, Tensor] | None = None
+    last: tuple[float, Tensor] | None = None
 
     def step(x: Tensor, t: float, t_next: float) -> Tensor:
-        nonlocal before
+        nonlocal last
         v = velocity(x, t)
-        t_before, v_before = before or (inf, v)
-        before = t, v
-        ratio = (t_next - t) / (t - t_before)
-        return x + (t_next - t) * (v + ratio / 2 * (v - v_before))
+        t_last, v_last = last or (inf, v)
+        last = t, v
+        ratio = (t_next - t) / (t - t_last)
+        return x + (t_next - t) * (v + ratio / 2 * (v - v_last))
 
     return step
 
@@ -159,26 +145,26 @@ def _adams_bashforth(velocity: Velocity) -> Step:
 def _data_prediction(velocity: Velocity) -> Step:
     """Return the steps of DPM-Solver++(2M) (Lu et al. 2022, arXiv:2211.01095, algorithm 2) for straight paths.
 
-    The velocity is ``v = (x - D) / t`` for the data ``D`` that it leads to. In terms of ``l = log((1 - t) / t)``,
-    half the logarithm of the signal-to-noise ratio, ``d(x / t) / dl = exp(l) D``. With a constant ``D``, the solution
-    from ``t`` to ``s`` is ``x_s = s / t x + (1 - s / t) D = x + (s - t) v``, an Euler step. The solver draws a straight
-    line in ``l`` through the last two predictions and takes its value in the middle of the step, whose size in ``l`` is
-    ``h``: ``D + h / (2 h_before) (D - D_before)``. With ``u = (x - D_before) / t``, the velocity to the prediction
-    before, this is the velocity ``v + h / (2 h_before) (v - u)``.
+    The velocity is ``v = (x - D) / t`` for the denoised ``D``. In terms of ``lam = log((1 - t) / t)``, half the
+    logarithm of the signal-to-noise ratio, ``d(x / t) / dlam = exp(lam) D``. With a constant ``D``, the solution from
+    ``t`` to ``s`` is ``x_s = s / t x + (1 - s / t) D = x + (s - t) v``, an Euler step. The solver draws a straight line
+    in ``lam`` through the last two predictions and takes its value in the middle of the step, whose size in ``lam`` is
+    ``h``: ``D + h / (2 h_last) (D - D_last)``. With ``u = (x - D_last) / t``, the velocity to the last prediction, this
+    is the velocity ``v + h / (2 h_last) (v - u)``.
 
-    At times 0 and 1, ``l`` is infinite. After a step from there, the correction has the limit 0. The step that ends
+    At times 0 and 1, ``lam`` is infinite. After a step from there, the correction has the limit 0. The step that ends
     there is an Euler step, as extrapolation has no limit; at time 0 its result is ``D``.
     """
-    before: tuple[float, Tensor] | None = None
+    last: tuple[float, Tensor] | None = None
 
     def step(x: Tensor, t: float, t_next: float) -> Tensor:
-        nonlocal before
-        v, now = velocity(x, t), _log_ratio(t)
-        past, clean = before or (inf, x)
-        before = now, x - t * v
-        h = _log_ratio(t_next) - now
-        ratio = h / (now - past) if isfinite(h) else 0.0
-        corrected = v + ratio / 2 * (v - (x - clean) / t) if ratio else v
+        nonlocal last
+        v, lam = velocity(x, t), _log_ratio(t)
+        lam_last, denoised_last = last or (inf, x)
+        last = lam, x - t * v
+        h = _log_ratio(t_next) - lam
+        ratio = h / (lam - lam_last) if isfinite(h) else 0.0
+        corrected = v + ratio / 2 * (v - (x - denoised_last) / t) if ratio else v
         return x + (t_next - t) * corrected
 
     return step
@@ -187,19 +173,6 @@ def _data_prediction(velocity: Velocity) -> Step:
 def _log_ratio(t: float) -> float:
     """Return the logarithm of ``(1 - t) / t``, infinite at 0 and 1."""
     return log((1 - t) / t) if 0 < t < 1 else copysign(inf, 0.5 - t)
-
-
-def _adaptive(velocity: Velocity, x: Tensor, times: list[float], watch: Watch | None, evaluate_at_data: bool) -> Tensor:
-    ends_at_data = times[-1] == 0 and not evaluate_at_data
-    end = min(LAST_STEP, times[-2] / 2) if ends_at_data else times[-1]
-    stops = [*times[:-1], end] if watch is not None else [times[0], end]
-    path = [x, *DormandPrince(velocity).path(x, stops)]
-    if ends_at_data:
-        path[-1] = _euler(velocity, path[-1], end, 0.0)
-    if watch is not None:
-        for t, there in zip(times, path, strict=True):
-            watch(t, there)
-    return path[-1]
 
 
 @dataclass(frozen=True)

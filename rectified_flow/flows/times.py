@@ -6,7 +6,7 @@ The family includes the logit-normal distribution and the resolution shift ``t' 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from math import erfc, inf, log, sinh
+from math import log, sinh
 
 import torch
 from torch import Tensor
@@ -59,39 +59,6 @@ class LogitNormal(TimeDistribution):
         else:
             z = randomness.randn(purpose, (count,), device)
         return torch.sigmoid(z * self.std + self.mean + log(self.shift))
-
-
-@register
-@dataclass(frozen=True)
-class TruncatedLogitNormal(TimeDistribution):
-    """The times of :class:`LogitNormal` on the condition that they lie in ``[low, high]``."""
-
-    mean: float = 0.0
-    std: float = 1.0
-    shift: float = 1.0
-    low: float = 0.0
-    high: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high <= 1:
-            raise ValueError(f"times cannot lie in [{self.low}, {self.high}]")
-
-    def draw(self, count: int, device: torch.device, purpose: str = "time") -> Tensor:
-        """Draw times ``[count]`` in [0, 1]."""
-        centre = self.mean + log(self.shift)
-        low, high = (_normal_share((_logit(end) - centre) / self.std) for end in (self.low, self.high))
-        share = low + (high - low) * randomness.rand(purpose, (count,), device).double()
-        t = torch.sigmoid(torch.special.ndtri(share) * self.std + centre).float()
-        return t.clamp(self.low, self.high)
-
-
-def _logit(t: float) -> float:
-    return log(t / (1 - t)) if 0 < t < 1 else (inf if t else -inf)
-
-
-def _normal_share(z: float) -> float:
-    """Return the share of a standard normal distribution below ``z``, with all digits also far below 0."""
-    return erfc(-z / 2**0.5) / 2  # NormalDist.cdf is 0 below -8.3
 
 
 @register

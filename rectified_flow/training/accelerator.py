@@ -6,39 +6,38 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
-from torch import nn
 
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.runs.config import TrainingConfig
 
 
-def choose_precision(config: TrainingConfig, device: torch.device, *, supports_bf16: bool = True) -> str:
+def choose_precision(config: TrainingConfig, device: torch.device) -> str:
     """Choose the precision of a run: that of the flag, else of Accelerate or its launcher, else the fastest safe one.
 
-    The fastest is bf16 on a GPU with native support if ``supports_bf16``, and float32 (``no``) otherwise.
+    The fastest is bf16 on a GPU with native support, and float32 (``no``) otherwise.
 
     Raises:
         UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    fastest = "bf16" if made_for_bf16 and supports_bf16 else "no"
+    fastest = "bf16" if made_for_bf16 else "no"
     precision = config.mixed_precision or (inherited or fastest).lower()
     if device.type == "cpu" and precision == "fp16":
         raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision
 
 
-def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
-    """Build the Accelerator of a run that trains ``flow``, whose attribute ``supports_bf16`` may rule out bf16.
+def build_accelerator(config: TrainingConfig) -> Accelerator:
+    """Build the Accelerator of a run.
 
     Raises:
         UsageError: if the precision is unavailable, or the processes cannot join.
     """
-    state, supports_bf16 = join_processes(), getattr(flow, "supports_bf16", True)
-    accelerator = Accelerator(
-        mixed_precision=choose_precision(config, state.device, supports_bf16=supports_bf16),
+    state = join_processes()
+    return Accelerator(
+        mixed_precision=choose_precision(config, state.device),
         log_with=None if config.log_with == "none" else config.log_with,
         project_dir=config.output_dir,
         # The trainer counts micro-batches. The plugin divides the loss and ignores the end of the loader.
@@ -47,6 +46,3 @@ def build_accelerator(config: TrainingConfig, flow: nn.Module) -> Accelerator:
         ),
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
     )
-    if not supports_bf16:
-        torch.backends.cudnn.allow_tf32 = False  # TF32, a default of PyTorch, is almost as coarse as bf16
-    return accelerator

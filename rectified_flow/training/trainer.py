@@ -122,7 +122,7 @@ class Trainer:
     ) -> None:
         self.preview_data = preview_data
         self.flow, self.dataset, self.config, self.callbacks = flow, dataset, config, list(callbacks)
-        self.accelerator = build_accelerator(config, flow)
+        self.accelerator = build_accelerator(config)
         self.device = self.accelerator.device
         self.batch = config.split_batch(self.accelerator.num_processes)
         self.length = len(dataset)  # type: ignore[arg-type]

@@ -98,7 +98,7 @@ def test_a_flag_overrides_those_that_would_outlive_it(
     [
         ('{"seed": 1, "sede": 2}', "sets flags that this program does not have: sede"),
         (
-            '{"run": {"seed": 1}, "flags": {"objective": "so_flow"}}',
+            '{"run": {"seed": 1}, "flags": {"objective": "mean_flow"}}',
             "sets flags that this program does not have: objective",
         ),
         ('{"run": {"seed": 1}, "data": {}}', "belongs to a run of the Python API"),

@@ -48,8 +48,8 @@ def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, senten
 
 def test_options_have_the_types_of_the_annotations() -> None:
     words = "--image_size 8 --dim 8 --network_options dim_mults=[1,2] blocks_per_level=1 --time_distribution"
-    words += " TruncatedLogitNormal --time_options low=0.25 --flow_options condition_dropout=0.5"
+    words += " LogitNormal --time_options stratified=true --flow_options condition_dropout=0.5"
     flow: Any = build_flow(parse(TrainRectifiedFlow, "", words.split()), {})
     network, times = flow.network, flow.time_distribution
     assert (network.dim, network.dim_mults, network.blocks_per_level) == (8, (1, 2), 1)
-    assert (times.mean, times.low, flow.condition_dropout) == (0.0, 0.25, 0.5)
+    assert (times.mean, times.stratified, flow.condition_dropout) == (-0.5, True, 0.5)

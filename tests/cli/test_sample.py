@@ -154,7 +154,6 @@ REFUSED = [
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
-    ("--solver adaptive --steps 4", "exclude each other"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
     ("--from_images {tmp}/nowhere", "is neither a picture nor a folder of pictures"),
     ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),

@@ -173,7 +173,7 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
         ("--teacher {run} --teacher_paths 10 --batch_size 16", "--teacher_paths 10 is fewer than one global batch"),
         ("--teacher {run} --coupling ot", "--coupling has no effect with --teacher"),
-        ("--teacher {run} --objective so_flow", "--objective has no effect with --teacher"),
+        ("--teacher {run} --objective mean_flow", "--objective has no effect with --teacher"),
         ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
         ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be at most 1"),
         ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "differ in paths (150 stored, 70 requested)"),

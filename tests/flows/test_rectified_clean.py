@@ -11,7 +11,7 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
 
 STEPS = (1, 2, 4, 16, 128)
-WAYS = [(solver, steps) for solver in get_args(Solver) for steps in (STEPS if solver != "adaptive" else STEPS[:1])]
+WAYS = [(solver, steps) for solver in get_args(Solver) for steps in STEPS]
 
 
 class OnePicture(nn.Module):

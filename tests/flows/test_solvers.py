@@ -42,20 +42,6 @@ def test_order(solver: Solver, order: int, start: float, end: float) -> None:
     assert log2(error(80) / error(160)) > order - 0.1
 
 
-def test_adaptive_keeps_its_tolerance_both_ways() -> None:
-    x = draw()
-    seen: list[float] = []
-
-    def watched(x: Tensor, t: float) -> Tensor:
-        seen.append(t)
-        return velocity(x, t)
-
-    end = integrate(watched, x, [1.0, 0.0], "adaptive")
-    assert 0 <= min(seen) <= max(seen) <= 1, "a network knows nothing beyond"
-    assert (end - DATA.flow_map(x, 1.0, 0.0)).abs().max() < 5e-3
-    assert (integrate(velocity, end, [0.0, 1.0], "adaptive") - x).abs().max() < 0.05
-
-
 def test_stochastic_keeps_the_distribution_at_each_time() -> None:
     """Other pictures come out than without fresh noise, of the same mean and variance all along."""
     torch.manual_seed(0)
@@ -79,7 +65,7 @@ def test_steps_are_intervals_and_calls_are_counted(solver: Solver) -> None:
 
     integrate(counted, draw(2), time_grid(5), solver)
     assert len(calls) == 5 * CALLS_PER_STEP[solver]
-    assert {*get_args(Solver)} == {*CALLS_PER_STEP, "adaptive"}
+    assert {*get_args(Solver)} == {*CALLS_PER_STEP}
 
 
 @pytest.mark.parametrize("solver", get_args(Solver))

@@ -71,8 +71,8 @@ def test_another_objective_is_refused(tmp_path: Path) -> None:
     config = TrainingConfig(output_dir=tmp_path)
     save(MeanFlow(unet()), config)
     assert resume(MeanFlow(unet()), config) == []
-    with pytest.raises(UsageError, match="objective was improved_mean_flow and is now so_flow"):
-        resume(MeanFlow(unet(), objective="so_flow"), config)
+    with pytest.raises(UsageError, match="objective was improved_mean_flow and is now mean_flow"):
+        resume(MeanFlow(unet(), objective="mean_flow"), config)
 
 
 def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:

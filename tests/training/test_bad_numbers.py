@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import image_indices
@@ -160,8 +160,8 @@ def train_with_loss_scale(output_dir: Path, dataset: ImageDataset, bad: tuple[in
     """The arithmetic of fp16 on a CPU: a gradient scaler that starts too high."""
     from rectified_flow.training import trainer as module
 
-    def with_scaler(config: TrainingConfig, flow: nn.Module) -> Any:
-        accelerator = build_accelerator(config, flow)
+    def with_scaler(config: TrainingConfig) -> Any:
+        accelerator = build_accelerator(config)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=1000)
         accelerator.native_amp = True
         accelerator.state._mixed_precision = "fp16"

@@ -102,7 +102,7 @@ class MeanFlowConfig(FlowConfig):
     method: Annotated[Method | None, default_is("distill with --teacher, else mean_flow")] = None
     """Learn from the paths of --teacher (distill), from their end points (reflow), or from the pictures (mean_flow)."""
     objective: ObjectiveName = "improved_mean_flow"
-    """Objective of the paper of this name; so_flow needs float32."""
+    """Objective of the paper of this name."""
     mean_fraction: Probability = 0.5
     """Fraction of each batch that learns average velocities; the rest learns the velocity as in rectified flow."""
     weight_power: NonNegative = WEIGHT_POWER

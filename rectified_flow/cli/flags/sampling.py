@@ -37,7 +37,7 @@ class SolverConfig(Flags):
     """Sampling from noise to data."""
 
     solver: Annotated[Solver | None, default_is("ab2")] = None
-    """ODE solver of a rectified flow; midpoint and heun use two network calls per step, adaptive chooses the steps."""
+    """ODE solver of a rectified flow; midpoint and heun use two network calls per step."""
     time_grid: TimeGrid = "uniform"
     """Step spacing: uniform, shifted, EDM."""
     guidance_scale: Annotated[NonNegative | None, default_is("2 with captions, else 1")] = None
@@ -95,7 +95,7 @@ class PicturesConfig(Flags):
     grid: Annotated[tuple[str, str] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
     """Generate a labelled grid; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0
-    """Sample i depends only on the seed and i (not with --solver adaptive)."""
+    """Sample i depends only on the seed and i."""
     ema_length: EmaLength | None = None
     """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
@@ -194,10 +194,6 @@ class SamplingConfig:
     samples: Any = field(default_factory=PicturesConfig)
     solver: SolverConfig = field(default_factory=SolverConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)
-
-    def __post_init__(self) -> None:
-        if self.solver.solver == "adaptive" and self.samples.steps:
-            raise UsageError("--steps and --solver adaptive exclude each other; give one")
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,6 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
         refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")
         refuse({"solver": options.get("solver") == "stochastic"}, "stochastic cannot be inverted: pass another solver")
     if flags.mask is not None:
-        refuse({"solver": options.get("solver") == "adaptive"}, "adaptive excludes --mask: pass another solver")
         refuse({"degrade": flags.degrade}, "excludes --mask, which sets the missing pixels: pass one of them")
     why = (
         "a one-step model cannot be inverted" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"

@@ -26,7 +26,7 @@ def print_plan(config: TrainConfig, flow: Flow, length: int | None = None) -> No
     """
     run, space, taught = config.run, flow.space, config.teacher_data
     points = taught.path_points if taught else 0
-    accelerator = build_accelerator(run, flow)
+    accelerator = build_accelerator(run)
     batch = run.split_batch(accelerator.num_processes)
     resolved = plain(config) | {
         "batch_size": batch.per_process,

@@ -376,7 +376,7 @@ def training_rate(config: TrainConfig, conditions: Kinds, space: Space | None = 
     state, space = PartialState(), space or build_space(config.data)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
         flow = build_flow(config, conditions, space)
-    precision = choose_precision(config.run, state.device, supports_bf16=flow.supports_bf16)
+    precision = choose_precision(config.run, state.device)
     to_device(flow, state.device, precision).train()
     item = costs.blank_item(flow, config.teacher_data.path_points if config.teacher_data else 0, state.device)
     count = config.run.split_batch(state.num_processes).per_process

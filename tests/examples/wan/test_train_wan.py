@@ -27,7 +27,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
-from rectified_flow.flows.times import TruncatedLogitNormal
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.system.outputs import RECORD
 from tests.examples.wan.tiny_wan import save_clips, save_pipeline
@@ -35,7 +34,7 @@ from tests.programs import program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 from wan_flags import WanConfig, WanFlags
-from wan_flow import Captions, ClipFlow, WanNetwork
+from wan_flow import Captions, ClipFlow, ExpertTimes, WanNetwork
 from wan_pipeline import Wan
 
 SIZE = "--frames 9 --height 32 --width 32"
@@ -280,9 +279,9 @@ def test_captions_are_dropped_for_the_empty_one() -> None:
 
 def test_times_of_one_expert_are_those_of_all_within_its_range() -> None:
     torch.manual_seed(0)
-    everything = TruncatedLogitNormal(0.0, 1.0, 3.0).draw(200_000, torch.device("cpu"))
+    everything = ExpertTimes(3.0, 0.0, 1.0).draw(200_000, torch.device("cpu"))
     within = everything[(everything > 0.875) & (everything < 1)]
-    drawn = TruncatedLogitNormal(0.0, 1.0, 3.0, 0.875, 1.0).draw(50_000, torch.device("cpu"))
+    drawn = ExpertTimes(3.0, 0.875, 1.0).draw(50_000, torch.device("cpu"))
     assert drawn.min() >= 0.875
     shares = torch.linspace(0.05, 0.95, 10)
     torch.testing.assert_close(drawn.quantile(shares), within.quantile(shares), atol=2e-3, rtol=0)
