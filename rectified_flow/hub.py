@@ -3,9 +3,8 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from os.path import lexists
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,8 +45,6 @@ NAMES_OR_PATHS = {
 """Flags whose path on this machine need not be public; its last part names the data or the run."""
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""
-DISTANCES = ("fid", "frechet_distance")
-"""Ends of the names of Fréchet distances; the first distance of a result is that of its feature network."""
 
 CARD_TEMPLATE = Path(__file__).with_name("model_card.md")
 PIPELINE_INDEX, PIPELINE_FOLDER = "model_index.json", "flow"
@@ -76,7 +73,6 @@ def save_pretrained(flow: Flow, folder: str | Path, **card: Any) -> None:
     replace_file(folder / CONFIG_FILE, json.dumps(description, indent=1))
     classes = {"_class_name": [PIPELINE.stem, "FlowPipeline"], PIPELINE_FOLDER: [PIPELINE.stem, "TrainedFlow"]}
     replace_file(folder / PIPELINE_INDEX, json.dumps(classes, indent=1))
-    (folder / PIPELINE_FOLDER).mkdir(exist_ok=True)
     for place in (folder, folder / PIPELINE_FOLDER):
         replace_file(place / PIPELINE.name, PIPELINE.read_bytes())
     if not lexists(folder / CARD_FILE):  # nor a link that leads nowhere
@@ -91,7 +87,10 @@ def claim_model(folder: Path) -> None:
     """
     if is_run(folder) or is_artifact(folder):
         raise UsageError(f"--save_pretrained {folder} belongs to a run or a checkpoint: choose another folder")
-    claim(folder, [checkpoint.MODEL_FILE, CONFIG_FILE, PIPELINE_INDEX, PIPELINE.name, PIPELINE_FOLDER])
+    claim(
+        folder,
+        [checkpoint.MODEL_FILE, CONFIG_FILE, PIPELINE_INDEX, PIPELINE.name, f"{PIPELINE_FOLDER}/{PIPELINE.name}"],
+    )
 
 
 def load_pretrained(source: str | Path, **options: Any) -> Flow:
@@ -131,7 +130,7 @@ def push_to_hub(flow: Flow, repo_id: str, *, private: bool | None = None, token:
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     with TemporaryDirectory() as folder:
         save_pretrained(flow, folder, **{"repo_id": repo_id, **card})
-        upload = partial(api.upload_folder, repo_id=repo_id, folder_path=folder, ignore_patterns=RECORD)
+        upload = partial(api.upload_folder, repo_id=repo_id, folder_path=folder, ignore_patterns=f"*{RECORD}")
         return str(upload(commit_message="Upload the model"))
 
 
@@ -220,55 +219,8 @@ def card_of_run(
     }
 
 
-def about_model(trained: Trained, license_name: str | None) -> dict[str, Any]:
-    """Return the description of a model for ``model.json``, as plain data; unknown values are None.
-
-    Args:
-        trained: the checkpoint.
-        license_name: the licence of the model, as the hub names it.
-
-    Returns:
-        - ``dataset``: the name of the data, which is never a path, and ``taught``, whether the model was trained on the
-          results of a teacher that was trained on these data;
-        - ``items`` and ``held_out``: the numbers of items that it was trained on, and that were held out;
-        - ``size``: width and height of the pictures [px]; ``parameters``: their number in the network;
-        - ``steps`` and ``images_seen``: the length of the training;
-        - ``evaluation``: ``copies`` (a share), ``distance`` (name and value), ``steps``, ``guidance_scale`` and
-          ``num_samples`` of a result of evaluate.py for these weights, by preference with the default number of steps;
-        - ``license`` and ``version``, that of the program.
-
-    Raises:
-        UsageError: if the run's ``evaluation.json`` is damaged.
-    """
-    flow, flags = trained.flow, program_flags(trained.config)
-    dataset, _ = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
-    items = trained.config.get("items", {})
-    counters = trained.counters
-    return {
-        "dataset": dataset,
-        "taught": bool(flags.get("teacher") or flags.get("reflow_from")),
-        "items": items.get("training"),
-        "held_out": items.get("held_out"),
-        "size": None if flow.space.shape is None else [*flow.space.shape[:0:-1]],
-        "parameters": _parameters(flow),
-        "steps": None if counters is None else counters.step,
-        "images_seen": None if counters is None else counters.images_seen,
-        "evaluation": _summary(_results_of(trained), flow.default_steps),
-        "license": license_name,
-        "version": _version(),
-    }
-
-
 def _parameters(flow: Flow) -> int:
     return sum(parameter.numel() for parameter in flow.network.parameters())
-
-
-def _version() -> str | None:
-    """Return the version of this program, or None if it is not installed."""
-    try:
-        return version(LIBRARY)
-    except PackageNotFoundError:
-        return None
 
 
 def _results_of(trained: Trained) -> list[dict[str, Any]]:
@@ -284,20 +236,6 @@ def _results_of(trained: Trained) -> list[dict[str, Any]]:
         and result.get("weights") == trained.weights
         and result.get("autoguidance", 1) == 1
     ]
-
-
-def _summary(results: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any] | None:
-    """Return the newest result with this number of steps, or else the newest, in short; None if there is none."""
-    if not results:
-        return None
-    result = next((each for each in reversed(results) if each.get("steps") == steps), results[-1])
-    distances = result["distances"]
-    name = next((name for name in distances if name.endswith(DISTANCES)), None)
-    return {
-        "copies": distances.get("copies"),
-        "distance": None if name is None else {"name": name, "value": distances[name]},
-        **{name: result.get(name) for name in SETTINGS_OF_RESULTS},
-    }
 
 
 def _is_path(name: str) -> bool:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -
     """Load the flow of the early checkpoint of a run, for autoguidance; see :func:`load_trained`.
 
     Raises:
-        UsageError: if there is no earlier checkpoint beside that of the trained flow.
+        UsageError: if there is no earlier checkpoint beside that of the trained flow, or it is of another kind.
     """
     path = on_main(state, lambda: checkpoint.early_of(trained.source))
     if path is None:
@@ -146,7 +147,13 @@ def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -
             f"--autoguidance needs a checkpoint of the first quarter of the run, and {trained.source.parent} has none: "
             "leave it out, or train a run with a shorter --save_every"
         )
-    return to_device(checkpoint.read(path, read_trained, state).flow, state.device, precision)
+    early, flow = checkpoint.read(path, read_trained, state).flow, trained.flow
+    if (type(early), early.space.shape, early.conditions) != (type(flow), flow.space.shape, flow.conditions):
+        raise UsageError(
+            f"--autoguidance needs {path} to be of the same kind as {trained.source}, and it is a "
+            f"{type(early).__name__} of {early.space.noun} with other conditions or sizes: move it away"
+        )
+    return to_device(early, state.device, precision)
 
 
 def _move_text_encoder(trained: Trained, source: str) -> None:
@@ -193,6 +200,11 @@ def load_average(trained: Trained, snapshots: Mapping[Path, int], length: float)
     weights = synthesize(snapshots, length)
     network_of(trained.flow).load_state_dict(weights, strict=False)  # snapshots contain no frozen weights
     return replace(trained, weights=f"average of length {length:g}")
+
+
+def model_hash(flow: Flow) -> str:
+    """Return the SHA-256 of the weights, as :func:`rectified_flow.save_pretrained` writes them."""
+    return sha256(checkpoint.to_bytes(checkpoint.own_weights(network_of(flow)))).hexdigest()
 
 
 def solver_name(flow: Flow, options: Mapping[str, Any]) -> str | None:

@@ -72,8 +72,9 @@ def main() -> None:
             content = contents[name]
             if name.endswith(".mjs"):  # source maps are not vendored
                 content = content.partition(b"//# sourceMappingURL=")[0]
-            (folder / f"{Path(name).name}.xz").write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
-            said.append(f"{hashlib.sha256(content).hexdigest()}  {Path(name).name}")
+            served = Path(name).name.replace(".mjs", ".js")  # stock nginx knows no .mjs, and browsers refuse its type
+            (folder / f"{served}.xz").write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
+            said.append(f"{hashlib.sha256(content).hexdigest()}  {served}")
         for name in package.licences:
             (folder / Path(name).name).write_bytes(contents[name])
         (folder / "VERSION").write_text("\n".join(said) + "\n")

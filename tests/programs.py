@@ -44,14 +44,14 @@ def stand_in() -> Iterator[None]:
     """Replace the exported program of export.py by zeros, to save tracing; a loaded program calls the flow itself."""
     calls: list[Any] = []
 
-    def serialise(call: Any, _form: str) -> bytes:
+    def to_onnx(call: Any, *_arguments: Any, in_half: bool) -> bytes:
         calls.append(call)
         return bytes(100_000)
 
-    def load(_content: bytes, _form: str) -> Callable[[dict[str, Any]], Any]:
-        return lambda inputs: calls[-1](**inputs)
+    def load(_content: bytes) -> Callable[[dict[str, Any]], list[Any]]:
+        return lambda inputs: [calls[-1](**inputs)]
 
-    with patch("rectified_flow.cli.export.serialise", serialise), patch("rectified_flow.cli.export.load", load):
+    with patch("rectified_flow.cli.export.to_onnx", to_onnx), patch("rectified_flow.cli.export.load", load):
         yield
 
 

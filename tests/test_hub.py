@@ -3,8 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +14,11 @@ from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import plain
-from rectified_flow.hub import about_model, card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained
+from rectified_flow.hub import card_of_run, load_pretrained, model_card, push_to_hub, save_pretrained
 from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, RunIdentity, TrainerFile
+from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE
 from tests.programs import assert_refused
 from tests.system.test_files import refusing
 from tests.test_load import FLOWS, same, write
@@ -75,52 +73,6 @@ def test_a_card_names_data_command_licence_and_evaluation(tmp_path: Path) -> Non
     assert "| 4 steps, guidance 2, 9 pictures | fid | 2.5 |\n" in written.text
     assert "python train_oxford.py --image_size 8 --seed 3 --dataset me/cats --use_cfg\n" in written.text
     assert "secret" not in str(written)
-
-
-def test_an_exported_model_says_of_itself_what_its_run_says(tmp_path: Path) -> None:
-    drawn = {"checkpoint": "moved/step_00000001", "weights": "last weights", "num_samples": 9, "guidance_scale": 2.0}
-    results = [
-        {**drawn, "steps": 16, "distances": {"fid": 2.5, "kid": 1.0, "copies": 0.25}},
-        {**drawn, "steps": 4, "distances": {"fid": 3.5}},
-        {**drawn, "checkpoint": "moved/step_00000002", "steps": 16, "distances": {"fid": 9.5}},
-    ]
-    trainer = asdict(TrainerFile(7, images_seen=56, run=RunIdentity("data", 0, 8, "new", "float32")))
-    known = {"items": {"training": 60, "held_out": 12}, checkpoint.STATE_FILE: trainer}
-    path = run_of(tmp_path, {"dataset": "", "dataset_path": "/home/me/cats"}, {}, results, **known)
-    trained = read_trained(path)
-    assert about_model(trained, "mit") == {
-        "dataset": "own pictures, cats",
-        "taught": False,
-        "items": 60,
-        "held_out": 12,
-        "size": [8, 8],
-        "parameters": sum(parameter.numel() for parameter in trained.flow.network.parameters()),
-        "steps": 7,
-        "images_seen": 56,
-        "evaluation": {
-            "copies": 0.25,
-            "distance": {"name": "fid", "value": 2.5},
-            "num_samples": 9,
-            "steps": 16,
-            "guidance_scale": 2.0,
-        },
-        "license": "mit",
-        "version": version("rectified-flow-trainer"),
-    }
-    (tmp_path / "evaluation.json").write_text(json.dumps(results[1:]))
-    assert about_model(trained, None)["evaluation"] == {
-        "copies": None,
-        "distance": {"name": "fid", "value": 3.5},
-        "num_samples": 9,
-        "steps": 4,
-        "guidance_scale": 2.0,
-    }
-
-
-def test_an_exported_model_of_weights_alone_says_what_they_show(tmp_path: Path) -> None:
-    trained = read_trained(write(FLOWS["mean"](), tmp_path))
-    known = {name: value for name, value in about_model(trained, None).items() if value is not None}
-    assert known.keys() == {"taught", "size", "parameters", "version"}
 
 
 @pytest.mark.parametrize("data", [{"dataset_path": "/home/me/cats"}, {"dataset": "../me/cats"}])
@@ -235,7 +187,7 @@ def test_a_model_is_uploaded_with_its_card(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace(repo_id=f"me/{repo_id}")
 
     def upload_folder(_api: HfApi, *, repo_id: str, folder_path: str, commit_message: str, ignore_patterns: str) -> str:
-        assert ignore_patterns == ".rectified-flow.json"
+        assert ignore_patterns == "*.rectified-flow.json"
         same(load_pretrained(folder_path), flow)
         uploaded[repo_id] = (Path(folder_path) / "README.md").read_text()
         return f"https://huggingface.co/{repo_id}/commit/1"

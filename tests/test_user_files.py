@@ -25,7 +25,7 @@ CLOUDS = f"--points 10 --measured_clouds 10 {SMALL}"
 OURS = (
     *("config.json", "status.json", "metrics.jsonl", "metrics.old.jsonl", "bad_steps.jsonl", "loss.png", "look.png"),
     *("evaluations.jsonl", "evaluations.png", "evaluation.json", "evaluation.png", "neighbours.png", "best"),
-    *("index.html", "style.css", "model.json", "model.onnx", "model.pt2", "model.safetensors", "README.md"),
+    *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
     *("0.png", "00000.png", "000000.png", "grid.png", "path.png", "path.gif", "manifest.json", "building.json"),
     *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
     *("steps.png", "ema_lengths.png", ".sample.lock", ".evaluation.lock", ".tmpabcdef", "averages", "lora"),
@@ -126,7 +126,7 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0 "
             "--output_dir {folder}",
         ),
-        ("export.py", "--checkpoint {trained} --format torch --output_dir {folder}"),
+        ("export.py", "--checkpoint {trained} --output_dir {folder}"),
         ("export.py", "--checkpoint {trained} --format page --output_dir {folder}"),
         ("train_masked_text.py", f"{TEXT} --output_dir {{folder}}"),
         pytest.param("train_point_clouds.py", f"{CLOUDS} --output_dir {{folder}}", marks=pytest.mark.slow),
@@ -160,14 +160,14 @@ def succeeds(script: str, words: str) -> None:
 DEFAULTS = {
     "sample.py": "--num_samples 1 --steps 1 --path gif",
     "evaluate.py": "--num_samples 2 --steps 1 2 --feature_network efficientnet_lite0",
-    "export.py": "--format torch",
+    "export.py": "--format onnx",
 }
 """Programs that write beside a checkpoint by default, with their words."""
 
 
 def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints/step_00000001", tmp_path / "step_00000001")
-    names = ("steps.png", "neighbours.png", "generated/00000.png", "exported/model.pt2")
+    names = ("steps.png", "neighbours.png", "generated/00000.png", "exported/model.onnx")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")
@@ -176,32 +176,69 @@ def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Pa
     assert [(tmp_path / name).read_text() for name in names] == ["mine"] * len(names)
 
 
-def test_a_run_without_records_is_resumed_sampled_evaluated_and_exported(
-    trained: Path, pictures: Path, tmp_path: Path
-) -> None:
-    """Commit 2b575ae wrote no records. Each program finds the files of an earlier call."""
+def test_a_run_that_was_copied_without_hidden_files_is_resumed(trained: Path, pictures: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(trained, run)
-    for _ in range(2):
-        for script, words in DEFAULTS.items():
-            for record in run.rglob(RECORD):
-                record.unlink()
-            succeeds(script, f"--checkpoint {run} {words}")
-    for record in run.rglob(RECORD):
-        record.unlink()
+    shutil.copytree(trained, run, ignore=shutil.ignore_patterns(".*"))
     words = f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures)
     succeeds("train_oxford.py", words)
     assert (run / "checkpoints/step_00000002").is_dir()
     recorded = json.loads((run / RECORD).read_text())["files"]
-    assert {"config.json", "metrics.jsonl", "loss.png", "samples", "evaluation.json"} <= {*recorded}
+    assert {"config.json", "metrics.jsonl", "loss.png", "samples"} <= {*recorded}
 
 
-def test_a_picture_of_the_users_among_the_samples_of_a_run_stays(trained: Path, pictures: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+INSIDE = {
+    "sample.py": ("generated", "00000.png", "--num_samples 1 --steps 1"),
+    "sample.py, the grid": ("generated", "grid.png", "--num_samples 1 --steps 1"),
+    "sample.py, a model": ("model/flow", "pipeline.py", "--num_samples 1 --steps 1 --save_pretrained {run}/model"),
+    "export.py": ("exported", "model.json", ""),
+    "export.py, a subfolder": ("exported/ort", "LICENSE", "--format page"),
+    "evaluate.py": (".", "neighbours.png", DEFAULTS["evaluate.py"]),
+}
+"""A folder in that of a run, a file of the user's there that a program would write, and the words of the program."""
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("writer", INSIDE)
+def test_in_a_run_no_byte_of_the_users_is_overwritten(writer: str, linked: bool, trained: Path, tmp_path: Path) -> None:
+    """Neither where the user copied files before the program's first call, nor through links after it."""
+    script, (place, name, words) = writer.partition(",")[0], INSIDE[writer]
+    run, mine = tmp_path / "run", tmp_path / "mine"
     shutil.copytree(trained, run)
-    (run / "samples/step_00000002.png").write_text("mine")
-    succeeds("train_oxford.py", f"{TRAIN} --output_dir {run} --train_num_steps 2".format(pictures=pictures))
-    assert (run / "samples/step_00000002.png").read_text() == "mine"
+    call, folder = f"--checkpoint {run} {words}".format(run=run), run / place
+    if not linked:
+        mine = folder
+    elif place == ".":
+        run.rename(mine)
+        run.symlink_to(mine)
+    else:
+        succeeds(script, call)
+        shutil.rmtree(folder)
+        folder.symlink_to(mine)
+    mine.mkdir(parents=True, exist_ok=True)
+    (mine / name).write_text("mine")
+    assert_refused(script, 1, call, "would be overwritten, and this project did not write it")
+    assert (mine / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("folder", ["samples", "checkpoints", "checkpoints/averages", "."])
+def test_a_run_is_resumed_or_refused_beside_files_of_the_users_behind_links(
+    folder: str, trained: Path, pictures: Path, tmp_path: Path
+) -> None:
+    """The folder was moved to another disk, where the user has files of the names that the run writes."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(trained, run)
+    (run / folder).mkdir(exist_ok=True)
+    shutil.move(run / folder, elsewhere)
+    (elsewhere / RECORD).unlink(missing_ok=True)
+    (run / folder).symlink_to(elsewhere)
+    mine = [elsewhere / name for name in ("step_00000002.png", "step_00000003/model.safetensors", "notes.txt")]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    words = f"{TRAIN} --output_dir {run} --train_num_steps 2 --save_every 1".format(pictures=pictures)
+    [(code, text)] = run_on_ranks(1, quick_program, "train_oxford.py", words.split())
+    assert code == 0 or "step_00000003 is in the way of the checkpoint, and holds model.safetensors" in text
+    assert [path.read_text() for path in mine] == ["mine"] * len(mine)
 
 
 def test_no_program_writes_into_a_checkpoint_or_mixes_a_model_with_a_run(
@@ -308,7 +345,7 @@ WRITERS = {
         "--checkpoint {trained} --num_samples 2 --steps 1 --feature_network efficientnet_lite0",
         "output_dir",
     ),
-    "export.py": ("--checkpoint {trained} --format torch", "output_dir"),
+    "export.py": ("--checkpoint {trained}", "output_dir"),
 }
 """Programs that write, each with its words and the flag of the folder that it writes into."""
 CLONE_NEWNS = 0x20000

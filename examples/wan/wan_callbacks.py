@@ -59,7 +59,7 @@ def claim_lora(output_dir: Path) -> None:
     claim(output_dir, [LORA_FOLDER])
     folder = output_dir / LORA_FOLDER
     folder.mkdir(exist_ok=True)
-    claim(folder, [LORA_FILE], ours=True)  # runs before version 0.3 left no record there
+    claim(folder, [LORA_FILE])
 
 
 def write_lora(transformer: nn.Module, folder: Path) -> None:

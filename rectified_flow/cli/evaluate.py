@@ -30,7 +30,7 @@ from rectified_flow.flags import checked, plain, refuse, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import is_run, program_flags, read_config
+from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGBA
@@ -71,7 +71,7 @@ def evaluate(config: EvaluateConfig) -> None:
         find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
     files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE, FIELDS_FILE)
-    on_main(state, lambda: claim(prepare_folder("output_dir", folder), files, ours=is_run(folder)))
+    on_main(state, lambda: claim(prepare_folder("output_dir", folder), files))
     read_results(folder)
     dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})

@@ -1,43 +1,53 @@
-"""Write a trained flow as a program for other software, or as a web page."""
+"""Write a trained flow as a program for other software, or as a web page that samples in a browser."""
 
+import json
+import lzma
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
-from rectified_flow.cli.exports.call import FILES, TEXT_FILE, TOKENIZER_FILE, Format, NetworkCall, describe
-from rectified_flow.cli.exports.page import (
-    DESCRIPTION,
-    SOURCES,
-    THUMBNAIL,
-    newest_samples,
-    page_files,
-    write_files,
-    written_description,
-    zipped,
+from torch.export import Dim
+
+from rectified_flow.cli.flags.sampling import ExportConfig
+from rectified_flow.cli.network_call import (
+    MODEL_FILE,
+    TEXT_FILE,
+    TOKENIZER_FILE,
+    NetworkCall,
+    check,
+    describe,
+    load,
+    text_program,
+    to_onnx,
+    tokenizer_file,
 )
-from rectified_flow.cli.exports.program import SENTENCE, check, load, serialise, text_program, tokenizer_file
-from rectified_flow.cli.exports.space import find_space, publish
-from rectified_flow.cli.flags.sampling import ExportConfig, ExportedConfig
 from rectified_flow.condition import Kinds
 from rectified_flow.errors import UsageError
-from rectified_flow.hub import about_model
-from rectified_flow.load import read_trained
+from rectified_flow.load import model_hash, read_trained
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.degradations import Downsample, Grey
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB
-from rectified_flow.system.files import prepare_folder, replace_file, writing
+from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
 from rectified_flow.system.outputs import claim
+from rectified_flow.system.provenance import PACKET
 from rectified_flow.system.server import folder_server
-from rectified_flow.system.terminal import lines
+from rectified_flow.system.terminal import lines, progress_bar
 
 CHECKED_BATCHES = (1, 3)
 ON_PAGE = (Downsample, Grey)
 """Projections that the page applies to a picture."""
-MOST_BYTES = 2_000_000_000
+MAX_ENCODER_BYTES = 2_000_000_000
 """Largest size of the weights of a text encoder in float32: a file in ONNX has less than 2 GiB."""
+SOURCES = Path(__file__).resolve().parents[1] / "page"
+THUMBNAIL, DESCRIPTION, OFFLINE = "thumbnail.png", "model.json", "offline.js"
+THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
+LARGE = (".onnx", ".wasm")
+"""Suffixes of the files that a visitor waits for."""
+READ_BY_PAGE = (".css", ".html", ".js", ".json", *LARGE)
 
 
 def export(config: ExportConfig) -> None:
@@ -49,66 +59,97 @@ def export(config: ExportConfig) -> None:
     """
     flags = config.model
     trained = checkpoint.read(flags.checkpoint, read_trained)
-    call = NetworkCall(trained.flow)
-    if flags.format == "page":
+    call, is_page = NetworkCall(trained.flow), flags.format == "page"
+    if is_page:
         _check_page(call)
-    encoder = None if flags.format == "torch" else _text_encoder(call.kinds, flags.format)
-    space = find_space(flags)
-    names = [FILES[flags.format], DESCRIPTION, *([TEXT_FILE, TOKENIZER_FILE] if encoder else [])]
-    thumbnail = None
-    if flags.format == "page":
+    encoder = _text_encoder(call.kinds, is_page)
+    page: dict[str, bytes] = {}
+    if is_page:
         # a preview of a flow from pictures shows pictures of the data, which need not be public
-        thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
-        names += [each.name for each in SOURCES.iterdir()] + [THUMBNAIL] * (thumbnail is not None)
-    folder, archive = _claim(flags, trained.run_folder, names)
-    expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
-    if flags.half:
-        call.keep_in_half()
-    content, description = serialise(call, flags.format), describe(call, flags.format)
-    description["about"] = about_model(trained, flags.license if space is None else space.license_name)
-    run = load(content, flags.format)
-    difference = check(((run(call.example(count)), each) for count, each in expected.items()), "flow", flags.half)
-    files: dict[str, bytes] = {FILES[flags.format]: content}
+        page = page_sources(None if trained.flow.takes_source else newest_samples(trained.run_folder))
+    folder = flags.output_dir or trained.run_folder / "exported"
+    names = [MODEL_FILE, DESCRIPTION, *([TEXT_FILE, TOKENIZER_FILE] if encoder else []), *page]
+    claim(prepare_folder("output_dir", folder), names)
+    description = describe(call)
+    if is_page:
+        description |= {"hash": model_hash(trained.flow), "metadata": PACKET if flags.metadata else None}
     inputs = [f"{name} {each['type']} {each['shape']}".replace("'", "") for name, each in description["inputs"].items()]
-    report: dict[str, object] = {
-        "model": trained,
-        "program": f"{folder / FILES[flags.format]}, {len(content) / 1e6:.1f} MB",
-        "inputs": ", ".join(inputs),
-        "output": description["output"],
-        "difference": f"at most {difference:.1e} of the greatest output, batches of 1 and 3",
-    }
-    if encoder:
-        examples = [text for kind in call.kinds.values() if isinstance(kind, Caption) for text in kind.examples]
-        files[TEXT_FILE], difference = text_program(encoder, [SENTENCE, *examples], flags.half)
-        files[TOKENIZER_FILE] = tokenizer_file(encoder)
-        size = f"{len(files[TEXT_FILE]) / 1e6:.1f} MB, from {encoder.name}"
-        report["encoder"] = f"{folder / TEXT_FILE}, {size}, difference at most {difference:.1e}"
-    if flags.format == "page":
-        files = page_files(files, description, thumbnail)
-    else:
-        files[DESCRIPTION] = written_description(description)
+    with progress_bar(total=2 + bool(encoder), desc="converting the network", unit="stage", leave=False) as bar:
+        expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
+        content = to_onnx(call, call.example(2), {0: Dim("batch")}, in_half=flags.half)
+        files = {MODEL_FILE: content}
+        bar.update()
+        bar.set_description("checking the program")
+        run = load(content)
+        difference = check(
+            ((run(call.example(count))[0], each) for count, each in expected.items()), "flow", flags.half
+        )
+        report: dict[str, object] = {
+            "model": trained,
+            "program": f"{folder / MODEL_FILE}, {len(content) / 1e6:.1f} MB",
+            "inputs": ", ".join(inputs),
+            "output": description["output"],
+            "difference": f"at most {difference:.1e} of the greatest output, batches of 1 and 3",
+        }
+        bar.update()
+        if encoder:
+            bar.set_description("converting the text encoder")
+            texts = [text for kind in call.kinds.values() if isinstance(kind, Caption) for text in kind.examples]
+            files[TEXT_FILE], difference = text_program(encoder, texts, flags.half)
+            files[TOKENIZER_FILE] = tokenizer_file(encoder)
+            size = f"{len(files[TEXT_FILE]) / 1e6:.1f} MB, from {encoder.name}"
+            report["encoder"] = f"{folder / TEXT_FILE}, {size}, difference at most {difference:.1e}"
+            bar.update()
     with writing(f"the exported program in --output_dir {folder}"):
-        write_files(folder, files)
-        if flags.zip:
-            replace_file(archive, zipped(files))
-            report["archive"] = f"{archive}, {archive.stat().st_size / 1e6:.1f} MB"
-    if flags.format == "page":
+        for name, written in finished(page | files, description).items():
+            replace_file(folder / name, written)
+    if is_page:
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"
     print(lines(report), flush=True)
-    if space is not None:
-        publish(space, files, "flow map" if call.is_map else "rectified flow", asks=not flags.yes)
     if flags.open:
         _open(folder)
 
 
-def _claim(flags: ExportedConfig, run: Path, names: Sequence[str]) -> tuple[Path, Path]:
-    """Claim the names of files in the output folder, and that of its archive; return folder and archive."""
-    folder = prepare_folder("output_dir", flags.output_dir or run / "exported")
-    claim(folder, names, ours=is_run(folder if flags.output_dir else run))
-    archive = folder.resolve().parent / f"{folder.resolve().name}.zip"
-    if flags.zip:
-        claim(archive.parent, [archive.name], ours=is_run(archive.parent))
-    return folder, archive
+def newest_samples(run_folder: Path) -> bytes | None:
+    """Return the newest grid of samples that a run has written, a PNG file, or None if there is none."""
+    grids = sorted((run_folder / "samples").glob("step_*.png"))
+    return read_bytes(grids[-1]) if grids else None
+
+
+def page_sources(thumbnail: bytes | None = None) -> dict[str, bytes]:
+    """Return the files of the page that are the same for every model, by path, with the runtimes unpacked.
+
+    Args:
+        thumbnail: a PNG file that other sites show with a link to the page.
+    """
+    files = {}
+    for file in sorted(SOURCES.rglob("*")):
+        if file.is_file():
+            is_packed, name = file.suffix == ".xz", file.relative_to(SOURCES)
+            content = file.read_bytes()
+            files[str(name.with_suffix("") if is_packed else name)] = lzma.decompress(content) if is_packed else content
+    if thumbnail is None:
+        files["index.html"] = files["index.html"].replace(THUMBNAIL_TAG, b"")
+        return files
+    return files | {THUMBNAIL: thumbnail}
+
+
+def finished(files: Mapping[str, bytes], description: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the files with their description; a page's also has sizes, and its service worker a version."""
+    files = dict(files)
+    if OFFLINE not in files:
+        return files | {DESCRIPTION: _as_json(description)}
+    sizes = {name: len(content) for name, content in files.items() if name.endswith(LARGE)}
+    files[DESCRIPTION] = _as_json({**description, "sizes": sizes})
+    read = sorted(name for name in files if name.endswith(READ_BY_PAGE) and name != OFFLINE)
+    version = sha256(b"".join(sha256(files[name]).digest() for name in read)).hexdigest()[:16]
+    constants = f"const VERSION = {json.dumps(version)};\nconst FILES = {json.dumps(read)};\n"
+    files[OFFLINE] = constants.encode() + files[OFFLINE]
+    return files
+
+
+def _as_json(description: Mapping[str, Any]) -> bytes:
+    return (json.dumps(description, indent=1) + "\n").encode()
 
 
 def _open(folder: Path) -> None:
@@ -137,7 +178,7 @@ def _check_page(call: NetworkCall) -> None:
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
 
 
-def _text_encoder(kinds: Kinds, form: Format) -> PretrainedTextEncoder | None:
+def _text_encoder(kinds: Kinds, is_page: bool) -> PretrainedTextEncoder | None:
     """Return the text encoder that is to be exported, too.
 
     Raises:
@@ -150,9 +191,9 @@ def _text_encoder(kinds: Kinds, form: Format) -> PretrainedTextEncoder | None:
         raise UsageError(f"--checkpoint has captions of several encoders ({names}): only one can be exported")
     for large in found.values():
         size = sum(parameter.numel() * 4 for parameter in large.parts[1].parameters())
-        if size > MOST_BYTES:
+        if size > MAX_ENCODER_BYTES:
             raise UsageError(f"the text encoder {large.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
     for each in encoders:
-        if form == "page" and not isinstance(each, BagOfWords | PretrainedTextEncoder):
+        if is_page and not isinstance(each, BagOfWords | PretrainedTextEncoder):
             raise UsageError(f"--format page cannot run the text encoder {each.name}: pass --format onnx")
     return next(iter(found.values()), None)

@@ -32,7 +32,6 @@ from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.runs.film import film_of, format_of
-from rectified_flow.runs.folder import is_run
 from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.runs.watched import WatchedRun
 from rectified_flow.spaces.fields import Fields
@@ -96,8 +95,7 @@ def sample(config: SampleConfig) -> None:
         card = card_of_run(trained, flags.license, command(program), plain(kind()))
     folder = flags.output_dir or trained.run_folder / "generated"
     with ExitStack() as held:
-        place = folder if flags.output_dir else trained.run_folder
-        on_main(state, lambda: _claim(folder, flags, names, held, ours=is_run(place)))
+        on_main(state, lambda: _claim(folder, flags, names, held))
         check_shared(state, {"output_dir": folder})
         if state.is_main_process:
             tqdm.write(describe(config, trained, wanted, state))
@@ -222,19 +220,19 @@ def _texts_of(written: Written, count: int) -> list[str]:
     return [", ".join(texts[number % len(texts)] for texts in several) for number in range(count)] if several else []
 
 
-def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStack, *, ours: bool) -> None:
+def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStack) -> None:
     """Create and lock the output folder, check that it has room and no other samples, and claim all names of files."""
     given = flags.from_images
     if given is not None and (given if given.is_dir() else given.parent).resolve() == folder.resolve():
         raise UsageError(f"--output_dir {folder} has the pictures of --from_images: choose another folder")
-    claim(prepare_folder("output_dir", folder), (), ours=ours)  # refuse a checkpoint before writing the lock file
+    claim(prepare_folder("output_dir", folder), ())  # refuse a checkpoint before writing the lock file
     busy = f"another process is writing to --output_dir {folder}"
     held.enter_context(locked(folder / LOCK_FILE, busy, 0))
     for file in {*folder.glob("*.png")} - {folder / name for name in names}:
         if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
     path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
-    claim(folder, [*names, "grid.png", *path], ours=ours)
+    claim(folder, [*names, "grid.png", *path])
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
         claim(flags.save_pretrained, ["grid.png"])  # written last

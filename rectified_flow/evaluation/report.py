@@ -11,7 +11,6 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.evaluation.distances import count_near_duplicates
 from rectified_flow.evaluation.features import average_colours, reference_features
 from rectified_flow.randomness import Samples, deterministic
-from rectified_flow.runs.folder import is_run
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.files import prepare_folder, writing
 from rectified_flow.system.outputs import claim
@@ -44,7 +43,7 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
         sheet = to_grid(space.render(space.decode(space.encode(data))), legend=space.legend)
         path = prepare_folder("output_dir", output_dir) / SHEET_FILE
         with writing(path):
-            claim(output_dir, [SHEET_FILE], ours=is_run(output_dir))
+            claim(output_dir, [SHEET_FILE])
         write_picture(path, sheet)
         tqdm.write(line("sheet", f"{path}: {len(shown)} pictures as they are trained on"))
 

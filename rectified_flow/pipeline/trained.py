@@ -1,21 +1,26 @@
-"""The pipeline of diffusers that generates pictures with a flow, and its component, which loads the flow."""
+"""The pipeline of diffusers around a trained flow, and the component that loads it."""
 
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from rectified_flow import hub
 from rectified_flow.condition import WrittenCondition, chosen
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.hub import load_pretrained
+from rectified_flow.load import model_hash, solver_name
 from rectified_flow.networks.captions import Caption
+from rectified_flow.system.provenance import GeneratedPicture, Provenance
+
+Written = str | int | float
+Generators = torch.Generator | Sequence[torch.Generator] | None
 
 
 class TrainedFlow:
@@ -24,7 +29,7 @@ class TrainedFlow:
     @classmethod
     def from_pretrained(cls, folder: str, **_options: Any) -> Flow:
         """Return the flow of the folder above ``folder``, ready to sample."""
-        return load_pretrained(Path(folder).parent)
+        return hub.load_pretrained(Path(folder).parent)
 
 
 class FlowPipeline(DiffusionPipeline):
@@ -40,55 +45,102 @@ class FlowPipeline(DiffusionPipeline):
         super().__init__()
         self.register_modules(flow=flow)  # type: ignore[attr-defined]
 
+    def save_pretrained(self, save_directory: str | Path, **_options: Any) -> None:
+        """Save the model so that ``from_pretrained`` loads it; its files do not depend on options of diffusers."""
+        hub.save_pretrained(self.flow, save_directory)
+
     def __call__(
         self,
         num_images: int = 1,
         *,
-        steps: int | None = None,
+        num_inference_steps: int | None = None,
+        guidance_scale: float | None = None,
+        generator: Generators = None,
         seed: int = 0,
-        guidance: float | None = None,
+        output_type: Literal["pil", "np", "pt"] = "pil",
+        return_dict: bool = True,
         batch_size: int = 64,
-        **conditions: str | int | float | Sequence[str | int | float],
-    ) -> ImagePipelineOutput:
+        metadata: bool = True,
+        **conditions: Written | Sequence[Written],
+    ) -> ImagePipelineOutput | tuple[Any]:
         """Return the pictures ``0`` to ``num_images - 1`` of a seed, which are those of ``sample.py``.
 
         Args:
             num_images: number of pictures.
-            steps: intervals between noise and picture; by default those of ``sample.py``.
+            num_inference_steps: intervals between noise and picture; by default those of ``sample.py``.
+            guidance_scale: scale of classifier-free guidance; by default that of ``sample.py``.
+            generator: draws the seed, and a list of generators the seed of each picture; by default ``seed`` is used.
             seed: seed of all pictures.
-            guidance: scale of classifier-free guidance; by default that of ``sample.py``.
+            output_type: ``pil``, or float32 in [0, 1] as ``np`` ``[n, h, w, c]`` or ``pt`` ``[n, c, h, w]``.
+            return_dict: return the pictures as an output of diffusers, otherwise in a tuple.
             batch_size: largest number of pictures in a batch.
+            metadata: have pictures of Pillow write seed, settings and the mark of generated pictures when saved.
             conditions: values by name; picture ``i`` has value ``i % n`` of each. Without any, captions are examples of
                 the training data, and other conditions are drawn. If some are given, the others are "none".
 
         Raises:
             UsageError: if the flow takes no such condition or guidance, or translates pictures.
         """
-        flow, options = self.flow, dict[str, Any](steps=steps or self.flow.default_steps)
+        flow, options = self.flow, dict[str, Any](steps=num_inference_steps or self.flow.default_steps)
         if flow.takes_source:
             raise UsageError("this model translates pictures: call pipe.flow.sample(source=pictures)")
-        scale = getattr(flow, "default_guidance", 1.0) if guidance is None else guidance
+        scale = getattr(flow, "default_guidance", 1.0) if guidance_scale is None else guidance_scale
         if scale != 1:
             if "guidance" not in signature(flow.sample).parameters:
                 raise UsageError(f"guidance has no effect on a {type(flow).__name__}: leave it out")
             options["guidance"] = Guidance(scale)
-        options |= {"seed": seed, "batch_size": batch_size, "conditions": self._values(conditions)}
-        batches = sample_batches(flow, range(num_images), render=False, **options)
-        pictures = (each for _, data in batches for each in flow.space.render_with_alpha(data).cpu())
-        return ImagePipelineOutput(images=[to_pil_image(each) for each in pictures])
-
-    def _values(self, written: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the values of the conditions that a caller writes."""
-        kinds = {
-            name: kind for name, kind in chosen(self.flow.conditions).items() if isinstance(kind, WrittenCondition)
+        kinds, written = self._written(conditions)
+        options["conditions"] = {
+            name: kind.none(1, torch.device("cpu")) if (texts := written[name]) is None else kind.parse(texts)
+            for name, kind in (kinds.items() if written else ())
         }
+        draws = _draws_of(num_images, seed, generator)
+        pictures: dict[int, Tensor] = {}
+        for each in dict.fromkeys(seed for seed, _ in draws):
+            numbers = [number for number, (seed, _) in enumerate(draws) if seed == each]
+            how = {"seed": each, "draws": [number for _, number in draws], "batch_size": batch_size, **options}
+            for some, data in sample_batches(flow, numbers, render=False, **how):
+                pictures |= zip(some, flow.space.render_with_alpha(data).cpu(), strict=True)
+        ordered = [pictures[number] for number in range(num_images)]
+        if output_type != "pil":
+            values = torch.stack(ordered).float() / 255
+            images: Any = values if output_type == "pt" else values.permute(0, 2, 3, 1).numpy()
+        else:
+            images = [to_pil_image(each) for each in ordered]
+            past = {"steps": options["steps"], "solver": solver_name(flow, {}), "guidance_scale": float(scale)}
+            past |= {"model": model_hash(flow)} if metadata else {}
+            for number, (drawn, own) in enumerate(draws if metadata else ()):
+                own_texts = {name: each[number % len(each)] if each else None for name, each in written.items()}
+                GeneratedPicture.of(images[number], Provenance(seed=drawn, number=own, conditions=own_texts, **past))
+        return ImagePipelineOutput(images=images) if return_dict else (images,)
+
+    def _written(self, given: dict[str, Any]) -> tuple[dict[str, WrittenCondition], dict[str, list[str] | None]]:
+        """Return the kinds of the conditions that a caller can write, and the texts that were written."""
+        known = chosen(self.flow.conditions)
+        kinds = {name: kind for name, kind in known.items() if isinstance(kind, WrittenCondition)}
         captions = {name: kind.examples for name, kind in kinds.items() if isinstance(kind, Caption) and kind.examples}
-        written = written or captions
-        if unknown := written.keys() - kinds.keys():
+        given = given or captions
+        if unknown := given.keys() - kinds.keys():
             raise UsageError(f"{min(unknown)} is not a condition of this model: pass {', '.join(kinds) or 'none'}")
-        values = {}
-        for name, kind in kinds.items() if written else ():
-            given = written.get(name)
-            several = [given] if isinstance(given, str | int | float) else given
-            values[name] = kind.none(1, torch.device("cpu")) if several is None else kind.parse([*map(str, several)])
-        return values
+        texts = {
+            name: None if each is None else [str(each)] if isinstance(each, Written) else [*map(str, each)]
+            for name, each in given.items()
+        }
+        return kinds, dict.fromkeys(kinds if given else ()) | texts
+
+
+def _draws_of(count: int, seed: int, generator: Generators) -> list[tuple[int, int]]:
+    """Return the seed and the number of each picture: one generator draws one seed, and several draw one for each."""
+    if isinstance(generator, torch.Generator):
+        seed, generator = _seed_of(generator), None
+    if generator is None:
+        return [(seed, number) for number in range(count)]
+    if len(generator) != count:
+        raise UsageError(
+            f"there are {len(generator)} generators for {count} pictures: pass one for each, or a single one"
+        )
+    return [(_seed_of(each), 0) for each in generator]
+
+
+def _seed_of(generator: torch.Generator) -> int:
+    return int(torch.randint(2**31, (), generator=generator, device=generator.device))

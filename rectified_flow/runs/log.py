@@ -201,7 +201,7 @@ class RunLog:
         self.preview = path = self.folder / "samples" / f"{step_name(step)}.png"
         with self.tolerant("samples"):
             path.parent.mkdir(exist_ok=True)
-            claim(path.parent, [path.name], ours=True)
+            claim(path.parent, [path.name])
             replace_file(path, encode_picture(grid))
         for tracker in self.accelerator.trackers:
             with self.tolerant("the trackers"):

@@ -37,9 +37,9 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
 
     Args:
         folder: an existing folder.
-        names: names of files or subfolders of ``folder``.
-        ours: whether the folder belongs to the project, such as the folder of a run. Versions before 0.3 wrote no
-            record; without a record, all contents of such a folder are treated as written by the project.
+        names: names of files or subfolders of ``folder``, or paths of files in subfolders, which are made.
+        ours: whether the folder is that of a run, which a copy without hidden files leaves without a record; all
+            contents of such a folder are then treated as written by the project.
 
     Raises:
         UsageError: if a name exists that is not in the record, the record cannot be read, or the folder is a
@@ -48,7 +48,8 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
     """
     if is_artifact(folder):
         raise UsageError(f"{folder} is a checkpoint or another complete artifact: choose another folder")
-    names, record = list(names), folder / RECORD
+    paths, record = list(names), folder / RECORD
+    names = list(dict.fromkeys(path.partition("/")[0] for path in paths))
     with writing(record), _locked(folder):
         written = set(os.listdir(folder) if ours else ())
         if known := lexists(record):
@@ -63,6 +64,10 @@ def claim(folder: Path, names: Iterable[str], *, ours: bool = False) -> None:
                 )
         if not written.issuperset(names) or (written and not known):
             replace_file(record, json.dumps(asdict(Record(sorted(written.union(names)))), indent=1))
+    for name in names:
+        if inside := [path.partition("/")[2] for path in paths if path.startswith(f"{name}/")]:
+            (folder / name).mkdir(exist_ok=True)
+            claim(folder / name, inside)
 
 
 @contextmanager

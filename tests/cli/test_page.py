@@ -42,7 +42,7 @@ PRETEND = """{
 }
 """
 """The software adapter says other things about itself."""
-RUNTIME = "**/ort.webgpu.bundle.min.mjs"
+RUNTIME = "**/ort.webgpu.bundle.min.js"
 BROKEN = """
 export const env = { wasm: {} };
 export class Tensor {}
@@ -241,7 +241,7 @@ def test_a_graphics_card_draws_by_default(
         answer = route.fetch()
         route.fulfill(response=answer, body=pretend + answer.text())
 
-    on_card.page.route("**/runtime.mjs", change)
+    on_card.page.route("**/runtime.js", change)
     on_card.open()
     assert on_card.text("backend") == text
     assert np.abs(on_card.picture() - drawn(exported[0], 0)[0]).max() <= 2

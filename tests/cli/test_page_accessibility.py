@@ -68,7 +68,6 @@ def of_a_mask() -> Flow:
 
 def check(shown: Shown) -> None:
     """Check the page as it is, in both colour schemes, on a phone and on a wide screen."""
-    shown.page.evaluate("document.getElementById('card').open = true")
     for scheme in ("light", "dark"):
         for width in WIDTHS:
             shown.page.emulate_media(color_scheme=scheme)

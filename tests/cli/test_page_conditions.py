@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.exports.page import page_files, write_files
+from rectified_flow.cli.export import export, page_sources
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Condition, Labels, Number
 from rectified_flow.flags import parse
@@ -53,13 +52,15 @@ LATER = "document.body.dataset.drawn = ''"
 def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The files of a page, unpacked."""
     folder = tmp_path_factory.mktemp("page")
-    write_files(folder, page_files({}, {}))
+    for name, content in page_sources().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
     return folder
 
 
 def run(folder: Path, body: str, **given: Any) -> Any:
     """Run a program in JavaScript, in which there are the modules of the page, and return its result."""
-    modules = {"conditions": "conditions.mjs", "tokenizers": "tokenizers/tokenizers.min.mjs"}
+    modules = {"conditions": "conditions.js", "tokenizers": "tokenizers/tokenizers.min.js"}
     lines = [f"import * as {name} from {json.dumps((folder / file).as_uri())};" for name, file in modules.items()]
     lines.append(f"const given = JSON.parse({json.dumps(json.dumps(given))});")
     lines.append(f"console.log(JSON.stringify(await (async () => {{{body}}})()));")

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.exports.page import page_files, write_files
+from rectified_flow.cli.export import export, finished, page_sources
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Labels, Number
 from rectified_flow.flags import parse
@@ -195,7 +194,8 @@ def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified:
         shown.page.context.set_offline(False)
         program = {"model.onnx": (rectified.folder / "model.onnx").read_bytes()}
         description = json.loads((rectified.folder / "model.json").read_text())
-        write_files(rectified.folder, page_files(program, description | {"changed": True}))
+        for name, content in finished(page_sources() | program, description | {"changed": True}).items():
+            (rectified.folder / name).write_bytes(content)
         shown.page.reload()
         shown.wait()
         wait_for("the new version", lambda: shown.page.evaluate(kept) != version)

@@ -12,7 +12,7 @@ from rectified_flow import randomness
 from rectified_flow.randomness import Samples, deterministic
 from tests.patience import PATIENCE
 
-NOISE = Path(randomness.__file__).parent / "page/noise.mjs"
+NOISE = Path(randomness.__file__).parent / "page/noise.js"
 DRAWS = [(0, 0, 16), (1, 3, 50), (2**32 - 1, 15, 3 * 8 * 8), (7, 0, 3 * 32 * 32), (12345, 9, 20001)]
 """Seed, number and size."""
 PROGRAM = """

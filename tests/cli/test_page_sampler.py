@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.cli.exports.call import NetworkCall, describe
+from rectified_flow.cli.network_call import NetworkCall, describe
 from rectified_flow.condition import Condition, Labels, Picture, with_map
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
@@ -23,7 +23,7 @@ from rectified_flow.spaces.pixels import Pixels
 from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-SAMPLER = Path(randomness.__file__).parent / "page/sampler.mjs"
+SAMPLER = Path(randomness.__file__).parent / "page/sampler.js"
 SHAPE = (3, 8, 8)
 NUMBERS = [0, 5]
 SAMPLE = """
@@ -83,7 +83,7 @@ def flow_of(kind: type[Flow], source: str | None, degradation: Degradation | Non
 @pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
 def test_a_picture_becomes_what_it_becomes_in_python(kind: type[Flow], source: str | None, painted: bool) -> None:
     flow = flow_of(kind, source, Mask() if source else None)
-    model: dict[str, Any] = describe(NetworkCall(flow), "page")
+    model: dict[str, Any] = describe(NetworkCall(flow))
     images = torch.randint(256, (1, *SHAPE), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     mask[..., 2:6, 3:] = painted
@@ -118,7 +118,7 @@ def test_a_picture_becomes_what_it_becomes_in_python(kind: type[Flow], source: s
 @pytest.mark.parametrize("degradation", [Downsample(2), Downsample(4), Grey(), Mask(), None])
 def test_pictures_are_degraded_as_in_python(degradation: Degradation | None) -> None:
     """Only by projections: a mask is painted by the visitor."""
-    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)), "page")
+    model: dict[str, Any] = describe(NetworkCall(flow_of(RectifiedFlow, "start", degradation)))
     x = torch.rand(1, *SHAPE) * 2 - 1
     body = "const { model, x } = JSON.parse(GIVEN); return [...sampler.degraded(model, Float32Array.from(x))];"
     found = torch.tensor(run(body, model=model, x=x.flatten().tolist())).reshape(x.shape)

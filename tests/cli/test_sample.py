@@ -15,11 +15,14 @@ from rectified_flow.errors import RunError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import load_pretrained
 from rectified_flow.load import build_flow, load_flow
+from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
+from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.files import lock_of
 from rectified_flow.system.pictures import write_picture
 from tests.programs import assert_refused, program
@@ -120,6 +123,11 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     assert np.array_equal(pictures(tmp_path / "never")["00000.png"], pictures(tmp_path / "plain")["00000.png"])
     plain, one, two, early = (pictures(tmp_path / name)["00000.png"] for name in ("plain", "one", "two", "early"))
     assert np.abs(one - two).max() <= 1
+    other = RectifiedFlow(Unet(8, (1,), image_size=16), space=Pixels((3, 16, 16)))
+    weights, files = other.network.state_dict(), {FLOW_FILE: describe(other)}
+    shutil.rmtree(folder / "checkpoints/step_00000010")
+    checkpoint.save(folder / "checkpoints", 10, {checkpoint.MODEL_FILE: weights}, files)
+    assert_refused("sample.py", 1, f"--checkpoint {folder} --autoguidance 2", "step_00000010 to be of the same kind as")
     inside = (one > 0) & (one < 255)  # the others are clipped
     assert np.corrcoef((one - plain)[inside], (plain - early)[inside])[0, 1] > 0.5
 

@@ -1,5 +1,6 @@
 """A model's folder in diffusers: its pictures are those of sample.py, and what it refuses."""
 
+import hashlib
 import runpy
 import sys
 from pathlib import Path
@@ -18,11 +19,13 @@ from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import PIPELINE, save_pretrained
+from rectified_flow.load import model_hash
 from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pipeline.trained import FlowPipeline
 from rectified_flow.spaces.pixels import Pixels
-from tests.test_load import FLOWS, write
+from rectified_flow.system.provenance import Provenance, read_provenance
+from tests.test_load import FLOWS, same, write
 
 CAPTION = Caption(BagOfWords(("a", "red", "blue", "flower")), 4, examples=("a red flower", "a blue flower"))
 
@@ -47,12 +50,12 @@ def opened(flow: Flow, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         (
             FLOWS["rectified"],
-            {"labels": ["dog", 0], "guidance": 2, "steps": 2},
+            {"labels": ["dog", 0], "guidance_scale": 2, "num_inference_steps": 2},
             "--classes dog,0 --guidance_scale 2 --steps 2",
         ),
         (FLOWS["mean"], {"labels": "dog", "batch_size": 2}, "--classes dog"),
-        (captioned, {"steps": 2}, "--steps 2"),
-        (captioned, {"steps": 2, "caption": "red"}, "--steps 2 --prompt red"),
+        (captioned, {"num_inference_steps": 2}, "--steps 2"),
+        (captioned, {"num_inference_steps": 2, "caption": "red"}, "--steps 2 --prompt red"),
     ],
 )
 def test_pictures_are_those_of_sample(
@@ -70,6 +73,51 @@ def test_pictures_are_those_of_sample(
         assert expected.std() > 1
 
 
+def test_a_saved_pipeline_is_whole_and_loads_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flow = FLOWS["rectified"]()
+    pipe = opened(flow, tmp_path, monkeypatch)
+    pipe.save_pretrained(tmp_path / "again", safe_serialization=True)
+    again = DiffusionPipeline.from_pretrained(tmp_path / "again", trust_remote_code=True)
+    assert {file.name for file in (tmp_path / "model").iterdir()} == {
+        file.name for file in (tmp_path / "again").iterdir()
+    }
+    same(again.flow, flow)
+
+
+def test_it_is_called_as_every_pipeline() -> None:
+    pipe: Any = FlowPipeline(FLOWS["rectified"]())
+    calls: dict[str, Any] = {"num_inference_steps": 1, "labels": "dog"}
+    first, second = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    one = pipe(2, generator=first, output_type="pt", **calls).images
+    (two,) = pipe(2, generator=second, output_type="np", return_dict=False, **calls)
+    assert (one.shape, two.shape) == ((2, 3, 8, 8), (2, 8, 8, 3))
+    assert np.allclose(one.permute(0, 2, 3, 1), two)
+    assert 0 <= one.min() < one.max() <= 1
+    assert not torch.equal(pipe(2, generator=first, output_type="pt", **calls).images, one), "a generator moves on"
+    several = [torch.Generator().manual_seed(seed) for seed in (4, 3)]
+    each = pipe(2, generator=several, output_type="pt", **calls).images
+    assert (each[1] - one[0]).abs().max() < 0.005, "a picture has its own generator"
+    assert (each[0] - one[0]).abs().max() > 0.005
+    with pytest.raises(UsageError, match="there are 2 generators for 3 pictures: pass one for each"):
+        pipe(3, generator=several)
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp"])
+def test_pictures_say_how_they_were_generated_once_they_are_saved(suffix: str, tmp_path: Path) -> None:
+    flow = FLOWS["rectified"]()
+    pipe: Any = FlowPipeline(flow)
+    calls: dict[str, Any] = {"num_inference_steps": 2, "labels": ["dog", "cat"], "guidance_scale": 2, "seed": 5}
+    path = tmp_path / f"picture.{suffix}"
+    pipe(2, **calls).images[1].save(path)
+    assert b"digitalsourcetype/trainedAlgorithmicMedia" in path.read_bytes()
+    expected = Provenance(model_hash(flow), 5, 2, 1, {"labels": "cat"}, guidance_scale=2.0, solver="ab2")
+    assert read_provenance(path) == expected
+    save_pretrained(flow, tmp_path / "model")
+    assert hashlib.sha256((tmp_path / "model/model.safetensors").read_bytes()).hexdigest() == expected.model
+    pipe(2, metadata=False, **calls).images[1].save(path)
+    assert b"trainedAlgorithmicMedia" not in path.read_bytes()
+
+
 def test_its_code_runs_only_if_the_caller_trusts_it(tmp_path: Path) -> None:
     save_pretrained(FLOWS["mean"](), tmp_path)
     with pytest.raises(ValueError, match="Pass `trust_remote_code=True`"):
@@ -85,7 +133,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("mean", {"guidance": 2}, "guidance has no effect on a MeanFlow: leave it out"),
+        ("mean", {"guidance_scale": 2}, "guidance has no effect on a MeanFlow: leave it out"),
         ("mean", {"colour": "red"}, "colour is not a condition of this model: pass labels"),
         ("rectified", {"labels": "cow"}, "cow does not exist: pass names"),
     ],

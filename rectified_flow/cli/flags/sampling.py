@@ -216,39 +216,21 @@ class ExportedConfig(Flags):
 
     checkpoint: Path = Path("runs/rectified-flow")
     """A run's folder, for its newest checkpoint, or a checkpoint; its averaged weights are used if there are any."""
-    format: Literal["onnx", "torch", "page"] = "onnx"
-    """ONNX, torch.export, or a web page that samples in the browser."""
+    format: Literal["onnx", "page"] = "onnx"
+    """ONNX, or a web page that samples in the browser."""
     output_dir: Annotated[Path | None, default_is("the run's folder/exported")] = None
     """Folder for the program and its model.json."""
     half: bool = False
     """Store weights in float16, half the size; the program still computes in float32."""
     open: bool = False
     """Also serve the page on this machine until Ctrl-C, and open it in a browser."""
-    zip: bool = False
-    """Also write the page's files as one .zip beside the folder."""
-    push_to_hub: str | None = None
-    """Also upload the page to the Hugging Face hub as a static Space of this id, such as me/flowers."""
-    private: bool = False
-    """Create the Space as private; an existing Space must be private already."""
-    yes: bool = False
-    """Upload without asking for confirmation."""
-    license: Annotated[str | None, default_is("that of --model_repo, if given")] = None
-    """Licence of the model and of the Space, as the hub spells it, such as mit or cc-by-4.0."""
-    model_repo: str | None = None
-    """Id of the model on the hub, such as me/flowers-model, to which the Space links."""
+    metadata: bool = True
+    """Have the page write seed, settings and the mark of generated pictures into the pictures that it saves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.format != "page":
-            page_only = {"open": self.open, "zip": self.zip, "push_to_hub": self.push_to_hub}
-            refuse(page_only, "has no effect without --format page: pass both")
-        if self.push_to_hub is None:
-            hub_only = {name: getattr(self, name) for name in ("private", "yes", "model_repo")}
-            refuse(hub_only, "has no effect without --push_to_hub: pass both")
-        for flag, name in {"push_to_hub": self.push_to_hub, "model_repo": self.model_repo}.items():
-            if name is not None and not re.fullmatch(r"[^/]+/[^/]+", name):
-                raise UsageError(f"--{flag} {name} is not an id of the hub: pass OWNER/NAME, such as me/flowers")
-        _check_license(self.license)
+            refuse({"open": self.open}, "has no effect without --format page: pass both")
 
 
 @dataclass(frozen=True)

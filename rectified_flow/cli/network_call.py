@@ -1,13 +1,17 @@
-"""One network call of a flow as a module of fixed inputs and one output, and its description."""
+"""One network call of a flow: a module of fixed inputs and one output, its description, and its program in ONNX."""
 
-from typing import Any, Literal
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.export import Dim
 
 from rectified_flow.condition import LARGEST, Condition, Labels, Number, Picture, chosen
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -18,13 +22,15 @@ from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import Pixels
 
-Format = Literal["onnx", "torch", "page"]
-FILES: dict[Format, str] = {"onnx": "model.onnx", "page": "model.onnx", "torch": "model.pt2"}
-"""Name of the program's file by format."""
 INPUT_KINDS = (Labels, Number, Caption)
 """Kinds of the conditions that are inputs of a program under their own names."""
 UNKNOWN = "unknown"
-TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"
+MODEL_FILE, TEXT_FILE, TOKENIZER_FILE = "model.onnx", "text_encoder.onnx", "tokenizer.json"
+SENTENCE = "A red flower, and 2 blue ones!"
+"""Text that an exported text encoder is checked with, beside the examples."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Greatest difference of program and module, relative to the greatest number that the module returns."""
+Program = Callable[[dict[str, Tensor]], list[Tensor]]
 
 
 class NetworkCall(nn.Module):
@@ -59,23 +65,13 @@ class NetworkCall(nn.Module):
                     "numbers, captions and a source can be exported"
                 )
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
-        self.is_map, self.shape, self.in_half = isinstance(flow, FlowMap), space.shape, False
+        self.is_map, self.shape = isinstance(flow, FlowMap), space.shape
         self.kinds = {name: each for name, each in conditions.items() if name != SOURCE}
         """Kinds of the inputs that are conditions, without a source."""
         self.takes_source = SOURCE in conditions and not flow.from_source
         """Whether the source is an input; a path that starts from it has it in ``x``."""
         inputs = {*self.kinds, SOURCE} if self.takes_source else {*self.kinds}
         self.constants = {name: each for name, each in flow.conditions.items() if name not in inputs}
-
-    def keep_in_half(self) -> None:
-        """Store matrices and convolutions in float16. Vectors stay in float32, and so does the computation."""
-        self.in_half = True
-        for module in list(self.flow.network.modules()):
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if parameter.ndim > 1:
-                    parameter.data = parameter.data.half()
-                    # unsafe: the stored parameter and the parameter that is read differ in type
-                    parametrize.register_parametrization(module, name, _Widened(), unsafe=True)
 
     def example(self, count: int) -> dict[str, Tensor]:
         """Return random inputs by name for ``count`` rows.
@@ -99,7 +95,7 @@ class NetworkCall(nn.Module):
 
     def forward(self, x: Tensor, t: Tensor, r: Tensor | None = None, **conditions: Tensor) -> Tensor:
         """Return the velocity, or the average velocity over ``[r, t]``, float32 ``[b, c, h, w]``, for ``t`` above 0."""
-        # len(x) would fix the batch size in a program of torch.export
+        # len(x) would fix the batch size of the program
         values = {name: kind.none(x.shape[0], x.device) for name, kind in self.constants.items()} | conditions
         if self.takes_source:
             values[SOURCE] = torch.cat((values[SOURCE], values.pop(UNKNOWN)), dim=1)  # see condition.with_map
@@ -123,31 +119,23 @@ def _example_of(kind: Condition, count: int, generator: torch.Generator) -> Tens
     return torch.where(given[:, None, None], values, LARGEST)
 
 
-class _Widened(nn.Module):
-    """A parameter that is kept in float16 and read in float32."""
-
-    def forward(self, kept: Tensor) -> Tensor:
-        return kept.float()
-
-
-def describe(call: NetworkCall, form: Format) -> dict[str, Any]:
+def describe(call: NetworkCall) -> dict[str, Any]:
     """Return the contents of ``model.json``: the inputs and output of the program, and the settings of sampling."""
     flow, labels = call.flow, call.kinds.get("labels")
     return {
-        "file": FILES[form],
+        "file": MODEL_FILE,
         "kind": "map" if call.is_map else "rectified",
         "inputs": {
             name: {"type": str(value.dtype).removeprefix("torch."), "shape": ["b", *value.shape[1:]]}
             for name, value in call.example(1).items()
         },
         "output": "average velocity" if call.is_map else "velocity",
-        "half": call.in_half,
         "channels": call.shape[0],
         "range": [-1, 1],
         "fields": _describe_fields(flow.space) if isinstance(flow.space, Fields) else None,
         "classes": flow.class_names,
         "no_label": labels.num_classes if isinstance(labels, Labels) else None,
-        "conditions": [{"name": name} | _describe_condition(kind, form) for name, kind in call.kinds.items()],
+        "conditions": [{"name": name} | _describe_condition(kind) for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
         "guidance": getattr(flow, "default_guidance", 1.0),
@@ -177,7 +165,7 @@ def _describe_fields(space: Fields) -> dict[str, Any]:
     }
 
 
-def _describe_condition(kind: Condition, form: Format) -> dict[str, Any]:
+def _describe_condition(kind: Condition) -> dict[str, Any]:
     """Return what a caller needs to know to choose values of a condition."""
     if isinstance(kind, Labels):
         names = list(kind.names) or [str(label) for label in range(kind.num_classes)]
@@ -188,8 +176,118 @@ def _describe_condition(kind: Condition, form: Format) -> dict[str, Any]:
     encoder: dict[str, Any] | None = None
     if isinstance(kind.encoder, BagOfWords):
         encoder = {"kind": "words", "words": list(kind.encoder.words)}
-    elif isinstance(kind.encoder, PretrainedTextEncoder) and form != "torch":
+    elif isinstance(kind.encoder, PretrainedTextEncoder):
         files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
         encoder = {"kind": "program", **files, "most_tokens": kind.encoder.most_tokens, "pools": kind.encoder.pools}
     sizes = {"size": kind.size, "tokens": kind.tokens}
     return {"kind": "caption", **sizes, "examples": list(kind.examples), "encoder": encoder}
+
+
+class TextCall(nn.Module):
+    """The vectors of texts and their hidden states, see :meth:`PretrainedTextEncoder.vectors`."""
+
+    def __init__(self, encoder: PretrainedTextEncoder) -> None:
+        super().__init__()
+        self.encoder, self.module = encoder, encoder.parts[1]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return float32 ``[b, size]`` and ``[b, n, size]`` of int64 ``[b, n]``."""
+        return self.encoder.vectors(input_ids, attention_mask)
+
+
+class _Positional(nn.Module):
+    """A module called by position: not any name of a condition can be that of a parameter, as torch.export needs it."""
+
+    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
+        super().__init__()
+        self.module, self.names = module, names
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.module(**dict(zip(self.names, inputs, strict=True)))
+
+
+def to_onnx(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[int, Dim], *, in_half: bool) -> bytes:
+    """Return a module as ONNX.
+
+    Args:
+        module: called with ``inputs`` by name.
+        inputs: examples.
+        sizes: the axes of every input whose sizes are dynamic.
+        in_half: store matrices and convolutions in float16. Vectors stay in float32, and so does the computation.
+    """
+    import onnxruntime  # noqa: F401  named here if it is missing, before the work
+    import onnxscript  # noqa: F401
+    from onnx import TensorProto, helper, numpy_helper
+
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    positional, shapes = _Positional(module, [*inputs]), {"inputs": (sizes,) * len(inputs)}
+    program = torch.export.export(positional, tuple(inputs.values()), dynamic_shapes=shapes)
+    exported: Any = torch.onnx.export(program, dynamo=True, verbose=False, input_names=list(inputs))
+    model = exported.model_proto
+    graph = model.graph
+    for part in (model, graph, *graph.node, *graph.value_info, *graph.initializer, *graph.input, *graph.output):
+        part.ClearField("metadata_props")  # stack traces, several times as large as a small network
+    for weight in graph.initializer if in_half else ():
+        if weight.data_type == TensorProto.FLOAT and len(weight.dims) > 1:
+            name, values = weight.name, numpy_helper.to_array(weight).astype(np.float16)
+            weight.CopyFrom(numpy_helper.from_array(values, f"{name}_half"))
+            graph.node.insert(0, helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
+    return bytes(model.SerializeToString())
+
+
+@torch.no_grad()
+def text_program(encoder: PretrainedTextEncoder, texts: Sequence[str], in_half: bool) -> tuple[bytes, float]:
+    """Return a text encoder as ONNX, with dynamic numbers of texts and tokens, and its difference from the encoder.
+
+    Raises:
+        RunError: if the difference is above the tolerance.
+    """
+    sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
+    inputs = encoder.tokenize(texts if len(texts) > 1 else [*texts, ""])
+    content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
+    run = load(content)
+    pairs = []
+    for given in (inputs, encoder.tokenize(texts[:1])):
+        known = given["attention_mask"].bool()[..., None]
+        for found, expected in zip(run(given), encoder.vectors(**given), strict=True):
+            rows = known if found.ndim == known.ndim else known.any(dim=1)  # padding is not used
+            pairs.append((found.masked_fill(~rows, 0), expected.masked_fill(~rows, 0)))
+    return content, check(pairs, "text encoder", in_half)
+
+
+def tokenizer_file(encoder: PretrainedTextEncoder) -> bytes:
+    """Return the contents of ``tokenizer.json``, without the padding and truncation of the latest call.
+
+    Raises:
+        UsageError: if the tokenizer cannot be written in this form.
+    """
+    backend = getattr(encoder.parts[0], "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError(f"the text encoder {encoder.name} has no {TOKENIZER_FILE}, so it cannot be exported")
+    document = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def load(content: bytes) -> Program:
+    """Return a function that runs a program in ONNX."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    return lambda inputs: [
+        torch.from_numpy(each) for each in session.run(None, {name: x.numpy() for name, x in inputs.items()})
+    ]
+
+
+def check(pairs: Iterable[tuple[Tensor, Tensor]], what: str, in_half: bool) -> float:
+    """Return the largest difference between outputs of a program and of a module, relative to the module's largest.
+
+    Raises:
+        RunError: if the difference is above the tolerance or not a number.
+    """
+    tolerance = HALF_TOLERANCE if in_half else TOLERANCE
+    differences = [(found - each).abs().max() / each.abs().max().clamp(min=1e-6) for found, each in pairs]
+    greatest = float(torch.stack(differences).max())
+    if not greatest <= tolerance:
+        remedy = "leave out --half" if in_half else "please report this"
+        raise RunError(f"the program differs from the {what} by {greatest:.2g}, more than {tolerance:g}: {remedy}")
+    return greatest

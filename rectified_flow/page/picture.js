@@ -1,6 +1,6 @@
 // The visitor's picture: read from a file, painted over, and compared with the result.
 
-import { pixels, stroke } from "./sampler.mjs";
+import { pixels, stroke } from "./sampler.js";
 
 const TINT = [226, 54, 112]; // of the pixels that are painted over
 const TINT_SHARE = 0.7;

@@ -1,8 +1,8 @@
 // The network call of model.onnx: on the graphics card (WebGPU) where there is one, otherwise on the processor (WASM).
 
 const RUNTIMES = {
-  webgpu: { module: "./ort/ort.webgpu.bundle.min.mjs", program: "ort/ort-wasm-simd-threaded.asyncify.wasm" },
-  wasm: { module: "./ort/ort.wasm.bundle.min.mjs", program: "ort/ort-wasm-simd-threaded.wasm" },
+  webgpu: { module: "./ort/ort.webgpu.bundle.min.js", program: "ort/ort-wasm-simd-threaded.asyncify.wasm" },
+  wasm: { module: "./ort/ort.wasm.bundle.min.js", program: "ort/ort-wasm-simd-threaded.wasm" },
 };
 
 /** What draws, why it is not WebGPU, and the file of its runtime; `wanted` is "webgpu", "wasm" or null. */

@@ -1,6 +1,6 @@
 // The controls of the conditions: a text box for a caption, a slider for a number, and a menu for labels.
 
-import { histogram, rangeOf, sorted } from "./conditions.mjs";
+import { histogram, rangeOf, sorted } from "./conditions.js";
 
 const PAUSE = 250; // after which a text counts as typed [ms]
 const NAMED = 8; // of unknown words

@@ -1,7 +1,7 @@
 // The conditions of a model, as model.json lists them: their values as inputs of the program, the range of numbers, and texts,
 // which are encoded as rectified_flow/networks/captions.py encodes them.
 
-import { sampleLabel } from "./noise.mjs";
+import { sampleLabel } from "./noise.js";
 
 export const NONE = 1e30; // a number that stands for "none": graphics cards do not handle NaN reliably
 const BINS = 40;
@@ -12,7 +12,9 @@ export const conditionsOf = (model) => model.conditions
   ?? (model.classes.length ? [{ name: "labels", kind: "label", names: model.classes, none: model.no_label }] : []);
 
 /** The number that fills a row of the input `name` that has no condition. */
-export const noneOf = (model, name) => NO_PICTURE[name] ?? model.conditions.find((each) => each.name === name).none ?? NONE;
+export const noneOf = (model, name) => Object.hasOwn(NO_PICTURE, name) // a condition may be called "constructor"
+  ? NO_PICTURE[name]
+  : model.conditions.find((each) => each.name === name).none ?? NONE;
 
 /**
  * The values of each condition for the rows of a job, by name.

@@ -1,9 +1,10 @@
 // The page: controls make a job, the worker draws it, and its pictures are shown as they come.
 
-import { showAbout } from "./about.mjs";
-import { makeControls } from "./controls.mjs";
-import { Comparison, joined, paint, readPicture } from "./picture.mjs";
-import { degraded, fromPixels, isGuidable } from "./sampler.mjs";
+import { showAbout } from "./about.js";
+import { makeControls } from "./controls.js";
+import { provenanceOf, withMetadata } from "./metadata.js";
+import { Comparison, joined, paint, readPicture } from "./picture.js";
+import { degraded, fromPixels, isGuidable } from "./sampler.js";
 
 const GRID = 16;
 const STOPS = 9;
@@ -59,7 +60,7 @@ function showLoading({ received, total }) {
 
 /** A worker that starts from a blob has this page's Content-Security-Policy; one that starts from a file has none. */
 function workerSource() {
-  const file = new URL(`worker.mjs${location.search}`, import.meta.url).href;
+  const file = new URL(`worker.js${location.search}`, import.meta.url).href;
   return URL.createObjectURL(new Blob([`import ${JSON.stringify(file)};`], { type: "text/javascript" }));
 }
 
@@ -220,9 +221,11 @@ function draw(reveal = false) {
   newest += 1;
   const waiting = isWaiting();
   if (waiting) say("The model is ready.");
-  worker.postMessage({
-    id: newest,
-    numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i),
+  worker.postMessage({ id: newest, numbers: waiting ? [] : [...at("pictures").children].map((_, i) => i), ...settingsNow() });
+}
+
+function settingsNow() {
+  return {
     ...place(),
     conditions: conditions.values(),
     steps: Number(at("steps").value),
@@ -230,7 +233,7 @@ function draw(reveal = false) {
     picture: comparison.picture,
     unknown: comparison.unknown,
     level: Number(at("level").value),
-  });
+  };
 }
 
 function show({ id, interval, steps, x, milliseconds }) {
@@ -297,9 +300,11 @@ function setHeld(name, number) {
 /** Save the shown pictures as one file: the compared result, or all in their grid. */
 async function download(scale) {
   if (!document.body.dataset.drawn) return say("The picture is not finished yet.");
-  const { from, to, mix } = place();
+  const { from, to, mix, ...settings } = settingsNow();
   const pictures = comparison.picture ? [at("after")] : [...at("pictures").querySelectorAll("canvas")];
-  const file = await joined(pictures, shape, scale);
+  const number = pictures.length > 1 || mix ? null : 0;
+  let file = await joined(pictures, shape, scale);
+  if (model.metadata) file = withMetadata(file, model.metadata, provenanceOf(model, { from, number, ...settings }));
   const link = document.createElement("a");
   link.href = URL.createObjectURL(file);
   link.download = `seed-${from}${mix ? `-to-${to}-at-${mix}` : ""}${scale > 1 ? `-${scale}x` : ""}.png`;

@@ -1,7 +1,7 @@
 // Sampling as rectified_flow/flows does it: from noise at time 1 to data at time 0, a network call at a time.
 
-import { conditionInputs, noneOf } from "./conditions.mjs";
-import { sampleNoise, slerp } from "./noise.mjs";
+import { conditionInputs, noneOf } from "./conditions.js";
+import { sampleNoise, slerp } from "./noise.js";
 
 const [RED, GREEN, BLUE] = [0.299, 0.587, 0.114]; // weights in the brightness of a pixel (ITU-R BT.601)
 

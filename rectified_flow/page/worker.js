@@ -1,8 +1,8 @@
 // Draws pictures beside the page, so that the page never waits: the newest job replaces the one that is being drawn.
 
-import { conditionsOf, programEncoder, wordEncoder } from "./conditions.mjs";
-import { chooseRuntime, openNetwork, openTextEncoder } from "./runtime.mjs";
-import { sample } from "./sampler.mjs";
+import { conditionsOf, programEncoder, wordEncoder } from "./conditions.js";
+import { chooseRuntime, openNetwork, openTextEncoder } from "./runtime.js";
+import { sample } from "./sampler.js";
 
 let newest = 0;
 let queue = Promise.resolve();
@@ -31,7 +31,7 @@ async function load() {
 }
 
 async function openTokenizer(name) {
-  const { Tokenizer } = await import("./tokenizers/tokenizers.min.mjs");
+  const { Tokenizer } = await import("./tokenizers/tokenizers.min.js");
   return new Tokenizer(await (await fetched(name)).json(), {});
 }
 
