@@ -64,7 +64,7 @@ class SequenceCondition(Condition, Protocol):
         """
 
 
-Kinds = Mapping[str, Condition]
+ConditionSpecs = Mapping[str, Condition]
 Values = dict[str, Tensor]
 
 
@@ -303,12 +303,12 @@ class _VectorEmbedding(nn.Module):
         return torch.where(missing, self.none, self.linear(values.masked_fill(missing, 0)))
 
 
-def chosen(kinds: Kinds) -> Kinds:
+def chosen(kinds: ConditionSpecs) -> ConditionSpecs:
     """Return the conditions that sampling chooses and guides by: all but :class:`AugmentationLabels`."""
     return {name: kind for name, kind in kinds.items() if not isinstance(kind, AugmentationLabels)}
 
 
-def drop(kinds: Kinds, values: Values, probability: float) -> Values:
+def drop(kinds: ConditionSpecs, values: Values, probability: float) -> Values:
     """Replace all conditions of a row by "none" with ``probability`` (Ho & Salimans 2022, arXiv:2207.12598).
 
     If there are several conditions and at least one comes from a column, each condition is also replaced on its own
@@ -333,7 +333,7 @@ def drop(kinds: Kinds, values: Values, probability: float) -> Values:
     }
 
 
-def none_of(kinds: Kinds, values: Values) -> Values:
+def none_of(kinds: ConditionSpecs, values: Values) -> Values:
     """Replace the values of each condition by "none", except for :class:`AugmentationLabels`, which stay."""
     kept = kinds.keys() - chosen(kinds).keys()
 
@@ -345,7 +345,7 @@ def none_of(kinds: Kinds, values: Values) -> Values:
     return {name: none(name, each) for name, each in values.items()}
 
 
-def all_none(kinds: Kinds, values: Values) -> Tensor:
+def all_none(kinds: ConditionSpecs, values: Values) -> Tensor:
     """Return whether each row has none of the conditions that can be chosen, bool ``[b]``.
 
     If "none" is NaN, a row with any NaN counts as "none", as in the embedding; pictures and sequences only if they are

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import LARGEST, Condition, Kinds, Labels, Number, Vector, all_none, drop, none_of
+from rectified_flow.condition import LARGEST, Condition, ConditionSpecs, Labels, Number, Vector, all_none, drop, none_of
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -13,7 +13,7 @@ from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import build, describe
 
 CPU = torch.device("cpu")
-BOTH: Kinds = {"labels": Labels(3, ("a", "b", "c")), "place": Vector(2)}
+BOTH: ConditionSpecs = {"labels": Labels(3, ("a", "b", "c")), "place": Vector(2)}
 
 
 def values(count: int) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def test_the_embedding_of_a_vector_is_linear_where_there_is_one() -> None:
 
 def test_conditions_are_dropped_together_and_each_on_its_own() -> None:
     torch.manual_seed(0)
-    kinds: Kinds = {"labels": BOTH["labels"], "place": Number((0.0, 1.0))}
+    kinds: ConditionSpecs = {"labels": BOTH["labels"], "place": Number((0.0, 1.0))}
     given = {"labels": torch.arange(40_000) % 3, "place": torch.arange(40_000.0)}
     dropped = drop(kinds, given, 0.25)
     gone = {name: all_none(kinds, {name: each}) for name, each in dropped.items()}
@@ -178,7 +178,7 @@ def test_kinds_are_described(kind: Condition) -> None:
     assert build(describe(kind)) == kind
 
 
-def unet(conditions: Kinds) -> Unet:
+def unet(conditions: ConditionSpecs) -> Unet:
     torch.manual_seed(0)
     network = Unet(8, (1, 2), 3, conditions, image_size=8, attention_sides=(), blocks_per_level=1)
     for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):

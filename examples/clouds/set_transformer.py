@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from geometry import Geometry
 from rectified_flow import register
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import ConditionSpecs
 from rectified_flow.networks.unet import TimeEmbedding, zero_init
 
 HEAD = 32
@@ -25,7 +25,7 @@ class SetTransformer(nn.Module):
         layers: number of attention layers.
     """
 
-    def __init__(self, geometry: Geometry, conditions: Kinds, width: int, layers: int) -> None:
+    def __init__(self, geometry: Geometry, conditions: ConditionSpecs, width: int, layers: int) -> None:
         super().__init__()
         self.geometry, self.conditions, self.width, self.layers = geometry, dict(conditions), width, layers
         features = geometry.coordinates(torch.zeros(1, geometry.dim)).shape[1]

@@ -11,7 +11,7 @@ from accelerate import PartialState
 from torch.utils.data import Dataset
 
 from rectified_flow.cli.flags.data import FIELDS, ColumnConfig, DataConfig, SourceConfig
-from rectified_flow.condition import Kinds, WrittenCondition, as_number
+from rectified_flow.condition import ConditionSpecs, WrittenCondition, as_number
 from rectified_flow.data.build import ImageSource, stored_type
 from rectified_flow.data.captions import read_column
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
@@ -157,7 +157,7 @@ def add_columns(
     flags: ColumnConfig,
     *,
     source: ImageSource | None = None,
-    kinds: Kinds | None = None,
+    kinds: ConditionSpecs | None = None,
     seed: int = 0,
 ) -> ImageDataset:
     """Add the columns of ``--condition_on`` to the pictures as conditions, and print a summary of each. Collective.

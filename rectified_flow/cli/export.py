@@ -23,7 +23,7 @@ from rectified_flow.cli.network_call import (
     to_onnx,
     tokenizer_file,
 )
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import ConditionSpecs
 from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
@@ -178,7 +178,7 @@ def _check_page(call: NetworkCall) -> None:
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
 
 
-def _text_encoder(kinds: Kinds, is_page: bool) -> PretrainedTextEncoder | None:
+def _text_encoder(kinds: ConditionSpecs, is_page: bool) -> PretrainedTextEncoder | None:
     """Return the text encoder that is to be exported, too.
 
     Raises:

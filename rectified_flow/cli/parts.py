@@ -12,7 +12,7 @@ from rectified_flow.cli.data import build_space, choose_degradation
 from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow
-from rectified_flow.condition import Kinds, Picture, chosen
+from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Choice, arguments_from, choose, plain, refuse, typed_options
@@ -113,7 +113,7 @@ def _solver_options(flags: SolverConfig, trained: Trained) -> dict[str, Any]:
     return options
 
 
-def build_flow(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> Flow:
+def build_flow(config: TrainConfig, conditions: ConditionSpecs, space: Space | None = None) -> Flow:
     """Build the network and flow of the flags.
 
     Args:

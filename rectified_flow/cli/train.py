@@ -30,7 +30,7 @@ from rectified_flow.cli.training.evaluations import build_evaluations, build_hel
 from rectified_flow.cli.training.rows import open_drawn
 from rectified_flow.cli.training.sizes import chooses_network
 from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
-from rectified_flow.condition import Kinds, Labels
+from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -60,7 +60,7 @@ REFLOW_FLAGS = {
     "paths_dir": "pairs_dir",
 }
 """Flags of ``--method reflow`` that :class:`TrainRectifiedFlow` has under another name."""
-PLANNED_LABELS: Kinds = {"labels": Labels(1)}
+PLANNED_LABELS: ConditionSpecs = {"labels": Labels(1)}
 """Labels of a dataset that a dry run does not open."""
 
 

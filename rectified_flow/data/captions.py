@@ -10,7 +10,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow.condition import WrittenCondition
-from rectified_flow.data.metadata import Chosen, Column
+from rectified_flow.data.metadata import Column, ColumnSpec
 from rectified_flow.data.store import ImageDataset, StoreDataset, StoreWriter
 from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import UsageError
@@ -21,7 +21,7 @@ CAPTIONS_FILE = "captions.float16"
 CAPTIONS_VERSION = 1
 
 
-def read_column(found: Chosen, kind: WrittenCondition, pictures: ImageDataset, state: PartialState) -> Column:
+def read_column(found: ColumnSpec, kind: WrittenCondition, pictures: ImageDataset, state: PartialState) -> Column:
     """Return the values of a column of pictures as a kind of condition. Collective.
 
     Raises:

@@ -225,7 +225,7 @@ def identity_of(kind: Condition) -> dict[str, Any]:
 
 
 @dataclass
-class Chosen:
+class ColumnSpec:
     """A column of a table, and the kind of condition that it is taken for."""
 
     name: str
@@ -286,7 +286,7 @@ class Chosen:
         return f"captions, {len(set(self.texts))} different{gaps}"
 
 
-def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[Chosen]:
+def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[ColumnSpec]:
     """Return the columns that are asked for, each with the kind that its values suit.
 
     Args:
@@ -335,7 +335,7 @@ def _is_list_of_other(value: Any) -> bool:
     return isinstance(value, list | tuple) and not all(isinstance(each, str) for each in value)
 
 
-def _choose(column: str, table: Table, kind: str | None) -> Chosen:
+def _choose(column: str, table: Table, kind: str | None) -> ColumnSpec:
     cells = [(_texts_of(value), place) for value, place in table.read(column)]
     values = [texts for texts, _place in cells]
     texts = [text for each in values for text in each]
@@ -355,7 +355,7 @@ def _choose(column: str, table: Table, kind: str | None) -> Chosen:
     found: Any = kind or ("caption" if several else _guess(texts))
     if several and found != "caption":
         raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
-    chosen = Chosen(condition_name(column), column, found, first, texts, places)
+    chosen = ColumnSpec(condition_name(column), column, found, first, texts, places)
     if found == "number":
         chosen.numbers()  # raises an error for a text
     return chosen

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Labels, Picture, Values, drop
+from rectified_flow.condition import ConditionSpecs, Labels, Picture, Values, drop
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
@@ -114,7 +114,7 @@ class Flow(nn.Module):
         return self.from_source or isinstance(self.conditions.get(SOURCE), Picture)
 
     @property
-    def conditions(self) -> Kinds:
+    def conditions(self) -> ConditionSpecs:
         """The conditions that the network takes, by name."""
         return getattr(self.network, "conditions", {})
 

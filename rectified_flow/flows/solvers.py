@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Values, chosen, none_of
+from rectified_flow.condition import ConditionSpecs, Values, chosen, none_of
 from rectified_flow.flows import Solver
 
 Velocity = Callable[[Tensor, float], Tensor]
@@ -205,7 +205,7 @@ class Guidance:
 NO_GUIDANCE = Guidance()
 
 
-def guided(predict: Callable[..., Tensor], kinds: Kinds, conditions: Values, guidance: Guidance) -> Velocity:
+def guided(predict: Callable[..., Tensor], kinds: ConditionSpecs, conditions: Values, guidance: Guidance) -> Velocity:
     """Return the velocity field of ``predict`` under guidance, with one call per time.
 
     For each scale ``w`` other than 1, the velocity is extrapolated by ``(w - 1)`` times its difference to the velocity

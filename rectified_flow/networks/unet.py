@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rectified_flow import randomness
-from rectified_flow.condition import Kinds, Picture, SequenceCondition
+from rectified_flow.condition import ConditionSpecs, Picture, SequenceCondition
 from rectified_flow.networks import forward_mode as tangents
 from rectified_flow.networks.forward_mode import Conv2d, GroupNorm, attend, modulated
 from rectified_flow.registry import register
@@ -58,7 +58,7 @@ class Unet(nn.Module):
         dim: int = 64,
         dim_mults: Sequence[int] = (1, 2, 3, 4),
         channels: int = 3,
-        conditions: Kinds | None = None,
+        conditions: ConditionSpecs | None = None,
         *,
         image_size: int = 64,
         attention_sides: Sequence[int] = (16, 8),
@@ -68,7 +68,7 @@ class Unet(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.dim_mults, self.channels = dim, tuple(dim_mults), channels
-        self.conditions: Kinds = dict(conditions or {})
+        self.conditions: ConditionSpecs = dict(conditions or {})
         self.image_size, self.attention_sides = image_size, tuple(attention_sides)
         self.attention_head_dim, self.blocks_per_level, self.dropout = attention_head_dim, blocks_per_level, dropout
         self.gradient_checkpointing = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import AugmentationLabels, Kinds, Values
+from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.pixels import RGB, cropped, mirrored
@@ -104,7 +104,7 @@ class Fields(Space):
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
-    def conditions(self) -> Kinds:
+    def conditions(self) -> ConditionSpecs:
         """The numbers that describe augmentation, if there is any."""
         return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import AugmentationLabels, Kinds, Values
+from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
@@ -37,7 +37,7 @@ class Pixels(Space):
         self._sides = None if self.shape is None else self.shape[-2:]
 
     @property
-    def conditions(self) -> Kinds:
+    def conditions(self) -> ConditionSpecs:
         """The numbers that describe augmentation, if there is any."""
         return {"augmentation": AugmentationLabels(NUMBERS)} if self.augmentation else {}
 

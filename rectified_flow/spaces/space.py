@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Kinds, Values
+from rectified_flow.condition import ConditionSpecs, Values
 from rectified_flow.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Space(ABC):
         return None
 
     @property
-    def conditions(self) -> Kinds:
+    def conditions(self) -> ConditionSpecs:
         """The conditions by which :meth:`augment` describes its variants; the network must take them."""
         return {}
 

@@ -10,7 +10,7 @@ import torch
 from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, NetworkConfig
 from rectified_flow.cli.train import start_from
 from rectified_flow.cli.training.sizes import STARTER_DIM
-from rectified_flow.condition import AugmentationLabels, Kinds, Labels
+from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -64,7 +64,7 @@ def test_a_mean_flow_starts_from_a_rectified_flow(source: Path) -> None:
 
 
 @pytest.mark.parametrize("conditions", [{}, {"labels": Labels(5)}])
-def test_where_nothing_fits(source: Path, conditions: Kinds) -> None:
+def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
     flow = RectifiedFlow(Unet(16, (1, 2), conditions=conditions, image_size=8, attention_sides=()))
     with pytest.raises(UsageError, match=r"of another architecture \(\d% of this network's weights would fit\): pass"):
         started(flow, source)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import Kinds, Labels
+from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import (
@@ -51,7 +51,7 @@ def test_the_nearest_candidate() -> None:
 
 
 class Silent(nn.Module):
-    conditions: Kinds = {"labels": Labels(2)}  # noqa: RUF012
+    conditions: ConditionSpecs = {"labels": Labels(2)}  # noqa: RUF012
 
     def forward(self, x: Tensor, t: Tensor, labels: Tensor | None = None) -> Tensor:
         return torch.zeros_like(x)

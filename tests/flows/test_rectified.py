@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rectified_flow.condition import Kinds, Labels
+from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.flows import Prediction
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.times import Uniform
@@ -147,7 +147,7 @@ def test_a_batch_in_parts_has_the_loss_of_the_whole() -> None:
 class Constant(nn.Module):
     """Predicts one number everywhere and remembers how it was called."""
 
-    def __init__(self, value: float, conditions: Kinds | None = None) -> None:
+    def __init__(self, value: float, conditions: ConditionSpecs | None = None) -> None:
         super().__init__()
         self.value = nn.Parameter(torch.tensor(value))
         self.conditions = conditions or {}

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Kinds, Labels, Vector
+from rectified_flow.condition import ConditionSpecs, Labels, Vector
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import time_grid
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
 
-KINDS: Kinds = {"labels": Labels(9)}
+KINDS: ConditionSpecs = {"labels": Labels(9)}
 """The label 9 stands for none."""
 
 
@@ -112,7 +112,7 @@ def test_each_condition_has_a_scale_of_its_own() -> None:
         calls.append(len(x))
         return (labels + place.nan_to_num(0)[:, 0])[:, None]
 
-    kinds: Kinds = {**KINDS, "place": Vector(1)}
+    kinds: ConditionSpecs = {**KINDS, "place": Vector(1)}
     conditions = {"labels": torch.tensor([2]), "place": torch.tensor([[2.0]])}
 
     def at(guidance: Guidance) -> float:

@@ -12,7 +12,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
-from rectified_flow.condition import Condition, Kinds, Labels, Number, WrittenCondition, chosen
+from rectified_flow.condition import Condition, ConditionSpecs, Labels, Number, WrittenCondition, chosen
 from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
@@ -71,7 +71,7 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     return written
 
 
-def _kind_of(name: str, kinds: Kinds, source: Path, flag: str) -> WrittenCondition:
+def _kind_of(name: str, kinds: ConditionSpecs, source: Path, flag: str) -> WrittenCondition:
     """Return the kind of a condition that a user names."""
     kind = kinds.get(name)
     if not isinstance(kind, WrittenCondition):

@@ -23,7 +23,7 @@ from rectified_flow.cli.training import recipe
 from rectified_flow.cli.training.rows import recipe_of
 from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, STARTER_SIDE, flags_of, suits_starter
 from rectified_flow.cli.training.teacher import calls_for
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import ConditionSpecs
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import checked, command_line, plain, replaced
@@ -85,7 +85,7 @@ UNMEASURED = {
 """Flags that, if given, make a run differ from the measured runs."""
 
 
-def with_plan(config: TrainConfig, count: int, conditions: Kinds, space: Space | None = None) -> TrainConfig:
+def with_plan(config: TrainConfig, count: int, conditions: ConditionSpecs, space: Space | None = None) -> TrainConfig:
     """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print the chosen ones.
 
     Collective.
@@ -120,7 +120,9 @@ class _Planner:
         space: the space of the data, if it is not that of pictures.
     """
 
-    def __init__(self, config: TrainConfig, count: int, time: str, conditions: Kinds, space: Space | None) -> None:
+    def __init__(
+        self, config: TrainConfig, count: int, time: str, conditions: ConditionSpecs, space: Space | None
+    ) -> None:
         self.config, self.fixed, self.count = config, recipe.fixed_flags(config), count
         self.conditions, self.space = conditions, space
         shape = (space.shape if space else None) or config.data.framing.shape
@@ -365,7 +367,7 @@ def intervals_of(step: float, rate: float, budget: float, steps: int) -> dict[st
     }
 
 
-def training_rate(config: TrainConfig, conditions: Kinds, space: Space | None = None) -> float:
+def training_rate(config: TrainConfig, conditions: ConditionSpecs, space: Space | None = None) -> float:
     """Measure the images per second of a training with these flags on this process; 0 if a GPU's memory is too small.
 
     Args:

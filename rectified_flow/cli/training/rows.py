@@ -16,7 +16,7 @@ from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.cli.training.recipe import flags_of_checkpoint
-from rectified_flow.condition import Kinds
+from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
@@ -49,7 +49,7 @@ COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 
 
 def files_of(
-    taught: TeacherData, space: Space, *, with_sources: bool = False, columns: Kinds | None = None
+    taught: TeacherData, space: Space, *, with_sources: bool = False, columns: ConditionSpecs | None = None
 ) -> dict[str, Sequence[int]]:
     """Return the shape of a row of each file of the store.
 

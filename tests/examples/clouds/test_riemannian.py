@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from point_clouds import Points
-from rectified_flow.condition import Kinds, Labels
+from rectified_flow.condition import ConditionSpecs, Labels
 from rectified_flow.data.stream import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance, take_steps
@@ -30,7 +30,7 @@ class MeanField(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.dim = dim
-        self.conditions: Kinds = {"labels": Labels(2)}
+        self.conditions: ConditionSpecs = {"labels": Labels(2)}
         torch.manual_seed(0)
         self.layer = nn.Linear(2 * dim + 2, dim)
 
