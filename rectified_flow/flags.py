@@ -34,7 +34,7 @@ PositiveNumber = Annotated[float, Interval(gt=0, le=1e30)]  # the largest float3
 NonNegative = Annotated[float, Interval(ge=0, le=1e30)]
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Probability = Annotated[float, Ge(0), Le(1)]
-NoiseLevel = Annotated[float, Gt(0), Le(1)]
+Strength = Annotated[float, Gt(0), Le(1)]
 Options = Annotated[tuple[str, ...], tyro.conf.arg(metavar="[KEY=VALUE ...]", help_behavior_hint="(default: none)")]
 """Arguments of a constructor or function that another flag names. Values are JSON, or strings."""
 IN_WORDS = {

@@ -73,7 +73,7 @@ def evaluate(config: EvaluateConfig) -> None:
     files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE, FIELDS_FILE)
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), files))
     read_results(folder)
-    dataset, held_out, compared = _split(_training_data(measure, trained), trained, state)
+    dataset, held_out, compared = split_data(training_data(measure, trained), trained, state)
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_classes(flow, source, dataset)
     if isinstance(dataset, ImageDataset):
@@ -148,7 +148,7 @@ def _compare(
     return results
 
 
-def _split(
+def split_data(
     pictures: ImageDataset | RenderedItems, trained: Trained, state: PartialState
 ) -> tuple[ImageDataset | RenderedItems, ImageDataset | None, HeldOutPictures | None]:
     """Return the training pictures, the held-out ones, if any, and the pictures of the held-out loss. Collective."""
@@ -190,7 +190,7 @@ def _teacher_of(flags: Mapping[str, Any]) -> Path | None:
     return Path(teacher) if teacher else None
 
 
-def _training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | RenderedItems:
+def training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | RenderedItems:
     """Open the training data of a checkpoint: pictures, or the rendered items of a registered dataset."""
     flow, path = trained.flow, trained.source / checkpoint.CONFIG_FILE
     flags = program_flags(trained.config)

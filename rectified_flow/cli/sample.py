@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,24 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.flags.sampling import PicturesConfig, SampleConfig
+from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
 from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import open_trained
 from rectified_flow.cli.programs import command
-from rectified_flow.cli.samples.choice import GRID_PICTURES, Wanted, choose
-from rectified_flow.cli.samples.inputs import PREVIEW, Written
+from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, conditions_of, read_request
 from rectified_flow.data.fields import FieldFormat, encode_field
+from rectified_flow.data.open import picture_names
+from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain, refuse
+from rectified_flow.evaluation.features import GREY_LEVELS, average_colours, reference_features
+from rectified_flow.flags import plain, refuse, replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.flow_map import FlowMap
-from rectified_flow.flows.solvers import NO_GUIDANCE, Guidance
+from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
-from rectified_flow.load import Trained, autocast, load_average, solver_name
+from rectified_flow.load import Trained, autocast, load_average, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.runs.film import film_of, format_of
 from rectified_flow.runs.snapshots import intact_snapshots
@@ -49,12 +51,12 @@ from rectified_flow.system.pictures import (
     write_motion,
     write_picture,
 )
+from rectified_flow.system.provenance import Provenance, metadata_options, read_provenance
 from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import lines, progress_bar
 
-LOCK_FILE = ".sample.lock"
-PATH_PICTURES = 8
-PATH_STOPS = 9
+LOCK_FILE, NEAREST_FILE = ".sample.lock", "nearest.png"
+PATH_PICTURES, PATH_STOPS, NEAREST = 8, 9, 4
 BLOCK = 4096
 """Least size of a file on disk [bytes]."""
 
@@ -74,6 +76,11 @@ def sample(config: SampleConfig) -> None:
     guided = config.solver.autoguidance != 1
     refuse({"autoguidance": guided and flags.reverse}, "has no effect with --reverse: leave it out")
     refuse({"autoguidance": guided and flags.save_pretrained}, "excludes --save_pretrained, which saves one network")
+    past = None if flags.like is None else read_provenance(flags.like)
+    if past is not None:
+        scales = tuple(f"{name}={scale:g}" for name, scale in past.guidance.items())
+        config = replaced(config, asdict(past) | {"guidance": scales, "like": None})
+    flags, folder = config.samples, flags.output_dir
     state, trained, options = open_trained(config)
     if flags.ema_length is not None:
         snapshots = on_main(state, lambda: intact_snapshots(trained.source))
@@ -81,25 +88,61 @@ def sample(config: SampleConfig) -> None:
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
         options.pop("guidance", None)  # a default
-    wanted = choose(flags, trained, options)
-    names, space = wanted.names, trained.flow.space
-    if isinstance(space, Fields):
-        wanted = replace(wanted, names=[f"{Path(name).stem}{PREVIEW}" for name in names])
-        names = [*wanted.names, *(measured_name(name, space) for name in wanted.names)]
-        if len(set(names)) < len(names):
-            raise UsageError(f"--from_images {flags.from_images}: two results would have the same name; rename a file")
+    request = read_request(flags, trained, options) if past is None else _repeat(past, trained, options)
+    if isinstance(trained.flow.space, Fields):
+        request = replace(request, names=[f"{Path(name).stem}{PREVIEW}" for name in request.names])
     card = {}
     if flags.save_pretrained is not None:
         is_map = isinstance(trained.flow, FlowMap)
         program, kind = ("one-step", TrainMeanFlow) if is_map else ("train", TrainRectifiedFlow)
         card = card_of_run(trained, flags.license, command(program), plain(kind()))
-    folder = flags.output_dir or trained.run_folder / "generated"
+    folder = folder or trained.run_folder / ("generated" if past is None else "like")
     with ExitStack() as held:
-        on_main(state, lambda: _claim(folder, flags, names, held))
+        on_main(state, lambda: _claim(folder, flags, _files_of(request, trained.flow), held))
         check_shared(state, {"output_dir": folder})
-        if state.is_main_process:
-            tqdm.write(describe(config, trained, wanted, state))
-        _write_samples(config, trained.flow, wanted, card, folder, state)
+        state.print(describe(config, trained, request, state))
+        _write_samples(config, trained, request, folder, state)
+        if flags.nearest is not None:
+            _write_nearest(flags.nearest, trained, [folder / name for name in request.names], state)
+    if flags.save_pretrained is not None and state.is_main_process:
+        with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
+            write_output(flags.save_pretrained / "grid.png", (folder / "grid.png").read_bytes())
+            save_pretrained(trained.flow, flags.save_pretrained, grid="grid.png", **card)
+        tqdm.write(lines({"model": flags.save_pretrained}))
+
+
+def _repeat(past: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
+    """Return the request for a picture that was generated earlier.
+
+    Raises:
+        UsageError: if another model generated it, or its settings do not determine it.
+    """
+    if past.model != model_hash(trained.flow):
+        raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
+    if past.number is None or past.from_picture:
+        raise UsageError("--like needs a single picture that was generated from noise: pass one of sample.py")
+    written = {name: [text] for name, text in past.conditions.items()}
+    options = options | {
+        "steps": past.steps,
+        "draws": [past.number],
+        "conditions": conditions_of(written, trained.flow),
+    }
+    return SampleRequest([f"{past.number:05d}-seed-{past.seed}.png"], options, written=written)
+
+
+def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
+    """Return the names of all files of results: pictures, and the measurements beside them.
+
+    Raises:
+        UsageError: if two files would have the same name.
+    """
+    space = flow.space
+    names = [*request.names]
+    if isinstance(space, Fields):
+        names += [measured_name(name, space) for name in names]
+    if len(set(names)) < len(names):
+        raise UsageError("--from_images would have two results of the same name; rename a file")
+    return names
 
 
 def _write_film(run: Path, path: Path) -> None:
@@ -119,15 +162,16 @@ def _write_film(run: Path, path: Path) -> None:
 
 
 def _write_samples(
-    config: SampleConfig, flow: Flow, wanted: Wanted, card: dict[str, Any], folder: Path, state: PartialState
+    config: SampleConfig, trained: Trained, request: SampleRequest, folder: Path, state: PartialState
 ) -> None:
-    """Write this process's samples; the main process also writes the grid, the trajectories and the model."""
-    flags, count = config.samples, len(wanted.names)
+    """Write this process's samples; the main process also writes the grid and the trajectories."""
+    flags, count, flow = config.samples, len(request.names), trained.flow
+    space, files, outside = flow.space, [folder / name for name in request.names], list[float]()
+    sides = prod(space.shape or ()) if isinstance(space, Fields) else 0
     remedy = "lower it, or pass an --output_dir with more room"
-    sides = prod(flow.space.shape or ()) if isinstance(flow.space, Fields) else 0
     require_disk(count * (BLOCK + 8 * sides), folder, f"--num_samples {count}", remedy)
-    space, files, outside = flow.space, [folder / name for name in wanted.names], list[float]()
     mine = range(state.process_index, count, state.num_processes)
+    past = _provenance(config, trained, request) if flags.metadata else None
     rows: list[int] = []
     with (
         flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0]))),
@@ -135,10 +179,11 @@ def _write_samples(
         autocast(config.model.mixed_precision, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):
-        for numbers, results, pictures in _results(flow, mine, wanted):
+        for numbers, results, pictures in _results(flow, mine, request):
             for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
                 # The names are already claimed: write_picture would read the record again for each picture.
-                contents = {files[number]: encode_picture(picture.permute(1, 2, 0).numpy())}
+                pixels = picture.permute(1, 2, 0).numpy()
+                contents = {files[number]: encode_picture(pixels, **_metadata(past, request, number))}
                 if isinstance(space, Fields):
                     measured = folder / measured_name(files[number].name, space)
                     contents[measured] = encode_field(result.numpy(), FieldFormat(**space.files))
@@ -150,34 +195,61 @@ def _write_samples(
         shares = gather_object(outside)
         if not state.is_main_process:
             return
-        also = wanted.options.get("guidance", NO_GUIDANCE).autoguidance != 1
+        also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
         calls = f"{sum(rows) / len(mine):g} of the network for each picture"
         texts: dict[str, object] = {"calls": calls + ", beside those of the early checkpoint's network" * also}
         if flags.path != "none":
-            texts["path"] = _write_path(folder, flow, range(min(PATH_PICTURES, count)), wanted.options, flags.path)
-    grid = write_picture(folder / "grid.png", _grid_of(files, wanted, flags.variants, space.legend))
+            shown = range(min(PATH_PICTURES, count))
+            texts["path"] = _write_path(folder, flow, shown, request.options, flags.path, _metadata(past, request))
+    grid = _grid_of(files, request, flags.variants, space.legend)
+    texts["grid"] = write_picture(folder / "grid.png", grid, **_metadata(past, request))
     if isinstance(space, Fields):
         texts["values"] = f"{sum(shares) / len(shares):.2%} are outside of the range by more than 1% of it"
-        texts["fields"] = (
-            f"{folder / measured_name(wanted.names[0], space)} to {measured_name(wanted.names[-1], space)}"
-        )
-    texts |= {"grid": grid, "pictures": f"{files[0]} to {files[-1].name}"}
-    if flags.save_pretrained is not None:
-        with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
-            write_output(flags.save_pretrained / "grid.png", grid.read_bytes())
-            save_pretrained(flow, flags.save_pretrained, grid="grid.png", **card)
-        texts["model"] = flags.save_pretrained
-    tqdm.write(lines(texts))
+        first, last = (measured_name(request.names[number], space) for number in (0, -1))
+        texts["fields"] = f"{folder / first} to {last}"
+    tqdm.write(lines(texts | {"pictures": f"{files[0]} to {files[-1].name}"}))
 
 
-def _results(flow: Flow, numbers: Sequence[int], wanted: Wanted) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
+def _provenance(config: SampleConfig, trained: Trained, request: SampleRequest) -> Provenance:
+    """Return the settings that all pictures of a call have in common."""
+    options = request.options
+    guidance = options.get("guidance", NO_GUIDANCE)
+    return Provenance(
+        model=model_hash(trained.flow),
+        seed=options["seed"],
+        steps=options["steps"],
+        solver=solver_name(trained.flow, options),
+        time_grid=config.solver.time_grid,
+        guidance_scale=guidance.scale,
+        guidance=dict(guidance.scales),
+        guidance_interval=guidance.interval,
+        autoguidance=guidance.autoguidance,
+        ema_length=config.samples.ema_length,
+        from_picture=config.samples.from_images is not None,
+    )
+
+
+def _metadata(past: Provenance | None, request: SampleRequest, number: int | None = None) -> dict[str, Any]:
+    """Return the options with which Pillow writes the settings of a picture, or of several without a number."""
+    if past is None:
+        return {}
+    if number is not None:
+        draws = request.options.get("draws")
+        written = {name: texts[number % len(texts)] for name, texts in request.written.items()}
+        past = replace(past, number=number if draws is None else draws[number], conditions=written)
+    return metadata_options("PNG", asdict(past))
+
+
+def _results(
+    flow: Flow, numbers: Sequence[int], request: SampleRequest
+) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
     """Yield numbers of results, generated data, and their pictures uint8 ``[b, c, h, w]``, a batch at a time."""
     space, is_field = flow.space, isinstance(flow.space, Fields)
-    batches = _reversed(flow, numbers, **wanted.options) if wanted.reverse else None
-    for some, data in batches or sample_batches(flow, numbers, render=False, **wanted.options):
+    batches = _reversed(flow, numbers, **request.options) if request.reverse else None
+    for some, data in batches or sample_batches(flow, numbers, render=False, **request.options):
         results = data if is_field else space.render_with_alpha(data)
-        if wanted.kept is not None:
-            known, mask = (each.to(results.device) for each in wanted.kept)
+        if request.kept is not None:
+            known, mask = (each.to(results.device) for each in request.kept)
             known = known[[number % len(known) for number in some]]
             results = torch.where(mask | known.isnan(), results, known)
         yield some, results, space.render(results) if is_field else results
@@ -187,37 +259,36 @@ def _reversed(
     flow: Flow, numbers: Sequence[int], *, seed: int, batch_size: int, conditions: dict[str, Tensor], **options: Any
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
     """Yield numbers of the starts that lead to the given data, and the starts, decoded; see :func:`sample_batches`."""
-    data, others = conditions[SOURCE], {name: each for name, each in conditions.items() if name != SOURCE}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
-        given = {name: values[[number % len(values) for number in some]] for name, values in others.items()}
-        x = flow.encode(data[[number % len(data) for number in some]], **given, **options)  # type: ignore[operator]
-        yield some, flow.space.decode(x)
+        given = {name: values[[number % len(values) for number in some]] for name, values in conditions.items()}
+        yield some, flow.space.decode(flow.encode(given.pop(SOURCE), **given, **options))  # type: ignore[operator]
 
 
-def _grid_of(files: Sequence[Path], wanted: Wanted, variants: int, legend: Legend | None) -> Any:
+def _grid_of(files: Sequence[Path], request: SampleRequest, variants: int, legend: Legend | None) -> Any:
     """Return a grid of results. Results of --from_images follow their picture, and conditions are written below."""
-    count, shown = len(files) // variants, wanted.shown
+    count, shown = len(files) // variants, request.shown
     across = 1 if shown is None else 1 + variants
-    rows = range(count if wanted.axes else min(count, max(1, GRID_PICTURES // across)))
+    rows = range(count if request.axes else min(count, max(1, GRID_PICTURES // across)))
     # Other processes wrote most of the samples, so the grid reads them back.
     cells: list[Tensor] = []
     for row in rows:
         cells += [] if shown is None else [shown[row]]
-        cells += [pil_to_tensor(over_white(open_picture(file))) for file in files[row::count]]
+        cells += [read_picture(file) for file in files[row::count]]
     images = torch.stack(cells)
-    if wanted.axes:
-        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in wanted.axes}
-        return labelled_grid(images, *([names[axis.name] + text for text in axis.values] for axis in wanted.axes))
+    if request.axes:
+        names = {axis.name: "" if axis.name == "labels" else f"{axis.name} " for axis in request.axes}
+        return labelled_grid(images, *([names[axis.name] + text for text in axis.values] for axis in request.axes))
     pairs = max(1, round((len(rows) / across) ** 0.5))  # of a picture and its results, side by side
-    texts = _texts_of(wanted.written, len(images)) if shown is None else []
-    return to_grid(with_texts(images, texts) if texts else images, None if shown is None else across * pairs, legend)
+    several = [texts for texts in request.written.values() if len(texts) > 1]  # conditions in which pictures differ
+    if shown is None and several:
+        images = with_texts(images, [", ".join(str(each[row % len(each)]) for each in several) for row in rows])
+    return to_grid(images, None if shown is None else across * pairs, legend)
 
 
-def _texts_of(written: Written, count: int) -> list[str]:
-    """Return the conditions of each picture in words, if pictures differ in them."""
-    several = [texts for texts in written.values() if len(texts) > 1]
-    return [", ".join(texts[number % len(texts)] for texts in several) for number in range(count)] if several else []
+def read_picture(file: Path) -> Tensor:
+    """Read a picture as uint8 ``[3, h, w]``."""
+    return pil_to_tensor(over_white(open_picture(file)))
 
 
 def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStack) -> None:
@@ -231,47 +302,39 @@ def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStac
     for file in {*folder.glob("*.png")} - {folder / name for name in names}:
         if file.stem.removesuffix(Path(PREVIEW).stem).isdecimal():
             raise UsageError(f"--output_dir {folder} contains {file.name} of an earlier call: choose another folder")
-    path = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
-    claim(folder, [*names, "grid.png", *path])
+    also = {"none": [], "strip": ["path.png"], "gif": ["path.gif"]}[flags.path]
+    claim(folder, [*names, "grid.png", *also, *[NEAREST_FILE] * (flags.nearest is not None)])
     if flags.save_pretrained is not None:
         claim_model(prepare_folder("save_pretrained", flags.save_pretrained))
-        claim(flags.save_pretrained, ["grid.png"])  # written last
+        claim(flags.save_pretrained, ["grid.png"])
 
 
-def describe(config: SampleConfig, trained: Trained, wanted: Wanted, state: PartialState) -> str:
+def describe(config: SampleConfig, trained: Trained, request: SampleRequest, state: PartialState) -> str:
     """Return lines on the model, the solver and the pictures."""
-    flow, flags, options = trained.flow, config.samples, wanted.options
-    steps = options["steps"]
+    flow, flags, options = trained.flow, config.samples, request.options
+    steps, guidance = options["steps"], options.get("guidance", NO_GUIDANCE)
     solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
     grid = f"{config.solver.time_grid} grid"
-    solver = ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid)))
     texts: dict[str, object] = {
         "model": trained,
         "processes": f"{state.num_processes} x {state.device.type}",
-        "solver": solver,
-        **_guidance_in_words(options.get("guidance", NO_GUIDANCE), trained.source),
-        "pictures": f"{len(wanted.names)} of {flow.space.noun}, seed {flags.seed}",
+        "solver": ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid))),
     }
-    for name, values in wanted.written.items():
-        some = list(dict.fromkeys(values))
+    scales = ({"scale": guidance.scale} if guidance.scale != 1 else {}) | dict(guidance.scales)
+    if scales:
+        texts["guidance"] = ", ".join(f"{name} {scale:g}" for name, scale in scales.items())
+    if guidance.autoguidance != 1 and (early := early_of(trained.source)):
+        texts["autoguidance"] = f"scale {guidance.autoguidance:g}, away from {early.name}"
+    texts["pictures"] = f"{len(request.names)} of {flow.space.noun}, seed {flags.seed}"
+    for name, values in request.written.items():
+        some = list(dict.fromkeys(map(str, values)))
         texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
-    if wanted.shown is not None:
-        each = f", {flags.variants} results for each" * (flags.variants > 1)
-        texts["from"] = (
-            f"{len(wanted.names) // flags.variants} of {flags.from_images}{each}" + ", in reverse" * wanted.reverse
-        )
+    if request.shown is not None:
+        each = f", {flags.variants} results for each" * (flags.variants > 1) + ", in reverse" * request.reverse
+        texts["from"] = f"{len(request.names) // flags.variants} of {flags.from_images}{each}"
     elif "start" in options:
-        texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['noise_level']:g}"
+        texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['strength']:g}"
     return lines(texts)
-
-
-def _guidance_in_words(guidance: Guidance, source: Path) -> dict[str, object]:
-    """Return a line for each kind of guidance that is used."""
-    scales = {"scale": guidance.scale} if guidance.scale != 1 else {}
-    by_condition = ", ".join(f"{name} {scale:g}" for name, scale in {**scales, **guidance.scales}.items())
-    early = early_of(source) if guidance.autoguidance != 1 else None
-    auto = f"scale {guidance.autoguidance:g}, away from {early.name}" if early is not None else ""
-    return {name: text for name, text in {"guidance": by_condition, "autoguidance": auto}.items() if text}
 
 
 def measured_name(name: str, space: Fields) -> str:
@@ -279,7 +342,9 @@ def measured_name(name: str, space: Fields) -> str:
     return name.removesuffix(PREVIEW) + str(space.files["suffix"])
 
 
-def _write_path(folder: Path, flow: Flow, numbers: range, options: dict[str, Any], kind: str) -> Path:
+def _write_path(
+    folder: Path, flow: Flow, numbers: range, options: dict[str, Any], kind: str, metadata: dict[str, Any]
+) -> Path:
     """Write the trajectories of some samples: an animation, or a row for each sample."""
     frames: list[Tensor] = []
 
@@ -292,4 +357,36 @@ def _write_path(folder: Path, flow: Flow, numbers: range, options: dict[str, Any
         return write_motion(folder / "path.gif", [to_grid(frame) for frame in frames], pauses)
     stops = sorted({round(i * (len(frames) - 1) / (PATH_STOPS - 1)) for i in range(PATH_STOPS)})
     strip = torch.stack([frames[stop] for stop in stops], dim=1)
-    return write_picture(folder / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)))
+    return write_picture(folder / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)), **metadata)
+
+
+def _write_nearest(place: Sequence[Path], trained: Trained, files: Sequence[Path], state: PartialState) -> None:
+    """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
+
+    The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of
+    a training picture or of its mirror image. Collective.
+
+    Raises:
+        UsageError: if the training pictures are not there.
+    """
+    from rectified_flow.cli.evaluate import split_data, training_data  # loads all scores
+
+    data, _, _ = split_data(training_data(MeasureConfig(dataset_path=next(iter(place), None)), trained), trained, state)
+    colours = average_colours()
+    real = reference_features(data, colours)
+    if not state.is_main_process:
+        return
+    shown = torch.stack([read_picture(file) for file in files[:GRID_PICTURES]])
+    distances = torch.minimum(*(torch.cdist(colours.of(each), real) for each in (shown, shown.flip(-1))))
+    found = distances.mul(GREY_LEVELS / real.shape[1] ** 0.5).topk(min(NEAREST, len(real)), largest=False)
+    names = picture_names(data) if isinstance(data, ImageDataset) else [str(number) for number in range(len(data))]
+    near = data.read_pictures(found.indices.flatten().tolist()).unflatten(0, found.indices.shape)
+    texts = [
+        text
+        for file, rows, values in zip(files, found.indices.tolist(), found.values.tolist(), strict=False)
+        for text in (file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True)))
+    ]
+    cells = with_texts(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), texts)
+    path = write_picture(files[0].parent / NEAREST_FILE, to_grid(cells, columns=1 + near.shape[1]))
+    closest = found.values[:, 0].min()
+    tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))

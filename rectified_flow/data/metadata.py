@@ -46,7 +46,7 @@ RESERVED = {
     "labels",
     "time",
     "kind",
-} | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode", "seed"}
+} | {"self", "steps", "count", "solver", "grid", "guidance", "start", "strength", "mask", "watch", "decode", "seed"}
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
 MOST_LABELS, ROWS_PER_LABEL = 1000, 5
 """Largest number of labels, and smallest average number of rows per label, in a column of labels."""

@@ -178,7 +178,7 @@ class HeldOutPictures:
             noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
             source = flow.source_of(batch, x_0)
         x_0, noise = x_0.repeat_interleave(TIMES, dim=0), noise.flatten(0, 1)
-        x_0, weights = flow.known_part(x_0)
+        x_0, weights = flow.masked(x_0)
         t = ((torch.arange(TIMES, device=x_0.device) + 0.5) / TIMES).repeat(len(numbers))
         conditions = {name: batch[name].repeat_interleave(TIMES, dim=0) for name in flow.conditions if name in batch}
         source = None if source is None else source.repeat_interleave(TIMES, dim=0)

@@ -13,7 +13,7 @@ from rectified_flow.condition import ConditionSpecs, Labels, Picture, Values, dr
 from rectified_flow.errors import UsageError
 from rectified_flow.flows import Coupling
 from rectified_flow.flows.couplings import CANDIDATES, nearest_candidate, optimal_pairs, squared_distances
-from rectified_flow.flows.solvers import Keep
+from rectified_flow.flows.solvers import Inpaint
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.pixels import Pixels
@@ -236,12 +236,12 @@ class Flow(nn.Module):
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
         """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
-        return squared_distances(self.known_part(x_0)[0], noise)
+        return squared_distances(self.masked(x_0)[0], noise)
 
     def _draw_noise(self, x_0: Tensor, conditions: Values, batch: dict[str, Any]) -> Tensor:
         if self.coupling == "immiscible":
             drawn = (randomness.randn(f"noise {k}", x_0.shape, x_0.device) for k in range(CANDIDATES))
-            return nearest_candidate(self.known_part(x_0)[0], drawn)
+            return nearest_candidate(self.masked(x_0)[0], drawn)
         rows = batch.get("noise_rows")
         noise = randomness.randn("noise", x_0.shape, x_0.device, global_rows=rows)
         if self.coupling == "ot" and rows is None and not self.from_source:  # no global batch: pair this batch
@@ -255,7 +255,7 @@ class Flow(nn.Module):
         *,
         noise: Tensor | None = None,
         start: Tensor | None = None,
-        noise_level: float = 1.0,
+        strength: float = 1.0,
     ) -> tuple[Tensor, Values]:
         """Return the start of sampling and a value of every condition; those that are not given are drawn.
 
@@ -263,8 +263,8 @@ class Flow(nn.Module):
             count: number of rows if no tensor is given.
             conditions: values by name; sources ``source`` ``[b, ...]`` are data as the space stores them, or encoded.
             noise: standard normal ``[b, ...]``.
-            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
-            noise_level: the time to start at, with ``start``.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
+            strength: the time to start at, with ``start``.
 
         Raises:
             ValueError: if the network does not take a condition, there are no sources to start from, or the flow has
@@ -294,17 +294,17 @@ class Flow(nn.Module):
         source = next(iter(sources), None)
         x, values = self.with_source(noise.float().to(device), source, values)
         if start is not None:
-            x = torch.lerp(self.space.encode(start).to(device).nan_to_num(0.0), x, noise_level)
+            x = torch.lerp(self.space.encode(start).to(device).nan_to_num(0.0), x, strength)
         return x, values
 
-    def keeping(self, start: Tensor | None, mask: Tensor | None, x: Tensor, noise_level: float = 1.0) -> Keep | None:
+    def inpainting(self, start: Tensor | None, mask: Tensor | None, x: Tensor, strength: float = 1.0) -> Inpaint | None:
         """Return the function that keeps the part of ``start`` where ``mask`` is false; None without a mask.
 
         Args:
             start: data ``[b, ...]``, as the space stores them.
             mask: bool ``[b, 1, h, w]``, true where data are generated. Unknown values of ``start`` are generated, too.
-            x: the start of sampling ``[b, ...]``, at the time ``noise_level``.
-            noise_level: the time of ``x``.
+            x: the start of sampling ``[b, ...]``, at the time ``strength``.
+            strength: the time of ``x``.
 
         Raises:
             ValueError: if there is a mask, but nothing to keep.
@@ -317,9 +317,9 @@ class Flow(nn.Module):
         if generated.shape[-2:] != x.shape[-2:]:  # latents have smaller sides
             generated = F.adaptive_max_pool2d(generated.float(), x.shape[-2:]) > 0
         generated = generated | known.isnan()
-        return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t / noise_level))
+        return lambda now, t: torch.where(generated, now, torch.lerp(known, x, t / strength))
 
-    def known_part(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:
+    def masked(self, x_0: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return encoded data with 0 in place of unknown values, and weights ``[b, ...]`` of the error, or None.
 
         With the weights, the mean square of the error over all values equals that over the known values. A row without
@@ -399,7 +399,7 @@ def sample_batches(
         batch_size: largest number of samples in a batch.
         conditions: sample ``i`` has row ``i % n`` of each of these ``[n, ...]``; one that is left out is drawn.
         start: sample ``i`` starts from row ``i % n`` of these data ``[n, ...]``.
-        mask: sample ``i`` has row ``i % n`` of these masks ``[n, 1, h, w]``, see :meth:`Flow.keeping`.
+        mask: sample ``i`` has row ``i % n`` of these masks ``[n, 1, h, w]``, see :meth:`Flow.inpainting`.
         draws: sample ``i`` has the random draws of sample ``draws[i]``; by default its own.
         render: yield pictures; otherwise the generated data ``[b, ...]``.
         options: further arguments of ``flow.sample``.

@@ -76,7 +76,7 @@ class FlowMap(Flow):
         steps: int = 1,
         grid: TimeGrid = "uniform",
         start: Tensor | None = None,
-        noise_level: float = 1.0,
+        strength: float = 1.0,
         mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
@@ -88,8 +88,8 @@ class FlowMap(Flow):
             count: number of samples if no tensor is given.
             steps: intervals between noise and data, each crossed with its average velocity.
             grid: spacing of the times, see :func:`time_grid`.
-            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
-            noise_level: the time to start at, with ``start``.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
+            strength: the time to start at, with ``start``.
             mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
@@ -99,15 +99,15 @@ class FlowMap(Flow):
             ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
                 condition, or the flow has not seen the shape of its data yet.
         """
-        times = time_grid(steps, grid, noise_level if start is not None else 1.0)
-        x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
+        times = time_grid(steps, grid, strength if start is not None else 1.0)
+        x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
 
         def step(x: Tensor, t: float, r: float) -> Tensor:
             u = self.average_velocity(x, x.new_full((len(x),), t), x.new_full((len(x),), r), **values)
             return x - (t - r) * u
 
         with self.evaluating():
-            return self.space.decode(take_steps(step, x, times, watch, self.keeping(start, mask, x, times[0])))
+            return self.space.decode(take_steps(step, x, times, watch, self.inpainting(start, mask, x, times[0])))
 
 
 @register

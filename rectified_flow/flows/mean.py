@@ -109,7 +109,7 @@ class MeanFlow(FlowMap):
             count: rows that need the derivative; all of them if not given.
         """
         count = len(x_0) if count is None else count
-        x_0, weights = self.known_part(x_0)
+        x_0, weights = self.masked(x_0)
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         with tangents.keeping_values(wanted=count > 0) as kept:

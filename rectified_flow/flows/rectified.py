@@ -58,7 +58,7 @@ class RectifiedFlow(Flow):
 
     def loss(self, x_0: Tensor, noise: Tensor, t: Tensor, conditions: Values) -> Tensor:
         """Return the loss, given every draw: ``x_0``, ``noise`` ``[b, ...]``, ``t`` ``[b]``, conditions by name."""
-        x_0, weights = self.known_part(x_0)
+        x_0, weights = self.masked(x_0)
         times = expand(t, x_0)
         x_t = (1 - times) * x_0 + times * noise
         truth = {"velocity": noise - x_0, "clean": x_0, "noise": noise}[self.prediction]
@@ -89,7 +89,7 @@ class RectifiedFlow(Flow):
         grid: TimeGrid = "uniform",
         guidance: Guidance = NO_GUIDANCE,
         start: Tensor | None = None,
-        noise_level: float = 1.0,
+        strength: float = 1.0,
         mask: Tensor | None = None,
         noise: Tensor | None = None,
         watch: Watch | None = None,
@@ -104,8 +104,8 @@ class RectifiedFlow(Flow):
             solver: ODE solver, see :func:`integrate`.
             grid: spacing of the times, see :func:`time_grid`.
             guidance: classifier-free guidance, which doubles the rows of a network call.
-            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``noise_level``.
-            noise_level: the time to start at, with ``start``.
+            start: data ``[b, ...]`` to start from, as the space stores them, with noise up to ``strength``.
+            strength: the time to start at, with ``start``.
             mask: bool ``[b, 1, h, w]``, true where data are generated; the rest is that of ``start``.
             noise: ``[b, ...]``, standard normal; drawn if not given.
             watch: called with time and ``x`` at the start and after each interval.
@@ -116,12 +116,12 @@ class RectifiedFlow(Flow):
             ValueError: if ``steps`` is not positive, the noise level not in (0, 1], the network does not take a
                 condition, guidance has none to work with, or the flow has not seen the shape of its data yet.
         """
-        times = time_grid(steps, grid, noise_level if start is not None else 1.0)
-        x, values = self.draw_start(count, conditions, noise=noise, start=start, noise_level=noise_level)
+        times = time_grid(steps, grid, strength if start is not None else 1.0)
+        x, values = self.draw_start(count, conditions, noise=noise, start=start, strength=strength)
         field = guided(self.exact_velocity, self.conditions, values, guidance)
         with self.evaluating():
-            at_data, keep = self.prediction != "clean", self.keeping(start, mask, x, times[0])
-            x = integrate(field, x, times, solver, watch=watch, keep=keep, evaluate_at_data=at_data)
+            at_data, inpaint = self.prediction != "clean", self.inpainting(start, mask, x, times[0])
+            x = integrate(field, x, times, solver, watch=watch, inpaint=inpaint, evaluate_at_data=at_data)
         return self.space.decode(x) if decode else x
 
     @torch.no_grad()

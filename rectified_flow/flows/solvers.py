@@ -24,7 +24,7 @@ Velocity = Callable[[Tensor, float], Tensor]
 Step = Callable[[Tensor, float, float], Tensor]
 """A function of ``x``, its time and the next time that returns ``x`` at the next time."""
 Watch = Callable[[float, Tensor], object]
-Keep = Callable[[Tensor, float], Tensor]
+Inpaint = Callable[[Tensor, float], Tensor]
 """A function that returns ``x`` at a time with the part that is not generated put back."""
 
 CALLS_PER_STEP: dict[Solver, int] = {"euler": 1, "midpoint": 2, "heun": 2, "ab2": 1, "dpmpp_2m": 1, "stochastic": 1}
@@ -38,7 +38,7 @@ def integrate(
     solver: Solver = "ab2",
     *,
     watch: Watch | None = None,
-    keep: Keep | None = None,
+    inpaint: Inpaint | None = None,
     evaluate_at_data: bool = True,
 ) -> Tensor:
     """Integrate ``velocity`` from ``x`` ``[b, ...]`` at ``times[0]`` to ``times[-1]``, with one step per interval.
@@ -53,7 +53,7 @@ def integrate(
             by a fresh draw, which keeps the distribution at each time and corrects errors made before (the generalised
             DDIM of Song et al. 2020, arXiv:2010.02502, eq. 12).
         watch: called with time and ``x`` at the start and after each interval.
-        keep: see :func:`take_steps`.
+        inpaint: see :func:`take_steps`.
         evaluate_at_data: whether ``velocity`` exists at time 0; if not, a step of ``heun`` that ends there is an Euler
             step.
     """
@@ -65,7 +65,7 @@ def integrate(
         "dpmpp_2m": _data_prediction(velocity),
         "stochastic": partial(_stochastic, velocity),
     }
-    return take_steps(steps[solver], x, times, watch, keep)
+    return take_steps(steps[solver], x, times, watch, inpaint)
 
 
 def take_steps(
@@ -73,7 +73,7 @@ def take_steps(
     x: Tensor,
     times: list[float],
     watch: Watch | None = None,
-    keep: Keep | None = None,
+    inpaint: Inpaint | None = None,
 ) -> Tensor:
     """Set ``x`` to ``step(x, t, t_next)`` in each interval of ``times``.
 
@@ -82,14 +82,14 @@ def take_steps(
         x: initial value.
         times: see :func:`integrate`.
         watch: see :func:`integrate`.
-        keep: called with ``x`` and the time after each interval; ``x`` is set to its result. With the known part of the
-            data put back on its path, the rest is generated to match (Song et al. 2020, arXiv:2011.13456, section I.2).
+        inpaint: called with ``x`` and the time after each interval; ``x`` is set to its result. With the known part of
+            the data put back on its path, the rest is generated to match (Song et al. 2020, arXiv:2011.13456, I.2).
     """
     if watch is not None:
         watch(times[0], x)
     for t, t_next in pairwise(times):
         x = step(x, t, t_next)
-        x = x if keep is None else keep(x, t_next)
+        x = x if inpaint is None else inpaint(x, t_next)
         if watch is not None:
             watch(t_next, x)
     return x

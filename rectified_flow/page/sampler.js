@@ -53,10 +53,10 @@ function startOf(model, { picture, level, unknown }, size) {
 /**
  * The function that puts the known pixels back into `x` at time `t`, with the noise of the start.
  *
- * Without a source they are put on their path after each interval, as Flow.keeping does. A model with a source has seen them,
+ * Without a source they are put on their path after each interval, as Flow.inpainting does. A model with a source has seen them,
  * and gets them back at the end, as in sample.py.
  */
-export function keeping(model, { picture, unknown }, noise) {
+export function inpainting(model, { picture, unknown }, noise) {
   if (!picture || !unknown) return (x) => x;
   const [size, area] = [picture.length, unknown.length];
   return (x, t) => model.source && t > 0
@@ -74,7 +74,7 @@ export async function sample(model, job, call, watch) {
   const varied = job.picture && !job.unknown && !model.source;
   const times = timeGrid(job.steps, varied ? job.level : 1);
   const step = model.kind === "map" ? mapStep(call) : adamsBashforth(guided(model, job, call));
-  const keep = keeping(model, job, noise);
+  const keep = inpainting(model, job, noise);
   if ((await watch(0, x)) === false) return null;
   for (let i = 0; i < job.steps; i++) {
     x = keep(await step(x, times[i], times[i + 1], conditions), times[i + 1]);

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.evaluate import _training_data, evaluate
+from rectified_flow.cli.evaluate import evaluate, training_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.data.open import data_arguments, open_dataset
 from rectified_flow.data.store import ImageDataset
@@ -91,7 +91,7 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     save_with_flags(run, tmp_path, holdout=0.5, seed=3)
     run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    pictures = _training_data(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
+    pictures = training_data(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
     assert isinstance(pictures, ImageDataset)
     split = hold_out(pictures, 0.5, 3)
     distances = result["distances"]
@@ -240,10 +240,10 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
     with pytest.raises(UsageError, match="records no pictures: pass --dataset_path"):
-        _training_data(MeasureConfig(), read_trained(path))
+        training_data(MeasureConfig(), read_trained(path))
     given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
-    expected = _training_data(MeasureConfig(), read_trained(source))
-    assert _training_data(given, read_trained(path)).fingerprint == expected.fingerprint
+    expected = training_data(MeasureConfig(), read_trained(source))
+    assert training_data(given, read_trained(path)).fingerprint == expected.fingerprint
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.evaluate import _split, _training_data, evaluate
+from rectified_flow.cli.evaluate import evaluate, split_data, training_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
@@ -84,8 +84,8 @@ def test_the_same_scores_on_two_processes(run: Path, tmp_path: Path, capfd: pyte
 
 def test_samples_have_the_conditions_of_training_rows_where_copies_are_counted(run: Path) -> None:
     trained = read_trained(checkpoint.resolve(run))
-    everything = _training_data(MeasureConfig(), trained)
-    training, held_out, _ = _split(everything, trained, join_processes())
+    everything = training_data(MeasureConfig(), trained)
+    training, held_out, _ = split_data(everything, trained, join_processes())
     assert isinstance(training, ImageDataset)
     assert held_out is not None
     assert trained.run is not None

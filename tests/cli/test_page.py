@@ -286,7 +286,7 @@ def test_a_dropped_picture_is_varied_and_another_file_is_refused(
     shown.set("level", 0.3)
     assert "failed" not in (shown.page.get_attribute("#status", "class") or "")
     start = torch.from_numpy(given).permute(2, 0, 1)[None]
-    assert np.abs(shown.picture() - drawn(flow, 0, start=start, noise_level=0.3)[0]).max() <= 2
+    assert np.abs(shown.picture() - drawn(flow, 0, start=start, strength=0.3)[0]).max() <= 2
     shown.page.keyboard.press("Escape")
     shown.wait("document.getElementById('views').hidden")
     assert np.array_equal(shown.picture(), noise)
@@ -329,7 +329,7 @@ def test_the_controls_change_what_is_drawn(exported: tuple[Flow, str], shown: Sh
     shown.wait()
     shown.set("level", 0.05)
     start = torch.from_numpy(given).permute(2, 0, 1)[None]
-    assert np.abs(shown.picture() - drawn(flow, 3, start=start, noise_level=0.05, **dog)[0]).max() <= 2
+    assert np.abs(shown.picture() - drawn(flow, 3, start=start, strength=0.05, **dog)[0]).max() <= 2
     shown.click("forget")
     assert np.array_equal(shown.picture(), before)
     shown.click("new")

@@ -1,8 +1,5 @@
 """The conditions of an exported page: words, ranges and inputs are those of Python, and the controls work."""
 
-import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.export import export, page_sources
+from rectified_flow.cli.export import export
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Condition, Labels, Number
 from rectified_flow.flags import parse
@@ -22,115 +19,19 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.networks.captions import BagOfWords, Caption, words_of
+from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.server import folder_server
 from tests.cli.test_export import small, tiny_encoder
 from tests.cli.test_page import HAS_CARD, Shown, browser_with_card, drawn, looking_at
 from tests.cli.test_page_source import UNNAMED
-from tests.patience import PATIENCE
 from tests.test_load import write
 
 __all__ = ["browser_with_card"]
 SHAPE = (3, 8, 8)
 EXAMPLES = ("a red flower", "two blue flowers, and a cat")
 QUANTILES = (0.0, 1.5, 3.0, 8.0, 20.0)
-WORDS = [
-    "Two RED flowers, and 3 cats!",
-    "Ärger im Café — ΟΔΟΣ",
-    "snake_case don't x2",
-    "日本 Ёлка ½",
-    "",
-    "...",
-    "İstanbul ß",
-]
-HAS_NODE = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 LATER = "document.body.dataset.drawn = ''"
-
-
-@pytest.fixture(scope="module")
-def page_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a page, unpacked."""
-    folder = tmp_path_factory.mktemp("page")
-    for name, content in page_sources().items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(content)
-    return folder
-
-
-def run(folder: Path, body: str, **given: Any) -> Any:
-    """Run a program in JavaScript, in which there are the modules of the page, and return its result."""
-    modules = {"conditions": "conditions.js", "tokenizers": "tokenizers/tokenizers.min.js"}
-    lines = [f"import * as {name} from {json.dumps((folder / file).as_uri())};" for name, file in modules.items()]
-    lines.append(f"const given = JSON.parse({json.dumps(json.dumps(given))});")
-    lines.append(f"console.log(JSON.stringify(await (async () => {{{body}}})()));")
-    command = ["node", "--input-type=module", "-"]
-    source = "\n".join(lines)
-    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@HAS_NODE
-def test_words_and_their_vectors_are_those_of_python(page_folder: Path) -> None:
-    encoder = BagOfWords.of(EXAMPLES)
-    caption = {"size": encoder.size, "tokens": 0, "encoder": {"kind": "words", "words": encoder.words}}
-    texts = [*EXAMPLES, "a cat and a cat and a RED dog", "nothing known", ""]
-    body = """
-    const encode = conditions.wordEncoder(given.caption);
-    const values = (each) => { const found = encode(each); return found && [...found]; };
-    const unknown = given.texts.map((each) => conditions.sorted(given.caption.encoder, each).unknown);
-    return { words: given.words.map(conditions.wordsOf), vectors: given.texts.map(values), unknown };
-    """
-    found = run(page_folder, body, caption=caption, texts=texts, words=WORDS)
-    assert found["words"] == [words_of(each) for each in WORDS]
-    for vector, expected in zip(found["vectors"], encoder.encode(texts)[:, 0], strict=True):
-        if vector is None:
-            assert expected.isnan().all()
-        else:
-            assert (torch.tensor(vector) - expected).abs().max() < 1e-6
-    assert found["unknown"] == [[], [], ["dog"], ["nothing", "known"], []]
-
-
-@HAS_NODE
-@pytest.mark.parametrize(
-    ("quantiles", "bounds"),
-    [
-        (QUANTILES, (0, 20, 1, 3)),
-        ((0.05, 1.25, 3.1, 20.0), (0, 20, 0.1, 3.1)),
-        ((1899.0, 1950.0, 2024.0), (1899, 2024, 1, 1950)),
-        ((-0.31234, 0.0, 0.69871), (-0.32, 0.7, 0.01, 0)),
-        ((5.0, 5.0, 5.0), (5, 5, 1, 5)),
-    ],
-)
-def test_sliders_have_round_ends_and_a_histogram(
-    page_folder: Path, quantiles: tuple[float, ...], bounds: tuple[float, ...]
-) -> None:
-    body = """
-    const range = conditions.rangeOf(given.quantiles);
-    return { ...range, bars: conditions.histogram(given.quantiles, range.min, range.max, 10) };
-    """
-    found = run(page_folder, body, quantiles=quantiles)
-    assert (found["min"], found["max"], found["step"], found["start"]) == bounds
-    assert sum(found["bars"]) == pytest.approx(1)
-    if quantiles is QUANTILES:  # a quarter of the data lies between two quantiles
-        assert found["bars"][0] == pytest.approx(0.25 + 0.25 * 0.5 / 1.5)
-        assert found["bars"][5:] == pytest.approx([0.25 / 6] * 5)
-
-
-@HAS_NODE
-def test_ids_of_tokens_are_those_of_python(page_folder: Path, tmp_path: Path) -> None:
-    """Also of a text that is cut off."""
-    encoder = tiny_encoder(tmp_path / "encoder")
-    tokenizer = encoder.parts[0]
-    texts = [*WORDS[:-2], *EXAMPLES, "flowers " * 20, "a red, blue cat.", "[SEP] the dog"]
-    body = """
-    const tokenizer = new tokenizers.Tokenizer(given.tokenizer, {});
-    return given.texts.map((each) => conditions.idsOf(tokenizer, each, given.most));
-    """
-    document = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    found = run(page_folder, body, tokenizer=document, texts=texts, most=encoder.most_tokens)
-    assert found == [encoder.tokenize([each])["input_ids"][0].tolist() for each in texts]
 
 
 @contextmanager

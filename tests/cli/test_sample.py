@@ -3,6 +3,7 @@
 import resource
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import load_pretrained
-from rectified_flow.load import build_flow, load_flow
+from rectified_flow.load import build_flow, load_flow, model_hash
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -25,6 +26,7 @@ from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.files import lock_of
 from rectified_flow.system.pictures import write_picture
+from rectified_flow.system.provenance import read_provenance
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
@@ -86,6 +88,76 @@ def test_what_it_says_and_leaves(run: Path, tmp_path: Path) -> None:
     assert getattr(Image.open(folder / "generated/path.gif"), "n_frames", 0) == 4
 
 
+LIKE = "--seed 3 --steps 3 --solver heun --time_grid edm --num_samples 4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (f"{LIKE} --classes dog,cat --guidance_scale 2.5 --guidance_interval 0.1 0.9", "00001.png"),
+        (f"{LIKE} --guidance labels=1.5", "00003.png"),
+        ("--seed 3 --steps 2 --grid labels seed=3", "00004.png"),
+    ],
+)
+def test_a_picture_is_generated_again_from_its_file(run: Path, tmp_path: Path, flags: str, name: str) -> None:
+    draw("--checkpoint", run, "--output_dir", tmp_path / "made", *flags.split())
+    past = read_provenance(tmp_path / "made" / name)
+    assert (past.seed, past.model, past.from_picture) == (3, model_hash(load_flow(run)), False)
+    assert b"digitalsourcetype/trainedAlgorithmicMedia" in (tmp_path / "made" / name).read_bytes()
+    draw("--checkpoint", run, "--like", tmp_path / "made" / name, "--output_dir", tmp_path / "again")
+    [again] = (tmp_path / "again").glob("0*.png")
+    assert np.abs(pictures(tmp_path / "made")[name] - pictures(tmp_path / "again")[again.name]).max() <= 1
+    assert replace(read_provenance(again), conditions={}) == replace(past, conditions={})
+
+
+def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_path: Path) -> None:
+    write(RectifiedFlow(Unet(8, (1,), image_size=8), space=Pixels((3, 8, 8))), tmp_path / "other")
+    made = ["--checkpoint", run, "--num_samples", 2, "--steps", 1]
+    draw(*made, "--output_dir", tmp_path / "made")
+    draw(*made, "--output_dir", tmp_path / "plain", "--no_metadata")
+    draw(*made, "--output_dir", tmp_path / "from", "--from_images", tmp_path / "made/00000.png")
+    for checkpoint_, like, words in (
+        (run, "plain/00000.png", "00000.png does not say how it was generated: pass a picture of sample.py"),
+        (run, "made/grid.png", "--like needs a single picture that was generated from noise"),
+        (run, "from/00000.png", "--like needs a single picture that was generated from noise"),
+        (run, "nowhere.png", "nowhere.png cannot be read"),
+        (run, "made/00000.png --seed 2", "--seed has no effect with --like"),
+        (tmp_path / "other", "made/00000.png", "and another model generated this one"),
+    ):
+        assert_refused("sample.py", 1, f"--checkpoint {checkpoint_} --like {tmp_path}/{like}", words)
+
+
+def test_the_nearest_training_pictures_are_shown_with_their_distances(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from rectified_flow.cli.flags.training import TrainRectifiedFlow
+    from rectified_flow.cli.train import train_rectified_flow
+
+    (tmp_path / "mine").mkdir()
+    for number in range(6):
+        write_picture(tmp_path / f"mine/{number}.png", np.full((8, 8, 3), 40 * number, dtype=np.uint8))
+    words = f"--dataset_path {tmp_path}/mine --image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --train_num_steps 1"
+    words += f" --num_samples 0 --holdout 0 --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+    capfd.readouterr()
+    flags = ["--checkpoint", tmp_path / "run", "--num_samples", 3, "--steps", 1, "--from_images", tmp_path / "mine"]
+    run_on_ranks(2, draw, *flags, "--strength", 0.001, "--nearest", "--output_dir", tmp_path / "one")
+    sheet = np.asarray(Image.open(tmp_path / "one/nearest.png"))
+    assert len(sheet) > 3 * 112
+    side = 112 + 2
+    for row in range(3):
+        top = 2 + row * (len(sheet) - 2) // 3 + 50
+        shades = [sheet[top, 2 + column * side + 56, 0] for column in range(5)]
+        assert shades[0] == pytest.approx(40 * row, abs=3)
+        assert shades[1] == 40 * row, "its own picture is the nearest"
+        assert abs(int(shades[2]) - 40 * row) == 40
+    (tmp_path / "mine").rename(tmp_path / "moved")
+    shutil.rmtree(tmp_path / "cache")
+    words = f"--checkpoint {tmp_path}/run --num_samples 2 --steps 1 --output_dir {tmp_path}/two --nearest"
+    assert_refused("sample.py", 1, words, "mine is not a folder")
+    assert program("sample.py", f"{words} {tmp_path}/moved".split())[0] == 0
+
+
 def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     draw("--checkpoint", run, "--num_samples", 3, "--steps", 3, "--classes", "all", "--output_dir", tmp_path)
     told = capfd.readouterr().out
@@ -141,7 +213,7 @@ def test_a_mean_flow_draws_in_one_step(mean_run: Path, tmp_path: Path, capfd: py
 def test_starting_from_a_picture(mean_run: Path, tmp_path: Path) -> None:
     given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     Image.fromarray(given).save(tmp_path / "given.png")
-    flags = ["--checkpoint", mean_run, "--num_samples", 1, "--from_images", tmp_path / "given.png", "--noise_level"]
+    flags = ["--checkpoint", mean_run, "--num_samples", 1, "--from_images", tmp_path / "given.png", "--strength"]
     draw(*flags, 0.01, "--output_dir", tmp_path / "near")
     draw(*flags, 0.9, "--output_dir", tmp_path / "far")
     near, far = (np.abs(pictures(tmp_path / name)["00000.png"] - given).mean() for name in ("near", "far"))
@@ -156,8 +228,8 @@ REFUSED = [
     ("--steps 0", "--steps is 0; it must be above 0"),
     ("--num_samples 0", "--num_samples is 0"),
     ("--num_samples 1000000000000000", "--num_samples is 1000000000000000; it must be at most"),
-    ("--noise_level 2", "--noise_level is 2.0"),
-    ("--noise_level 0.5", "--noise_level has no effect without --from_images: pass both"),
+    ("--strength 2", "--strength is 2.0"),
+    ("--strength 0.5", "--strength has no effect without --from_images: pass both"),
     ("--autoguidance 2 --reverse --from_images {tmp}", "--autoguidance has no effect with --reverse: leave it out"),
     ("--guidance_interval 0.2 0.8", "needs a --guidance_scale other than 1"),
     ("--guidance_scale nan", "--guidance_scale is nan"),

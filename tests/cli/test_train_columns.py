@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.samples.inputs import Axis, cells_of
+from rectified_flow.cli.sample_request import Axis, cells_of
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from tests import programs

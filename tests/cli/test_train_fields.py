@@ -222,7 +222,7 @@ def test_unknown_values_of_a_given_field_are_generated(folder: Path, runs: Path,
     Image.fromarray(np.pad(np.full((4, 4), 255, np.uint8), 2)).save(tmp_path / "mask.png")
     given = np.load(folder / "floats/05.npy")
     assert np.isnan(given).any()
-    for more in (f"--mask {tmp_path}/mask.png", "--noise_level 0.5"):
+    for more in (f"--mask {tmp_path}/mask.png", "--strength 0.5"):
         words = f"--checkpoint {runs}/floats --from_images {folder}/floats/05.npy --steps 2 {more} --num_samples 1"
         sample(f"{words} --output_dir {tmp_path}/{more[2:6]}")
         name = "05.npy" if "mask" in more else "00000.npy"

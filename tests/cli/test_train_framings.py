@@ -91,7 +91,7 @@ def test_samples_have_transparency_and_the_grid_has_none(run: Path, pictures: Pa
     drawn = [Image.open(file) for file in sorted(tmp_path.glob("0*.png"))]
     assert [(picture.mode, picture.size) for picture in drawn] == [("RGBA", (12, 8))] * 2
     assert Image.open(tmp_path / "grid.png").mode == "RGB"
-    call("sample.py", f"{flags} --from_images {pictures} --noise_level 0.001 --path strip")
+    call("sample.py", f"{flags} --from_images {pictures} --strength 0.001 --path strip")
     alpha = np.asarray(Image.open(tmp_path / "00000.png"))[..., 3]
     assert alpha[3:5, 4:6].max() < 40, "the hole of the picture that it starts from"
     assert alpha[0].min() > 215

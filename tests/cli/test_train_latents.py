@@ -226,7 +226,7 @@ def test_previews_are_what_sample_draws(trained: Path, tmp_path: Path) -> None:
 def test_a_picture_is_varied(trained: Path, tmp_path: Path) -> None:
     picture = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
     Image.fromarray(picture).save(tmp_path / "start.png")
-    flags = f"--checkpoint {trained}/1 --from_images {tmp_path}/start.png --noise_level 0.001 --num_samples 1"
+    flags = f"--checkpoint {trained}/1 --from_images {tmp_path}/start.png --strength 0.001 --num_samples 1"
     run("sample.py", f"{flags} --output_dir {tmp_path}/out")
     varied = np.asarray(Image.open(tmp_path / "out/00000.png")).astype(int)
     assert np.abs(varied - picture).mean() < 2

@@ -295,7 +295,7 @@ def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: P
     ("flags", "expected"),
     [
         ("", "translates pictures: pass some with --from_images"),
-        ("--from_images {0}/from --noise_level 0.5", "--noise_level has no effect"),
+        ("--from_images {0}/from --strength 0.5", "--strength has no effect"),
         ("--from_images {0}/from --degrade", "--degrade has no effect"),
         ("--from_images {0}/from --reverse --solver stochastic", "--solver stochastic cannot be inverted"),
         ("--from_images {0}/from --reverse --path strip", "--path has no effect"),

@@ -50,7 +50,7 @@ def test_from_pictures(kind: type[RectifiedFlow | MeanFlow]) -> None:
     drawn = {
         i: picture
         for level in (0.001, 0.5)
-        for some, batch in sample_batches(silent, range(3), start=given, noise_level=level)
+        for some, batch in sample_batches(silent, range(3), start=given, strength=level)
         for i, picture in zip((f"{j} {level}" for j in some), batch, strict=True)
     }
     for i in range(3):

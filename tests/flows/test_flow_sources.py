@@ -178,7 +178,7 @@ def test_a_part_is_kept_on_its_path_and_to_the_end(level: float) -> None:
     mask[:, :, :, 4:] = True
     seen: list[tuple[float, Tensor]] = []
     noise = torch.randn(2, *SHAPE)
-    how: dict[str, Any] = {"start": known, "mask": mask, "noise": noise, "noise_level": level}
+    how: dict[str, Any] = {"start": known, "mask": mask, "noise": noise, "strength": level}
     made = flow.sample(**how, steps=4, watch=lambda t, x: seen.append((t, x)))
     x_0 = flow.space.encode(known)
     assert torch.equal(seen[0][1], torch.lerp(x_0, noise, level))

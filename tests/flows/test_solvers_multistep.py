@@ -102,7 +102,7 @@ def test_a_part_that_is_kept_does_not_change_the_steps_of_the_rest(solver: Solve
     generated = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(1)) < 0.5
     known = torch.full_like(x, 0.3)
     kept = integrate(
-        velocity, x, times, solver, keep=lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
+        velocity, x, times, solver, inpaint=lambda now, t: torch.where(generated, now, torch.lerp(known, x, t))
     )
     assert torch.equal(kept, torch.where(generated, integrate(velocity, x, times, solver), known))
 

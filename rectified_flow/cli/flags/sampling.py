@@ -11,7 +11,7 @@ from annotated_types import Interval
 from rectified_flow.cli.flags.training import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
-from rectified_flow.flags import AtLeastTwo, Flags, NoiseLevel, NonNegative, Positive, Seed, default_is, refuse
+from rectified_flow.flags import AtLeastTwo, Flags, NonNegative, Positive, Seed, Strength, default_is, refuse
 from rectified_flow.flows import Solver, TimeGrid
 from rectified_flow.runs.config import EmaLength
 
@@ -99,7 +99,7 @@ class PicturesConfig(Flags):
     ema_length: EmaLength | None = None
     """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
-    """Image or folder of images to translate, or to add noise to and start from (--noise_level)."""
+    """Image or folder of images to translate, or to add noise to and start from (--strength)."""
     variants: Positive = 1
     """Number of results for each image of --from_images."""
     mask: Path | None = None
@@ -108,10 +108,18 @@ class PicturesConfig(Flags):
     """Degrade --from_images first, as in training, to test a model on intact pictures."""
     reverse: bool = False
     """Translate in the opposite direction, from target pictures to source pictures."""
-    noise_level: Annotated[NoiseLevel | None, default_is("0.6")] = None
+    strength: Annotated[Strength | None, default_is("0.6")] = None
     """Noise level in (0, 1] of --from_images."""
     output_dir: Annotated[Path | None, default_is("the run's folder/generated")] = None
     """Folder for the images."""
+    metadata: bool = True
+    """Write seed, settings, the model's hash and the IPTC mark of generated pictures into the pictures."""
+    like: Path | None = None
+    """Generate the picture in this file again, by the settings that are written in it."""
+    nearest: Annotated[
+        tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
+    ] = None
+    """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
     film: Path | None = None
@@ -126,7 +134,11 @@ class PicturesConfig(Flags):
         if self.film is not None:
             changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
             refuse(changed | {"film": False}, "has no effect with --film, which uses saved grids: leave it out")
-        needs = dict.fromkeys(("noise_level", "mask", "degrade", "reverse"), "from_images")
+        if self.like is not None:
+            kept = {"like", "output_dir", "metadata", "nearest", "save_pretrained", "license"}
+            changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
+            refuse(changed | dict.fromkeys(kept), "has no effect with --like, which repeats the settings of a picture")
+        needs = dict.fromkeys(("strength", "mask", "degrade", "reverse"), "from_images")
         for flag, needed in {**needs, "license": "save_pretrained"}.items():
             if getattr(self, needed) is None:
                 refuse({flag: getattr(self, flag)}, f"has no effect without --{needed}: pass both")
@@ -136,7 +148,6 @@ class PicturesConfig(Flags):
         if self.from_images is None:
             refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
         if self.mask is not None:
-            refuse({"noise_level": self.noise_level}, "excludes --mask, which generates the masked part from noise")
             refuse({"reverse": self.reverse}, "excludes --mask: leave one out")
         _check_license(self.license)
 

@@ -1,9 +1,12 @@
-"""Inputs of sample.py: prompts, values of conditions by name, the axes of a grid, and pictures to start from."""
+"""What sample.py is asked for: the flags of a call, with the prompts, axes and pictures that they name, read."""
 
+import inspect
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +20,14 @@ from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
+from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.flows.flow_map import FlowMap
+from rectified_flow.load import Trained
 from rectified_flow.networks.captions import Caption
+from rectified_flow.randomness import Samples, deterministic
+from rectified_flow.spaces.degradations import Degradation, Mask
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB, RGBA
 from rectified_flow.spaces.space import Space
@@ -29,10 +38,15 @@ HALF = 127
 """Value above which a pixel of a mask is white."""
 PREVIEW = "-preview.png"
 """End of the name of the picture beside a generated file of measurements."""
-SEEDS, MOST_CELLS = 6, 24
+SEEDS, MAX_CELLS = 6, 24
 """Default and largest number of cells along an axis of ``--grid``."""
-Written = Mapping[str, list[str]]
-"""Values of conditions as written, by name; they are used in turn."""
+NUM_SAMPLES, GRID_PICTURES = 64, 100
+"""Default number of samples, and largest number of pictures in a grid."""
+GREY = 127
+"""Value of unknown pixels on a grid."""
+STRENGTH = 0.6
+Written = Mapping[str, Sequence[str | None]]
+"""Values of conditions as written, by name; they are used in turn, and None is "none"."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,162 @@ class Axis:
 
     name: str
     values: list[str]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """The pictures to write.
+
+    Args:
+        names: names of their files; the pictures of ``--from_images`` take turns.
+        options: arguments of :func:`sample_batches`.
+        shown: the first pictures uint8 ``[n, 3, h, w]`` to show before their results in the grid; None for a grid of
+            samples alone.
+        kept: pictures uint8 ``[n, c, h, w]`` and a mask bool ``[1, 1, h, w]`` outside of which results equal them.
+        reverse: whether the flow is integrated from data to its start.
+        axes: rows and columns of ``--grid``.
+        written: the conditions as written; picture ``i`` has value ``i % n`` of each.
+    """
+
+    names: list[str]
+    options: dict[str, Any]
+    shown: Tensor | None = None
+    kept: tuple[Tensor, Tensor] | None = None
+    reverse: bool = False
+    axes: Sequence[Axis] = ()
+    written: Written = field(default_factory=dict)
+
+
+def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any]) -> SampleRequest:
+    """Read the flags of the pictures.
+
+    Args:
+        flags: the flags of the pictures.
+        trained: the trained flow.
+        options: further arguments of :func:`sample_batches`.
+
+    Raises:
+        UsageError: if a flag has no effect on the flow, or what it names cannot be read.
+    """
+    flow, source = trained.flow, trained.source
+    options = options | {"steps": flags.steps or flow.default_steps}
+    axes = [axis_of(text, flow, source) for text in flags.grid or ()]
+    written = written_conditions(flags, flow, source)
+    if axes:
+        written, options["draws"] = cells_of(axes, written)
+    if conditions := conditions_of(written, flow):
+        options["conditions"] = conditions
+    if flags.path != "none" and ("watch" not in inspect.signature(flow.sample).parameters or flags.reverse):
+        kind = "--reverse" if flags.reverse else f"a {type(flow).__name__}"
+        raise UsageError(f"--path has no effect: {kind} has no path to show; leave it out")
+    if flags.from_images is not None:
+        return _from_pictures(flags.from_images, flags, trained, options, written)
+    if flow.from_source:
+        raise UsageError(f"{source} translates pictures: pass some with --from_images")
+    count = flags.num_samples or NUM_SAMPLES
+    if axes:
+        names = _numbered(len(options["draws"]))
+    elif flags.prompts is None:
+        names = _numbered(count)
+    else:
+        prompts = next(iter(written.values()))  # they are written first
+        names = _named(prompts, flags.num_samples or len(prompts))
+    return SampleRequest(names, options, axes=axes, written=written)
+
+
+def _from_pictures(
+    path: Path, flags: PicturesConfig, trained: Trained, options: dict[str, Any], written: Written
+) -> SampleRequest:
+    """Return the variations, translations or inpainted versions of the pictures at ``path``."""
+    flow, space, degradation = trained.flow, trained.flow.space, trained.flow.degradation
+    _check_translation(flags, trained, options)
+    translates = flow.takes_source or flags.mask is not None
+    files = find_inputs(path, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
+    images, mask = load_inputs(files, space), load_mask(flags.mask, files, space)
+    seen = (images if isinstance(space, Fields) else space.from_pictures(images.to(flow.device))).cpu()
+    if not translates:
+        options |= {"start": seen, "strength": flags.strength or STRENGTH}
+        return SampleRequest(_numbered(flags.num_samples or NUM_SAMPLES), options, written=written)
+    if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
+        seen = _degraded(flow, degradation, seen, flags.seed)
+    elif mask is not None and flow.takes_source:
+        seen = space.decode_source(space.encode(seen).masked_fill(mask, torch.nan))
+    shown = render_sources(flow, seen[:GRID_PICTURES])
+    if mask is not None:
+        shown = shown.masked_fill(mask, GREY)
+    if flow.takes_source:
+        options["conditions"] = options.get("conditions", {}) | {SOURCE: seen}
+    else:
+        options |= {"start": seen, "mask": mask, "strength": flags.strength or 1.0}
+    names = names_of_results(path, files, flags.variants)
+    kept = None if mask is None else (images, mask)
+    return SampleRequest(names, options, shown, kept, flags.reverse, written=written)
+
+
+def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping[str, Any]) -> None:
+    """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
+    flow, source = trained.flow, trained.source
+    needed = "mask" if flags.mask is not None else "start"
+    is_other = flow.space.picture_shape is None and not isinstance(flow.space, Fields)
+    if (needed not in inspect.signature(flow.sample).parameters and not flow.takes_source) or is_other:
+        raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
+    is_mask, several = isinstance(flow.degradation, Mask), flags.variants > 1
+    inpaints = is_mask if flow.takes_source else flow.degradation is None
+    is_certain = flow.from_source and flow.source_noise == 0 and not is_mask
+    starts = not flow.takes_source and flags.mask is None
+    way_back = flow.from_source and hasattr(flow, "encode")
+    no_way = (
+        "a one-step model cannot be inverted" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
+    )
+    for flag, is_wrong, why in (
+        ("degrade", flags.degrade and flow.degradation is None, f"has no effect: {source} has no degradation"),
+        ("strength", flow.takes_source and flags.strength, f"has no effect: {source} translates pictures"),
+        (
+            "mask",
+            flags.mask and not inpaints,
+            f"has no effect: {source} was not trained for inpainting, by --degrade mask",
+        ),
+        ("variants", starts and several, f"has no effect: {source} does not translate pictures; pass --num_samples"),
+        (
+            "variants",
+            is_certain and several,
+            f"has no effect: {source} was trained without --source_noise, so that a source has one result",
+        ),
+        ("guidance_scale", flags.reverse and "guidance" in options, "has no effect with --reverse; leave it out"),
+        (
+            "solver",
+            flags.reverse and options.get("solver") == "stochastic",
+            "stochastic cannot be inverted: pass another solver",
+        ),
+        ("degrade", flags.mask and flags.degrade, "excludes --mask, which sets the missing pixels: pass one of them"),
+        ("reverse", flags.reverse and not way_back, f"is impossible: {no_way}"),
+    ):
+        refuse({flag: is_wrong}, why)
+
+
+def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:
+    """Return degraded pictures on the CPU, each by random draws of its own."""
+    parts = []
+    for first in range(0, len(data), AT_ONCE):
+        some = range(first, min(first + AT_ONCE, len(data)))
+        with deterministic(Samples(seed, some), flow.device):
+            degraded = degradation(flow.space.encode(data[some].to(flow.device)))
+            parts.append(flow.space.decode_source(degraded).cpu())
+    return torch.cat(parts)
+
+
+def _numbered(count: int) -> list[str]:
+    """Return names of ``count`` samples, whose numbers have as many digits as the last one, and at least 5."""
+    digits = max(5, len(str(count - 1)))
+    return [f"{number:0{digits}d}.png" for number in range(count)]
+
+
+def _named(prompts: Sequence[str], count: int) -> list[str]:
+    """Return the names of ``count`` samples of prompts in turn."""
+    slugs = [re.sub(r"\W+", "-", prompts[number % len(prompts)]).strip("-")[:60] or "prompt" for number in range(count)]
+    if len({"grid", "path", *(slug.casefold() for slug in slugs)}) < 2 + count:  # two names would be the same
+        slugs = [f"{number:0{len(str(count - 1))}d}-{slug}" for number, slug in enumerate(slugs)]
+    return [f"{slug}.png" for slug in slugs]
 
 
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
@@ -108,17 +278,15 @@ def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
     return parsed
 
 
-def conditions_of(written: dict[str, list[str]], flow: Flow) -> dict[str, Tensor]:
+def conditions_of(written: Written, flow: Flow) -> dict[str, Tensor]:
     """Return the values of conditions as written; if any is given, the other columns are "none"."""
-    kinds = chosen(flow.conditions)
     values = {}
-    for name, texts in written.items():
-        kind = kinds[name]
-        if isinstance(kind, WrittenCondition):
+    for name, kind in chosen(flow.conditions).items() if written else ():
+        texts = [text for text in written.get(name, ()) if text is not None]
+        if texts and isinstance(kind, WrittenCondition):
             values[name] = _parse(name, texts, kind)
-    others = {name: kind for name, kind in kinds.items() if name not in (*values, SOURCE)}
-    if written:
-        values |= {name: kind.none(1, torch.device("cpu")) for name, kind in others.items()}
+        elif name != SOURCE:
+            values[name] = kind.none(1, torch.device("cpu"))
     return values
 
 
@@ -137,17 +305,17 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
     """Return an axis of ``--grid``: ``NAME``, ``NAME=VALUE,VALUE``, ``seed`` or ``seed=COUNT``."""
     name, _, values = text.partition("=")
     if name == "seed":
-        if values and not (values.isdecimal() and 0 < int(values) <= MOST_CELLS):
-            raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MOST_CELLS}, such as seed=4")
+        if values and not (values.isdecimal() and 0 < int(values) <= MAX_CELLS):
+            raise UsageError(f"--grid {text} must be seed=COUNT, with 1 to {MAX_CELLS}, such as seed=4")
         return Axis(name, [str(number) for number in range(int(values or SEEDS))])
     kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
     if values:
         given = values.split(";") if isinstance(kind, Caption) else _values_of(values, kind)
-        if len(given) > MOST_CELLS:
-            raise UsageError(f"--grid {name} has {len(given)} values, more than {MOST_CELLS}: pass fewer")
+        if len(given) > MAX_CELLS:
+            raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
         return Axis(name, [each.strip() for each in given])
     if isinstance(kind, Labels):
-        return Axis(name, _values_of("all", kind)[:MOST_CELLS])
+        return Axis(name, _values_of("all", kind)[:MAX_CELLS])
     if isinstance(kind, Number):
         return Axis(name, [f"{value:.9g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
     examples = list(kind.examples) if isinstance(kind, Caption) else []
@@ -156,7 +324,7 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
     return Axis(name, examples[:SEEDS])
 
 
-def cells_of(axes: Sequence[Axis], written: Written) -> tuple[dict[str, list[str]], list[int]]:
+def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[int]]:
     """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
     rows, columns = axes
     if rows.name == columns.name:

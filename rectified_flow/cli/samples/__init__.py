@@ -1,1 +1,0 @@
-"""Inputs of sample.py, and the choice of the pictures to generate."""
