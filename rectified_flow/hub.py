@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from functools import partial
 from os.path import lexists
@@ -16,13 +15,14 @@ from rectified_flow.condition import chosen
 from rectified_flow.data.open import data_arguments
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import command_line
+from rectified_flow.flags import plain
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.networks.captions import Caption
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import is_run, program_flags
 from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import replace_file
@@ -30,19 +30,6 @@ from rectified_flow.system.outputs import RECORD, claim
 
 LIBRARY = "rectified-flow-trainer"
 CONFIG_FILE, CARD_FILE = "config.json", "README.md"
-OF_THIS_MACHINE = {"cache_dir", "checkpoint_dir", "import", "output_dir", "pairs_dir", "paths_dir", "resume"}
-"""Flags for places on this machine, which the card's command leaves out."""
-NAMES_OR_PATHS = {
-    "autoencoder",
-    "dataset",
-    "dataset_path",
-    "init_from",
-    "reflow_from",
-    "source_path",
-    "teacher",
-    "text_encoder",
-}
-"""Flags whose path on this machine need not be public; its last part names the data or the run."""
 SETTINGS_OF_RESULTS = ("num_samples", "steps", "guidance_scale")
 """Keys of a result that must be equal where two results are compared."""
 
@@ -155,7 +142,7 @@ def model_card(flow: Flow, *, metadata: Mapping[str, Any] | None = None, **texts
         sources=flow.takes_source,
         classes=getattr(flow.conditions.get("labels"), "num_classes", None),
         columns=", ".join(f"{name} ({type(kind).__name__.lower()})" for name, kind in columns.items()),
-        parameters=f"{_parameters(flow) / 1e6:.1f}",
+        parameters=f"{sum(each.numel() for each in flow.network.parameters()) / 1e6:.1f}",
         config=json.dumps(describe(flow), indent=1),
         **texts,
     )
@@ -169,22 +156,24 @@ def task_of(flow: Flow) -> str:
     return "text-to-image" if reads else "unconditional-image-generation"
 
 
-def card_of_run(
-    trained: Trained, license_name: str | None, program: str, defaults: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return arguments of :func:`model_card` on the data, the training command, and the evaluation of the weights.
+def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
+    """Return arguments of :func:`model_card` on the data, the training, and the evaluation of the weights.
 
     Args:
         trained: the checkpoint.
         license_name: the licence of the model, as the hub names it.
-        program: the words that start the program that trains this kind of flow.
-        defaults: the defaults of that program's flags, by name.
 
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
     dataset, hub_dataset = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
-    results = _results_of(trained)
+    results = [
+        result
+        for result in read_results(trained.run_folder)
+        if Path(result.get("checkpoint", "")).name == trained.source.name
+        and result.get("weights") == trained.weights
+        and result.get("autoguidance", 1) == 1  # which needs another checkpoint, too
+    ]
     measured = [
         EvalResult(
             task_type=task_of(trained.flow),
@@ -206,36 +195,15 @@ def card_of_run(
         "model_name": trained.run_folder.resolve().name if measured else None,
         "eval_results": measured or None,
     }
-    changed = {
-        name: Path(value).name if name in NAMES_OR_PATHS and value and _is_path(value) else value
-        for name, value in program_flags(trained.config).items()
-        if name in defaults and value != defaults[name] and name not in OF_THIS_MACHINE
-    }
+    flags, defaults = program_flags(trained.config), plain(TrainingConfig())
+    changed = {name: flags[name] for name in defaults if name in flags and flags[name] != defaults[name]}
+    training = {name: value for name, value in changed.items() if not (isinstance(value, str) and _is_path(value))}
     return {
         "metadata": metadata,
         "dataset": dataset,
-        "command": shlex.join([*program.split(), *command_line(changed)]) if trained.config.get("flags") else None,
+        "training": json.dumps(training, indent=1) if training else None,
         "results": results,
     }
-
-
-def _parameters(flow: Flow) -> int:
-    return sum(parameter.numel() for parameter in flow.network.parameters())
-
-
-def _results_of(trained: Trained) -> list[dict[str, Any]]:
-    """Return the results of evaluate.py for the weights of this checkpoint without autoguidance, oldest first.
-
-    Raises:
-        UsageError: if the run's ``evaluation.json`` is damaged.
-    """
-    return [
-        result
-        for result in read_results(trained.run_folder)
-        if Path(result.get("checkpoint", "")).name == trained.source.name
-        and result.get("weights") == trained.weights
-        and result.get("autoguidance", 1) == 1
-    ]
 
 
 def _is_path(name: str) -> bool:

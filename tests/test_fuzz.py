@@ -41,7 +41,7 @@ PROGRAMS: dict[str, tuple[type, str]] = {
     "train_mean_flow.py": (TrainMeanFlow, f"--dataset_path pictures --output_dir new {TINY}"),
     "sample.py": (SampleConfig, SAMPLE),
     "evaluate.py": (EvaluateConfig, f"{SAMPLE} --feature_network efficientnet_lite0"),
-    "export.py": (ExportConfig, "--checkpoint trained --format torch"),
+    "export.py": (ExportConfig, "--checkpoint trained"),
     "watch.py": (WatchConfig, "trained --port 0"),
     "train_masked_text.py": (
         TextFlags,
@@ -190,7 +190,7 @@ READERS = (
     ("a report", ""),
     ("sample.py", SAMPLE),
     ("evaluate.py", f"{SAMPLE} --feature_network efficientnet_lite0"),
-    ("export.py", "--checkpoint trained --format torch"),
+    ("export.py", "--checkpoint trained"),
     ("train_oxford.py", f"--dataset_path pictures --output_dir trained {TINY} --train_num_steps 2"),
     ("train_oxford.py", f"--dataset_path pictures --output_dir new --init_from trained {TINY}"),
     ("train_oxford.py", f"--dataset_path pictures --output_dir new --resume trained {TINY} --train_num_steps 2"),

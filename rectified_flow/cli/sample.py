@@ -15,9 +15,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.parts import open_trained
-from rectified_flow.cli.programs import command
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, conditions_of, read_request
 from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.data.open import picture_names
@@ -26,9 +24,8 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import GREY_LEVELS, average_colours, reference_features
-from rectified_flow.flags import plain, refuse, replaced
+from rectified_flow.flags import refuse, replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
-from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, load_average, model_hash, solver_name
@@ -76,10 +73,10 @@ def sample(config: SampleConfig) -> None:
     guided = config.solver.autoguidance != 1
     refuse({"autoguidance": guided and flags.reverse}, "has no effect with --reverse: leave it out")
     refuse({"autoguidance": guided and flags.save_pretrained}, "excludes --save_pretrained, which saves one network")
-    past = None if flags.like is None else read_provenance(flags.like)
-    if past is not None:
-        scales = tuple(f"{name}={scale:g}" for name, scale in past.guidance.items())
-        config = replaced(config, asdict(past) | {"guidance": scales, "like": None})
+    like = None if flags.like is None else read_provenance(flags.like)
+    if like is not None:
+        scales = tuple(f"{name}={scale:g}" for name, scale in like.guidance.items())
+        config = replaced(config, asdict(like) | {"guidance": scales, "like": None})
     flags, folder = config.samples, flags.output_dir
     state, trained, options = open_trained(config)
     if flags.ema_length is not None:
@@ -88,20 +85,17 @@ def sample(config: SampleConfig) -> None:
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
         options.pop("guidance", None)  # a default
-    request = read_request(flags, trained, options) if past is None else _repeat(past, trained, options)
+    request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
     if isinstance(trained.flow.space, Fields):
         request = replace(request, names=[f"{Path(name).stem}{PREVIEW}" for name in request.names])
-    card = {}
-    if flags.save_pretrained is not None:
-        is_map = isinstance(trained.flow, FlowMap)
-        program, kind = ("one-step", TrainMeanFlow) if is_map else ("train", TrainRectifiedFlow)
-        card = card_of_run(trained, flags.license, command(program), plain(kind()))
-    folder = folder or trained.run_folder / ("generated" if past is None else "like")
+    card = {} if flags.save_pretrained is None else card_of_run(trained, flags.license)
+    folder = folder or trained.run_folder / ("generated" if like is None else "like")
     with ExitStack() as held:
         on_main(state, lambda: _claim(folder, flags, _files_of(request, trained.flow), held))
         check_shared(state, {"output_dir": folder})
-        state.print(describe(config, trained, request, state))
-        _write_samples(config, trained, request, folder, state)
+        settings = _settings_of(config, trained, request)
+        state.print(describe(settings, flags, trained, request))
+        _write_samples(config, trained, request, settings, folder, state)
         if flags.nearest is not None:
             _write_nearest(flags.nearest, trained, [folder / name for name in request.names], state)
     if flags.save_pretrained is not None and state.is_main_process:
@@ -111,23 +105,23 @@ def sample(config: SampleConfig) -> None:
         tqdm.write(lines({"model": flags.save_pretrained}))
 
 
-def _repeat(past: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
+def _repeat(like: Provenance, trained: Trained, options: dict[str, Any]) -> SampleRequest:
     """Return the request for a picture that was generated earlier.
 
     Raises:
         UsageError: if another model generated it, or its settings do not determine it.
     """
-    if past.model != model_hash(trained.flow):
+    if like.model != model_hash(trained.flow):
         raise UsageError(f"--like needs a picture of {trained.source}, and another model generated this one")
-    if past.number is None or past.from_picture:
+    if like.number is None or like.from_picture:
         raise UsageError("--like needs a single picture that was generated from noise: pass one of sample.py")
-    written = {name: [text] for name, text in past.conditions.items()}
+    written = {name: [text] for name, text in like.conditions.items()}
     options = options | {
-        "steps": past.steps,
-        "draws": [past.number],
+        "steps": like.steps,
+        "draws": [like.number],
         "conditions": conditions_of(written, trained.flow),
     }
-    return SampleRequest([f"{past.number:05d}-seed-{past.seed}.png"], options, written=written)
+    return SampleRequest([f"{like.number:05d}-seed-{like.seed}.png"], options, written=written)
 
 
 def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
@@ -162,7 +156,12 @@ def _write_film(run: Path, path: Path) -> None:
 
 
 def _write_samples(
-    config: SampleConfig, trained: Trained, request: SampleRequest, folder: Path, state: PartialState
+    config: SampleConfig,
+    trained: Trained,
+    request: SampleRequest,
+    settings: Provenance,
+    folder: Path,
+    state: PartialState,
 ) -> None:
     """Write this process's samples; the main process also writes the grid and the trajectories."""
     flags, count, flow = config.samples, len(request.names), trained.flow
@@ -171,7 +170,6 @@ def _write_samples(
     remedy = "lower it, or pass an --output_dir with more room"
     require_disk(count * (BLOCK + 8 * sides), folder, f"--num_samples {count}", remedy)
     mine = range(state.process_index, count, state.num_processes)
-    past = _provenance(config, trained, request) if flags.metadata else None
     rows: list[int] = []
     with (
         flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0]))),
@@ -183,7 +181,7 @@ def _write_samples(
             for number, result, picture in zip(numbers, results.cpu(), pictures.cpu(), strict=True):
                 # The names are already claimed: write_picture would read the record again for each picture.
                 pixels = picture.permute(1, 2, 0).numpy()
-                contents = {files[number]: encode_picture(pixels, **_metadata(past, request, number))}
+                contents = {files[number]: encode_picture(pixels, **_metadata(flags, settings, request, number))}
                 if isinstance(space, Fields):
                     measured = folder / measured_name(files[number].name, space)
                     contents[measured] = encode_field(result.numpy(), FieldFormat(**space.files))
@@ -200,9 +198,11 @@ def _write_samples(
         texts: dict[str, object] = {"calls": calls + ", beside those of the early checkpoint's network" * also}
         if flags.path != "none":
             shown = range(min(PATH_PICTURES, count))
-            texts["path"] = _write_path(folder, flow, shown, request.options, flags.path, _metadata(past, request))
+            texts["path"] = _write_path(
+                folder, flow, shown, request.options, flags.path, _metadata(flags, settings, request)
+            )
     grid = _grid_of(files, request, flags.variants, space.legend)
-    texts["grid"] = write_picture(folder / "grid.png", grid, **_metadata(past, request))
+    texts["grid"] = write_picture(folder / "grid.png", grid, **_metadata(flags, settings, request))
     if isinstance(space, Fields):
         texts["values"] = f"{sum(shares) / len(shares):.2%} are outside of the range by more than 1% of it"
         first, last = (measured_name(request.names[number], space) for number in (0, -1))
@@ -210,7 +210,7 @@ def _write_samples(
     tqdm.write(lines(texts | {"pictures": f"{files[0]} to {files[-1].name}"}))
 
 
-def _provenance(config: SampleConfig, trained: Trained, request: SampleRequest) -> Provenance:
+def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest) -> Provenance:
     """Return the settings that all pictures of a call have in common."""
     options = request.options
     guidance = options.get("guidance", NO_GUIDANCE)
@@ -229,15 +229,17 @@ def _provenance(config: SampleConfig, trained: Trained, request: SampleRequest) 
     )
 
 
-def _metadata(past: Provenance | None, request: SampleRequest, number: int | None = None) -> dict[str, Any]:
+def _metadata(
+    flags: PicturesConfig, settings: Provenance, request: SampleRequest, number: int | None = None
+) -> dict[str, Any]:
     """Return the options with which Pillow writes the settings of a picture, or of several without a number."""
-    if past is None:
+    if not flags.metadata:
         return {}
     if number is not None:
         draws = request.options.get("draws")
         written = {name: texts[number % len(texts)] for name, texts in request.written.items()}
-        past = replace(past, number=number if draws is None else draws[number], conditions=written)
-    return metadata_options("PNG", asdict(past))
+        settings = replace(settings, number=number if draws is None else draws[number], conditions=written)
+    return metadata_options("PNG", asdict(settings))
 
 
 def _results(
@@ -309,31 +311,22 @@ def _claim(folder: Path, flags: PicturesConfig, names: list[str], held: ExitStac
         claim(flags.save_pretrained, ["grid.png"])
 
 
-def describe(config: SampleConfig, trained: Trained, request: SampleRequest, state: PartialState) -> str:
-    """Return lines on the model, the solver and the pictures."""
-    flow, flags, options = trained.flow, config.samples, request.options
-    steps, guidance = options["steps"], options.get("guidance", NO_GUIDANCE)
-    solver = "average velocity" if hasattr(flow, "average_velocity") else solver_name(flow, options)
-    grid = f"{config.solver.time_grid} grid"
+def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, request: SampleRequest) -> str:
+    """Return lines on the model, the settings and the pictures."""
+    default = asdict(Provenance(settings.model, settings.seed, steps=0))
     texts: dict[str, object] = {
         "model": trained,
-        "processes": f"{state.num_processes} x {state.device.type}",
-        "solver": ", ".join(filter(None, (f"{steps} interval{'s' * (steps > 1)}", solver, grid))),
+        "settings": ", ".join(f"{name} {each}" for name, each in asdict(settings).items() if each != default[name]),
+        "pictures": f"{len(request.names)} of {trained.flow.space.noun}, seed {flags.seed}",
     }
-    scales = ({"scale": guidance.scale} if guidance.scale != 1 else {}) | dict(guidance.scales)
-    if scales:
-        texts["guidance"] = ", ".join(f"{name} {scale:g}" for name, scale in scales.items())
-    if guidance.autoguidance != 1 and (early := early_of(trained.source)):
-        texts["autoguidance"] = f"scale {guidance.autoguidance:g}, away from {early.name}"
-    texts["pictures"] = f"{len(request.names)} of {flow.space.noun}, seed {flags.seed}"
+    if settings.autoguidance != 1 and (early := early_of(trained.source)):
+        texts["early"] = early
     for name, values in request.written.items():
         some = list(dict.fromkeys(map(str, values)))
         texts["classes" if name == "labels" else name] = ", ".join(some[:6]) + ", ..." * (len(some) > 6)
-    if request.shown is not None:
+    if flags.from_images is not None:
         each = f", {flags.variants} results for each" * (flags.variants > 1) + ", in reverse" * request.reverse
-        texts["from"] = f"{len(request.names) // flags.variants} of {flags.from_images}{each}"
-    elif "start" in options:
-        texts["start"] = f"{len(options['start'])} of {flags.from_images}, noise level {options['strength']:g}"
+        texts["from"] = f"{flags.from_images}{each}"
     return lines(texts)
 
 

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,15 +108,12 @@ def read_request(flags: PicturesConfig, trained: Trained, options: dict[str, Any
         return _from_pictures(flags.from_images, flags, trained, options, written)
     if flow.from_source:
         raise UsageError(f"{source} translates pictures: pass some with --from_images")
-    count = flags.num_samples or NUM_SAMPLES
-    if axes:
-        names = _numbered(len(options["draws"]))
-    elif flags.prompts is None:
-        names = _numbered(count)
-    else:
+    names = [""] * (len(options["draws"]) if axes else flags.num_samples or NUM_SAMPLES)
+    if flags.prompts is not None:
         prompts = next(iter(written.values()))  # they are written first
-        names = _named(prompts, flags.num_samples or len(prompts))
-    return SampleRequest(names, options, axes=axes, written=written)
+        slugs = ["-" + re.sub(r"\W+", "-", text).strip("-")[:60] for text in prompts]
+        names = [slugs[number % len(slugs)] for number in range(flags.num_samples or len(slugs))]
+    return SampleRequest(_numbered(names), options, axes=axes, written=written)
 
 
 def _from_pictures(
@@ -130,7 +128,7 @@ def _from_pictures(
     seen = (images if isinstance(space, Fields) else space.from_pictures(images.to(flow.device))).cpu()
     if not translates:
         options |= {"start": seen, "strength": flags.strength or STRENGTH}
-        return SampleRequest(_numbered(flags.num_samples or NUM_SAMPLES), options, written=written)
+        return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options, written=written)
     if degradation is not None and (flags.degrade or degradation.is_projection) and not flags.reverse:
         seen = _degraded(flow, degradation, seen, flags.seed)
     elif mask is not None and flow.takes_source:
@@ -199,18 +197,10 @@ def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> 
     return torch.cat(parts)
 
 
-def _numbered(count: int) -> list[str]:
-    """Return names of ``count`` samples, whose numbers have as many digits as the last one, and at least 5."""
-    digits = max(5, len(str(count - 1)))
-    return [f"{number:0{digits}d}.png" for number in range(count)]
-
-
-def _named(prompts: Sequence[str], count: int) -> list[str]:
-    """Return the names of ``count`` samples of prompts in turn."""
-    slugs = [re.sub(r"\W+", "-", prompts[number % len(prompts)]).strip("-")[:60] or "prompt" for number in range(count)]
-    if len({"grid", "path", *(slug.casefold() for slug in slugs)}) < 2 + count:  # two names would be the same
-        slugs = [f"{number:0{len(str(count - 1))}d}-{slug}" for number, slug in enumerate(slugs)]
-    return [f"{slug}.png" for slug in slugs]
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Return names of files with numbers before them, which have as many digits as the last one, and at least 5."""
+    digits = max(5, len(str(len(names) - 1)))
+    return [f"{number:0{digits}d}{name}.png" for number, name in enumerate(names)]
 
 
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
@@ -326,24 +316,17 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
 
 def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[int]]:
     """Return the written conditions of each cell of the grid, row by row, and the number of its random draws."""
-    rows, columns = axes
-    if rows.name == columns.name:
-        raise UsageError(f"--grid {rows.name} {columns.name} has one axis twice: pass two different ones")
-    for name, texts in written.items():
-        if name in (rows.name, columns.name):
-            raise UsageError(f"--grid has the axis {name}, which another flag sets: leave one out")
-        if len(texts) > 1:
-            raise UsageError(f"--grid needs a single value of {name}, not {len(texts)}: make it an axis")
-    count = len(rows.values) * len(columns.values)
-    cells = {name: [texts[0]] * count for name, texts in written.items()}
-    draws = [0] * count
-    across = [(rows, [text for text in rows.values for _ in columns.values])]
-    for axis, texts in (*across, (columns, columns.values * len(rows.values))):
-        if axis.name == "seed":
-            draws = [int(text) for text in texts]
-        else:
-            cells[axis.name] = texts
-    return cells, draws
+    names = [axis.name for axis in axes]
+    if len({*names, *written}) < len(names) + len(written):
+        raise UsageError(f"--grid {' '.join(names)} has one axis twice, or one that another flag sets")
+    if several := [name for name, texts in written.items() if len(texts) > 1]:
+        raise UsageError(
+            f"--grid needs a single value of {several[0]}, not {len(written[several[0]])}: make it an axis"
+        )
+    cells = [*product(*(axis.values for axis in axes))]
+    values = dict(zip(names, map(list, zip(*cells, strict=True)), strict=True))
+    draws = [int(text) for text in values.pop("seed", ["0"] * len(cells))]
+    return {name: texts * len(cells) for name, texts in written.items()} | values, draws
 
 
 def find_inputs(path: Path, space: Space) -> list[Path]:

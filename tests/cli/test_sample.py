@@ -163,7 +163,7 @@ def test_calls_and_classes_are_told(run: Path, tmp_path: Path, capfd: pytest.Cap
     told = capfd.readouterr().out
     assert "3 of the network for each picture" in told
     assert "cat, dog" in told
-    assert "3 intervals, ab2, uniform grid" in told
+    assert "settings    steps 3, solver ab2\n" in told
 
 
 def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,8 @@ def test_autoguidance_by_the_early_checkpoint(run: Path, tmp_path: Path, capfd: 
     draw(*flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "one")
     told = capfd.readouterr().out
     assert "2 of the network for each picture, beside those of the early checkpoint's network" in told
-    assert "autoguidance scale 2, away from step_00000010" in told
+    assert "autoguidance 2.0\n" in told
+    assert "step_00000010\n" in told
     run_on_ranks(2, draw, *flags, folder, "--autoguidance", 2, "--output_dir", tmp_path / "two")
     draw(*flags, folder / "checkpoints/step_00000010", "--output_dir", tmp_path / "early")
     never = ("--guidance_interval", 0.6, 0.7)  # between the times 1 and 0.5 of two steps

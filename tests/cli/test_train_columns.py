@@ -111,7 +111,7 @@ def test_prompts_are_the_names_of_their_pictures(runs: Path, tmp_path: Path) -> 
     flags = f"--checkpoint {runs}/one --steps 2 --prompts {tmp_path}/prompts.txt --set size=3 --set parity=odd"
     for world_size in (1, 2):
         run_on_ranks(world_size, sample, [*flags.split(), "--output_dir", str(tmp_path / str(world_size))])
-    names = ["0-a-red-heart.png", "1-a-blue-star.png", "2-a-red-heart.png", "grid.png"]
+    names = ["00000-a-red-heart.png", "00001-a-blue-star.png", "00002-a-red-heart.png", "grid.png"]
     for world_size in (1, 2):
         assert sorted(file.name for file in (tmp_path / str(world_size)).glob("*.png")) == names
     for name in names[:3]:
@@ -172,7 +172,7 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
         ("--prompt a --prompts b", "--prompts and --prompt exclude each other"),
         ("--grid size parity --num_samples 3", "--num_samples excludes --grid"),
         ("--grid size=1,2 size=3", "--grid size size has one axis twice"),
-        ("--grid size parity --set size=3", "--grid has the axis size, which another flag sets"),
+        ("--grid size parity --set size=3", "--grid size parity has one axis twice, or one that another flag sets"),
         ("--grid parity seed --set size=3,4", "--grid needs a single value of size, not 2"),
         ("--set size=3 --set size=4", "--set size=4 is the second value of size"),
         ("--set size=1e400", "1e400 is not a number"),
