@@ -5,6 +5,7 @@ training and guidance in sampling are the same for all kinds.
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -116,6 +117,7 @@ class Labels(WrittenCondition):
 
 LARGEST = 1e30
 """Number from which on a number counts as "none", as NaN does: exported programs pass it in place of NaN."""
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 FREQUENCIES = 4
 
 
@@ -167,10 +169,8 @@ class Number(WrittenCondition):
 
 def as_number(text: str) -> float | None:
     """Return a number as written; None if it is none, or its magnitude is :data:`LARGEST` or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        return None
+    # float() also takes 1_2, and the digits of other scripts
+    number = float(text) if NUMBER.fullmatch(text.strip()) else LARGEST
     return number if abs(number) < LARGEST else None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_signals
-from rectified_flow.system.terminal import open_missing_streams, tolerant_streams
+from rectified_flow.system.terminal import escaped, open_missing_streams, tolerant_streams
 
 LEAVING_TIMEOUT = 10.0
 """Seconds that an exiting process waits for the other processes, or for the error message of rank 0."""
@@ -154,7 +154,7 @@ def _explain(sentence: str, code: int) -> int:
     elif code in (1, 2):
         _await_explanation()
     if first:
-        print(sentence, file=sys.stderr, flush=True)
+        print(escaped(sentence), file=sys.stderr, flush=True)
     return code
 
 

@@ -1,7 +1,8 @@
-"""Columns beside pictures: read from ``metadata.csv`` or ``metadata.jsonl``, as conditions of a network.
+"""Columns beside pictures: read from metadata files and text files, as conditions of a network.
 
-The files have the layout of datasets' ImageFolder: a column ``file_name``, relative to the folder of the file, and any
-others. A value that is missing or empty is "none".
+``metadata.csv`` and ``metadata.jsonl`` have the layout of datasets' ImageFolder: a column ``file_name``, relative to
+the folder of the file, and any others. ``NAME.txt`` beside a picture ``NAME.png`` is its column ``text``. A value that
+is missing or empty is "none".
 """
 
 import csv
@@ -10,13 +11,16 @@ import json
 import os
 import re
 import unicodedata
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -27,32 +31,30 @@ from rectified_flow.condition import Condition, Labels, Number, WrittenCondition
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.registry import describe
-from rectified_flow.system.files import printable
+from rectified_flow.system.files import printable, read_bytes
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
-FILE_NAME = "file_name"
+FILE_NAME, TEXT = "file_name", "text"
+SEPARATORS = ",;\t"
 Kind = Literal["caption", "label", "number"]
-RESERVED = {
-    "x",
-    "t",
-    "r",
-    "images",
-    "latents",
-    "noise",
-    "noise_rows",
-    "path",
-    "source",
-    "unknown",
-    "labels",
-    "time",
-    "kind",
-} | {"self", "steps", "count", "solver", "grid", "guidance", "start", "strength", "mask", "watch", "decode", "seed"}
+RESERVED = (
+    {"x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"}
+    | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"}
+    | {"seed", "strength"}
+)
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
 MOST_LABELS, ROWS_PER_LABEL = 1000, 5
 """Largest number of labels, and smallest average number of rows per label, in a column of labels."""
 NUMERIC = 0.9
-"""Smallest share of numeric values in a column of numbers."""
+"""Smallest share of numbers among the known values of a column of numbers."""
+MISSING = {"-", "--", ".", "?", "na", "n/a", "nan", "null", "none", "nil", "<na>", "#n/a", "\N{EN DASH}", "\N{EM DASH}"}
+"""Values that stand for no value in a column of numbers, in lower case."""
+DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
+GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}(,\d{3})+", re.ASCII)
+"""Numbers whose commas may group thousands."""
 LONGEST_CAPTION = 10_000
+FIRST_VALUES, SHORT = 3, 30
+"""Number of the first values of a column that are printed, and their largest length."""
 QUANTILES, EXAMPLES = 33, 16
 """Number of quantiles that are kept of numbers, and of captions that are kept as examples."""
 
@@ -86,7 +88,7 @@ class Table:
 
 
 def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
-    """Read metadata files.
+    """Read metadata files, and text files beside pictures.
 
     Args:
         metadata: the files to read, whose names are in :data:`METADATA_FILES`.
@@ -96,17 +98,16 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
         UsageError: if a file cannot be read, has no column ``file_name``, or names a picture twice.
     """
     number = {_normal(file): row for row, file in enumerate(files)}
-    columns, places = dict[str, list[Any]](), [""] * len(files)
-    absent, first_absent = 0, ""
+    columns, places, absent = dict[str, list[Any]](), [""] * len(files), list[str]()
     for path in metadata:
         for line, values in enumerate(_read(path), start=1):
             place = f"row {line} of {printable(path.name)}"
             name = values.pop(FILE_NAME, None)
-            if not name:
+            if not name or not isinstance(name, str):
                 raise UsageError(f"{place} has no {FILE_NAME}: name the picture in a column {FILE_NAME} ({path})")
-            row = number.get(_normal(path.parent / str(name).replace("\\", "/")))
+            row = number.get(_normal(path.parent / name.replace("\\", "/")))
             if row is None:
-                absent, first_absent = absent + 1, first_absent or str(name)
+                absent.append(name)
                 continue
             if places[row]:
                 raise UsageError(f"{place} names {name} again, after {places[row]}: remove one of the two ({path})")
@@ -114,13 +115,25 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
             for column, value in values.items():
                 columns.setdefault(column, [None] * len(files))[row] = value
     if absent and not any(places):
-        found = f"no row of {metadata[0]} names a picture in the folder, such as {first_absent}"
+        found = f"no row of {metadata[0]} names a picture in the folder, such as {absent[0]}"
         raise UsageError(f"{found}: write paths relative to the metadata file")
-    notes = [f"{absent} rows of the metadata name no picture in the folder, such as {first_absent}"] * (absent > 0)
+    notes = [f"{len(absent)} rows of the metadata name no picture in the folder, such as {each}" for each in absent[:1]]
+    notes += _add_text_files(columns, places, files)
     alone = [file for file, place in zip(files, places, strict=True) if not place]
     if columns and alone:
         notes.append(f"{len(alone)} pictures have no row in the metadata, such as {printable(alone[0].name)}")
     return Table(columns, places, notes)
+
+
+def _add_text_files(columns: dict[str, list[Any]], places: list[str], files: Sequence[Path]) -> list[str]:
+    """Add the column ``text`` of the files ``NAME.txt`` beside pictures, unless the metadata has it; return notes."""
+    beside = {row: file.with_suffix(".txt") for row, file in enumerate(files) if file.with_suffix(".txt").exists()}
+    if beside and TEXT in columns:
+        return [f"{TEXT} is a column of the metadata: {len(beside)} .txt files beside the pictures are not read"]
+    for row, path in beside.items():
+        columns.setdefault(TEXT, [None] * len(files))[row] = _text_of(path)
+        places[row] = " and ".join(filter(None, (places[row], printable(path.name))))
+    return []
 
 
 def _normal(file: Path) -> str:
@@ -128,25 +141,56 @@ def _normal(file: Path) -> str:
     return unicodedata.normalize("NFC", os.path.normpath(os.path.abspath(file)))
 
 
+def _text_of(path: Path) -> str:
+    """Return the contents of a text file in UTF-8, or in UTF-16 with a byte order mark."""
+    content = read_bytes(path)
+    encoding = "utf-16" if content.startswith((BOM_UTF16_LE, BOM_UTF16_BE)) else "utf-8-sig"
+    with suppress(UnicodeDecodeError):
+        text = content.decode(encoding)
+        if "\0" not in text:  # every second byte of UTF-16 without a mark is 0
+            return text.replace("\r\n", "\n").replace("\r", "\n")
+    raise UsageError(f"{path} is not encoded as UTF-8, but perhaps as Windows-1252: save it as UTF-8")
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metadata file."""
+    text, rows = _text_of(path), list[dict[str, Any]]()
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if path.suffix == ".csv":
-            csv.field_size_limit(2**31 - 1)
-            rows: list[Any] = list(csv.DictReader(io.StringIO(text)))
-            extra = next((line for line, row in enumerate(rows, start=1) if None in row), None)
-            if extra is not None:
-                raise ValueError(f"row {extra} has more values than the header; put texts with commas in quotes")
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-        if not all(isinstance(row, dict) for row in rows):
-            raise ValueError("a line is not a JSON object")
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(
-            f"{path} cannot be read ({first_line(error)}): mend it, or leave out --condition_on"
-        ) from error
-    return [{str(name): value for name, value in row.items()} for row in rows]
+        for pairs in _csv_rows(text) if path.suffix == ".csv" else _json_rows(text):
+            names = [name for name, _value in pairs]
+            if len({*names}) < len(names):
+                twice = next(name for name in names if names.count(name) > 1)
+                raise ValueError(f"two columns have the name {twice}; rename one")
+            rows.append(dict(pairs))
+    except (ValueError, RecursionError, csv.Error) as error:
+        found = f"{path} cannot be read (row {len(rows) + 1}: {first_line(error)})"
+        raise UsageError(f"{found}: mend it, or leave out --condition_on") from error
+    return rows
+
+
+def _csv_rows(text: str) -> Iterator[list[tuple[str, Any]]]:
+    """Yield the names and values of each row; the separator is the one that surrounds ``file_name`` in the header."""
+    csv.field_size_limit(2**31 - 1)
+    header = text.partition("\n")[0]
+    found = [each for each in SEPARATORS if FILE_NAME in (name.strip(' "') for name in header.split(each))]
+    if not found:
+        raise ValueError(f"the first line has no column {FILE_NAME} between commas, semicolons or tabs")
+    reader = csv.reader(io.StringIO(text), delimiter=found[0], skipinitialspace=True, strict=True)
+    names = [name.strip() for name in next(reader)]
+    for row in filter(None, reader):
+        if any(row[len(names) :]):
+            raise ValueError("it has more values than the header; put texts with commas in quotes")
+        values = row if found[0] == "," else [_decimal(value.strip()) for value in row]
+        yield [(name, value) for name, value in zip(names, values, strict=False) if name]
+
+
+def _json_rows(text: str) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """Yield the names and values of each row of a file with a JSON object in each line."""
+    for line in filter(str.strip, text.split("\n")):
+        row = json.loads(line, object_pairs_hook=tuple)
+        if not isinstance(row, tuple):
+            raise ValueError("it is not a JSON object")
+        yield row
 
 
 @dataclass(frozen=True)
@@ -224,7 +268,7 @@ def identity_of(kind: Condition) -> dict[str, Any]:
     return describe(kind) | encoder
 
 
-@dataclass
+@dataclass(frozen=True)
 class ColumnSpec:
     """A column of a table, and the kind of condition that it is taken for."""
 
@@ -235,28 +279,6 @@ class ColumnSpec:
     kind: Kind
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: list[str]
-    places: list[str] = field(repr=False)
-    """Place of each text."""
-
-    @property
-    def missing(self) -> int:
-        """Number of rows without a value."""
-        return int((np.diff(self.first) == 0).sum())
-
-    def numbers(self) -> list[float]:
-        """Return the values as numbers.
-
-        Raises:
-            UsageError: if one is no finite number.
-        """
-        found = [as_number(text) for text in self.texts]
-        for number, text, place in zip(found, self.texts, self.places, strict=True):
-            if number is None:
-                raise UsageError(
-                    f"--condition_on {self.column} has numbers, but {place} has {text!r}: correct this value, or pass "
-                    f"--condition_types {self.column}=label"
-                )
-        return [number for number in found if number is not None]
 
     def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> WrittenCondition:
         """Build the kind of condition, with the quantiles, labels or vocabulary of the values.
@@ -266,7 +288,8 @@ class ColumnSpec:
             tokens: number of tokens of a caption that a network attends to.
         """
         if self.kind == "number":
-            return Number(tuple(np.quantile(self.numbers(), np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
+            numbers = np.array([as_number(text) for text in self.texts])
+            return Number(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
         if self.kind == "label":
             names = sorted(set(self.texts))
             return Labels(len(names), tuple(names))
@@ -276,14 +299,15 @@ class ColumnSpec:
 
     def summary(self, kind: Condition) -> str:
         """Return a summary of the column in one line."""
-        gaps = f", missing in {self.missing} of {len(self.first) - 1} rows" if self.missing else ""
-        if isinstance(kind, Number):
-            return f"number, {kind.quantiles[0]:g} to {kind.quantiles[-1]:g}, {len(set(self.texts))} different{gaps}"
+        missing = int((np.diff(self.first) == 0).sum())
+        gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
+        counts = Counter(self.texts)
         if isinstance(kind, Labels):
-            counts = Counter(self.texts).most_common()
-            some = ", ".join(f"{name} {count}" for name, count in counts[:4]) + ", ..." * (len(counts) > 4)
-            return f"{kind.num_classes} labels: {some}{gaps}"
-        return f"captions, {len(set(self.texts))} different{gaps}"
+            some = [f"{name} {count}" for name, count in counts.most_common(4)]
+            return f"{kind.num_classes} labels: {', '.join(some)}{', ...' * (len(counts) > 4)}{gaps}"
+        span = f"number, {kind.quantiles[0]:g} to {kind.quantiles[-1]:g}" if isinstance(kind, Number) else "captions"
+        some = [shorten(text, SHORT, placeholder="...") for text in [*counts][:FIRST_VALUES]]
+        return f"{span}, {len(counts)} different{gaps}: {', '.join(some)}{', ...' * (len(counts) > len(some))}"
 
 
 def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[ColumnSpec]:
@@ -324,57 +348,85 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
 def _suits(table: Table, column: str) -> bool:
     """Return whether ``all`` includes a column: one with values, neither nested nor of identifiers."""
     values = [value for value, _place in table.read(column)]
-    nested = any(isinstance(value, dict) or _is_list_of_other(value) for value in values)
+    if any(map(_is_nested, values)):
+        return False
     texts = [text for value in values for text in _texts_of(value)]
     named = len({*texts}) == len(texts) > 1 and not any(" " in text for text in texts) and _guess(texts) == "caption"
-    return bool(texts) and not nested and not named
+    return not _is_empty(texts) and not named
 
 
-def _is_list_of_other(value: Any) -> bool:
-    """Return whether a value is a list of anything but texts."""
-    return isinstance(value, list | tuple) and not all(isinstance(each, str) for each in value)
+def _is_nested(value: Any) -> bool:
+    """Return whether a value is an object, or a list of anything but texts."""
+    several = value if isinstance(value, list | tuple) else ()
+    return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
+
+
+def _is_empty(texts: Sequence[str]) -> bool:
+    """Return whether a column has nothing but marks of missing values."""
+    return all(text.lower() in MISSING for text in texts)
 
 
 def _choose(column: str, table: Table, kind: str | None) -> ColumnSpec:
-    cells = [(_texts_of(value), place) for value, place in table.read(column)]
-    values = [texts for texts, _place in cells]
-    texts = [text for each in values for text in each]
-    places = [place for each, place in cells for _ in each]
-    if not texts:
-        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
-    for text, place in zip(texts, places, strict=True):
-        if len(text) > LONGEST_CAPTION:
-            raise UsageError(
-                f"--condition_on {column} has a text of {len(text):,} characters in {place}: shorten it to "
-                f"{LONGEST_CAPTION:,}"
-            )
     if kind not in (None, *get_args(Kind)):
         raise UsageError(f"--condition_types {column}={kind} is no type: pass {', '.join(get_args(Kind))}")
-    first = np.cumsum([0, *map(len, values)], dtype=np.int64)
-    several = int((np.diff(first) > 1).sum())
+    rows = table.read(column)
+    for value, place in rows:
+        if _is_nested(value):
+            raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
+    cells = [(_texts_of(value), place) for value, place in rows]
+    texts = [text for cell, _place in cells for text in cell]
+    several = sum(len(cell) > 1 for cell, _place in cells)
+    if _is_empty(texts):
+        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
     found: Any = kind or ("caption" if several else _guess(texts))
     if several and found != "caption":
         raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
-    chosen = ColumnSpec(condition_name(column), column, found, first, texts, places)
     if found == "number":
-        chosen.numbers()  # raises an error for a text
-    return chosen
+        _check_commas(column, [text for text in texts if "," in text])
+        cells = [([_decimal(text) for text in cell if text.lower() not in MISSING], place) for cell, place in cells]
+    for cell, place in cells:
+        for text in cell:
+            _check(text, found, column, place)
+    first = np.cumsum([0, *(len(cell) for cell, _place in cells)], dtype=np.int64)
+    return ColumnSpec(condition_name(column), column, found, first, [text for cell, _place in cells for text in cell])
+
+
+def _check_commas(column: str, texts: Sequence[str]) -> None:
+    """Raise a UsageError if the commas of numbers may be decimal commas, and may group thousands."""
+    if texts and all(map(GROUPED.fullmatch, texts)):
+        written = f"{texts[0].replace(',', '')} or {texts[0].replace(',', '.')}"
+        raise UsageError(f"--condition_on {column} has {texts[0]}, a number with two meanings: write {written}")
+
+
+def _check(text: str, kind: Kind, column: str, place: str) -> None:
+    """Raise a UsageError if a value does not suit its kind."""
+    if len(text) > LONGEST_CAPTION:
+        found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
+        raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
+    if kind == "number" and as_number(text) is None:
+        found = f"--condition_on {column} has numbers, but {place} has {text!r}"
+        raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label")
 
 
 def _texts_of(value: Any) -> list[str]:
     """Return the values of a cell as texts."""
-    if isinstance(value, list | tuple):
-        return [text for each in value for text in _texts_of(each)]
-    missing = value is None or (isinstance(value, float) and not isfinite(value))
-    text = "" if missing else str(value).encode("utf-8", "replace").decode().strip()  # without halves of characters
-    return [text] if text else []
+    values = value if isinstance(value, list | tuple) else [value]
+    known = [each for each in values if each is not None and not (isinstance(each, float) and not isfinite(each))]
+    texts = (str(each).encode("utf-8", "replace").decode().strip() for each in known)  # without halves of characters
+    return [text for text in texts if text]
+
+
+def _decimal(text: str) -> str:
+    """Return a number with a point in place of a decimal comma, and the minus of a keyboard."""
+    return text.replace(",", ".").replace("\N{MINUS SIGN}", "-") if DECIMAL.fullmatch(text) else text
 
 
 def _guess(texts: Sequence[str]) -> Kind:
-    different = set(texts)
-    if sum(as_number(text) is not None for text in texts) >= NUMERIC * len(texts):
+    known = [text for text in texts if text.lower() not in MISSING]
+    numeric = sum(as_number(_decimal(text)) is not None or bool(GROUPED.fullmatch(text)) for text in known)
+    if known and numeric >= NUMERIC * len(known):
         return "number"
-    few = len(different) <= min(MOST_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
+    few = len(set(texts)) <= min(MOST_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
     return "label" if few else "caption"
 
 

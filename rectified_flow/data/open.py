@@ -19,6 +19,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive, as_plain
 from rectified_flow.system.files import check_document, printable, usable_path
+from rectified_flow.system.terminal import escaped
 
 
 def open_dataset(
@@ -90,7 +91,7 @@ def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Tab
         found = f"{source.name} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
         raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
     for note in table.notes:
-        PartialState().print(f"note: {note}")
+        PartialState().print(escaped(f"note: {note}"))
     return table.subset(rows)
 
 

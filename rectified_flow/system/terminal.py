@@ -4,6 +4,7 @@ A stream may be missing when the program starts, have any encoding, and be close
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
+
+CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def open_missing_streams() -> None:
@@ -81,9 +84,14 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
     return tqdm(dynamic_ncols=True, mininterval=interval, maxinterval=interval, **arguments)
 
 
+def escaped(text: str) -> str:
+    """Return a text with escapes for characters that control a terminal or turn the direction of writing."""
+    return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def line(label: str, text: object) -> str:
     """Return a line like ``samples     runs/demo/samples/step_00000900.png``."""
-    return f"{label:<11} {text}"
+    return escaped(f"{label:<11} {text}")
 
 
 def lines(texts: Mapping[str, object]) -> str:

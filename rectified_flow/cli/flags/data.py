@@ -162,7 +162,7 @@ class ColumnConfig(Flags):
     """Conditions from metadata columns: captions, numbers and labels."""
 
     condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
-    """Columns of metadata.csv, metadata.jsonl or a dataset to train on as conditions; or all."""
+    """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all."""
     condition_types: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
     ] = ()
