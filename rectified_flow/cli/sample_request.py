@@ -24,7 +24,6 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
-from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained
 from rectified_flow.networks.captions import Caption
 from rectified_flow.randomness import Samples, deterministic
@@ -152,38 +151,22 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
     is_other = flow.space.picture_shape is None and not isinstance(flow.space, Fields)
     if (needed not in inspect.signature(flow.sample).parameters and not flow.takes_source) or is_other:
         raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
-    is_mask, several = isinstance(flow.degradation, Mask), flags.variants > 1
-    inpaints = is_mask if flow.takes_source else flow.degradation is None
+    is_mask = isinstance(flow.degradation, Mask)
     is_certain = flow.from_source and flow.source_noise == 0 and not is_mask
-    starts = not flow.takes_source and flags.mask is None
-    way_back = flow.from_source and hasattr(flow, "encode")
-    no_way = (
-        "a one-step model cannot be inverted" if isinstance(flow, FlowMap) else f"{source} does not start from pictures"
-    )
-    for flag, is_wrong, why in (
-        ("degrade", flags.degrade and flow.degradation is None, f"has no effect: {source} has no degradation"),
-        ("strength", flow.takes_source and flags.strength, f"has no effect: {source} translates pictures"),
-        (
-            "mask",
-            flags.mask and not inpaints,
-            f"has no effect: {source} was not trained for inpainting, by --degrade mask",
-        ),
-        ("variants", starts and several, f"has no effect: {source} does not translate pictures; pass --num_samples"),
-        (
-            "variants",
-            is_certain and several,
-            f"has no effect: {source} was trained without --source_noise, so that a source has one result",
-        ),
-        ("guidance_scale", flags.reverse and "guidance" in options, "has no effect with --reverse; leave it out"),
-        (
-            "solver",
-            flags.reverse and options.get("solver") == "stochastic",
-            "stochastic cannot be inverted: pass another solver",
-        ),
-        ("degrade", flags.mask and flags.degrade, "excludes --mask, which sets the missing pixels: pass one of them"),
-        ("reverse", flags.reverse and not way_back, f"is impossible: {no_way}"),
-    ):
-        refuse({flag: is_wrong}, why)
+    works = {
+        "degrade": flow.degradation is not None,
+        "strength": not flow.takes_source,
+        "mask": is_mask if flow.takes_source else flow.degradation is None,
+        "variants": flags.mask is not None or (flow.takes_source and not is_certain),
+        "reverse": flow.from_source and hasattr(flow, "encode"),
+    }
+    start = "from pictures" if flow.from_source else "of pictures" if flow.takes_source else "from noise"
+    degraded = "" if flow.degradation is None else f", degraded by {type(flow.degradation).__name__}"
+    why = f"has no effect: {source} is a {type(flow).__name__} {start}{' without noise' * is_certain}{degraded}"
+    refuse({name: getattr(flags, name) != getattr(PicturesConfig, name) and not works[name] for name in works}, why)
+    if flags.reverse:
+        refuse({"guidance_scale": "guidance" in options}, "has no effect with --reverse; leave it out")
+        refuse({"solver": options.get("solver") == "stochastic"}, "stochastic cannot be inverted: pass another solver")
 
 
 def _degraded(flow: Flow, degradation: Degradation, data: Tensor, seed: int) -> Tensor:

@@ -148,7 +148,7 @@ class PicturesConfig(Flags):
         if self.from_images is None:
             refuse({"variants": self.variants > 1}, "has no effect without --from_images: pass both")
         if self.mask is not None:
-            refuse({"reverse": self.reverse}, "excludes --mask: leave one out")
+            refuse({"reverse": self.reverse, "degrade": self.degrade}, "excludes --mask: leave one out")
         _check_license(self.license)
 
 
