@@ -61,3 +61,13 @@ def launch() -> Iterator[Callable[..., Any]]:
 def browser(launch: Callable[..., Any]) -> Iterator[Any]:
     with launch() as opened:
         yield opened
+
+
+SOFTWARE_CARD = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
+
+
+@pytest.fixture(scope="session")
+def browser_with_card(launch: Callable[..., Any]) -> Iterator[Any]:
+    """Its graphics card is software, which draws what a card draws, slowly."""
+    with launch(*SOFTWARE_CARD) as opened:
+        yield opened

@@ -1,9 +1,6 @@
 """An exported page in a browser: its pictures are those of sample.py, its controls work, and nothing is fetched."""
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -14,23 +11,17 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.flags import parse
-from rectified_flow.flows.flow import Flow, sample_batches
+from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.fields import Fields
-from rectified_flow.system.server import folder_server
-from tests.patience import PATIENCE, wait_for
-from tests.test_load import FLOWS, write
+from tests.cli.browser import HAS_CARD, Shown, drawn, export_page, looking_at, page_of, serving
+from tests.patience import wait_for
+from tests.test_load import FLOWS
 
 pytestmark = pytest.mark.page
 SEEDS = [0, 7, 4_000_000_000]
-SOFTWARE_CARD = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan"]
 SOFTWARE_ONLY = "Drawn by the processor (WASM): WebGPU finds no graphics card, only software."
-HAS_CARD = "Promise.resolve(navigator.gpu?.requestAdapter()).then(Boolean)"
 PRETEND = """{
   const request = navigator.gpu.requestAdapter.bind(navigator.gpu);
   navigator.gpu.requestAdapter = async (...given) => {
@@ -50,86 +41,14 @@ const run = async () => { WHEN_RUN };
 export const InferenceSession = { create: async () => { WHEN_CREATED; return { run, outputNames: ["v"] }; } };
 """
 """A runtime for WebGPU that fails."""
-PIXELS = """index => {
-  const canvas = document.querySelectorAll("#pictures canvas")[index];
-  return [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
-}"""
-
-
-class Shown:
-    """An exported page in a browser."""
-
-    def __init__(self, page: Any, address: str) -> None:
-        self.page = page
-        self.problems: list[str] = []
-        self.requests: list[str] = []
-        page.set_default_timeout(PATIENCE * 100)
-        page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: self.problems.append(str(error)))
-        page.context.on("request", lambda request: self.requests.append(request.url))
-        self.address = address
-
-    def open(self, query: str = "") -> None:
-        self.page.goto(self.address + query)
-        self.wait()
-
-    def wait(self, condition: str = "true") -> None:
-        """Wait for the pictures; Playwright's own way evaluates a string, which the page forbids."""
-        until = time.monotonic() + PATIENCE
-        while not self.page.evaluate(f"Boolean(document.body.dataset.drawn) && ({condition})"):
-            assert time.monotonic() < until, "nothing was drawn"
-            self.page.wait_for_timeout(20)
-
-    def set(self, name: str, value: object) -> None:
-        """Give a control a value as a person does, and wait for the pictures."""
-        self.page.evaluate(
-            """([name, value]) => {
-                document.body.dataset.drawn = "";
-                const control = document.getElementById(name);
-                control.value = value;
-                control.dispatchEvent(new Event("input"));
-            }""",
-            [name, str(value)],
-        )
-        self.wait()
-
-    def text(self, name: str) -> str:
-        return str(self.page.inner_text(f"#{name}"))
-
-    def drop(self, file: Path) -> None:
-        """Drop a file in the middle of the page, as a mouse does."""
-        mouse = self.page.context.new_cdp_session(self.page)
-        data = {"items": [], "files": [str(file)], "dragOperationsMask": 1}
-        for kind in ("dragEnter", "dragOver", "drop"):
-            mouse.send("Input.dispatchDragEvent", {"type": kind, "x": 195, "y": 400, "data": data})
-
-    def click(self, name: str) -> None:
-        self.page.evaluate("document.body.dataset.drawn = ''")
-        self.page.click(f"#{name}")
-        self.wait()
-
-    def picture(self, number: int = 0) -> np.ndarray:
-        return np.array(self.page.evaluate(PIXELS, number)).reshape(8, 8, 4)[..., :3]
-
-
-@pytest.fixture(scope="module")
-def browser_with_card(launch: Callable[..., Any]) -> Iterator[Any]:
-    """Its graphics card is software, which draws what a card draws, slowly."""
-    with launch(*SOFTWARE_CARD) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module", params=FLOWS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Flow, str]]:
     """A flow with the classes cat and dog, and the address of its page."""
     flow, folder = FLOWS[request.param](), tmp_path_factory.mktemp(request.param)
-    write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
-    with folder_server(folder / "exported", 0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield flow, f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
+    with serving(export_page(flow, folder)) as address:
+        yield flow, address
 
 
 @pytest.fixture
@@ -146,29 +65,6 @@ def on_card(browser_with_card: Any, exported: tuple[Flow, str]) -> Iterator[Show
         if not shown.page.evaluate(HAS_CARD):
             pytest.skip("this chromium has no WebGPU adapter, not even of software")
         yield shown
-
-
-@contextmanager
-def looking_at(browser: Any, address: str, **options: Any) -> Iterator[Shown]:
-    """A phone's view of the page; at the end nothing has gone wrong there, and nothing was asked of other hosts."""
-    options = {"service_workers": "block"} | options  # a kept page would not ask for the files that tests replace
-    page = browser.new_page(viewport={"width": 390, "height": 844}, color_scheme="dark", **options)
-    shown = Shown(page, address)
-    yield shown
-    assert shown.problems == []
-    outside = [url for url in shown.requests if not url.startswith((shown.address, "blob:", "data:"))]
-    assert outside == []
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "as wide as a phone"
-    page.close()
-
-
-def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
-    """What sample.py draws."""
-    options.setdefault("steps", flow.default_steps)
-    if isinstance(flow, RectifiedFlow) and flow.default_guidance != 1:
-        options.setdefault("guidance", Guidance(flow.default_guidance))
-    [(_, pictures)] = sample_batches(flow, range(numbers), seed=seed, **options)
-    return pictures.permute(0, 2, 3, 1).numpy().astype(int)
 
 
 def test_the_first_pictures_are_those_of_sample(exported: tuple[Flow, str], shown: Shown) -> None:
@@ -346,17 +242,11 @@ def test_measurements_are_shown_in_their_colours(browser: Any, tmp_path: Path) -
     torch.manual_seed(0)
     torch.nn.init.normal_(network.conv_out.weight, std=0.3)
     flow = RectifiedFlow(network, space=space)
-    write(flow, tmp_path)
-    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
-    with folder_server(tmp_path / "exported", 0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
-            shown.open()
-            for seed in SEEDS:
-                shown.set("seed", seed)
-                expected = drawn(flow, seed)[0]
-                assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 20
-                assert np.abs(shown.picture() - expected).max() <= 8, "colours next to each other differ by up to 8"
-            assert shown.text("legend").split() == ["280", "290"]
-        server.shutdown()
+    with page_of(flow, tmp_path, browser) as shown:
+        shown.open()
+        for seed in SEEDS:
+            shown.set("seed", seed)
+            expected = drawn(flow, seed)[0]
+            assert len(np.unique(expected.reshape(-1, 3), axis=0)) > 20
+            assert np.abs(shown.picture() - expected).max() <= 8, "colours next to each other differ by up to 8"
+        assert shown.text("legend").split() == ["280", "290"]

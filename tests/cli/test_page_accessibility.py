@@ -13,8 +13,8 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.pixels import Pixels
+from tests.cli.browser import Shown
 from tests.cli.test_export import small
-from tests.cli.test_page import Shown
 from tests.cli.test_page_source import before, exported, given
 from tests.patience import wait_for
 

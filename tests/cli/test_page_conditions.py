@@ -1,50 +1,26 @@
 """The conditions of an exported page: words, ranges and inputs are those of Python, and the controls work."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Condition, Labels, Number
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.server import folder_server
+from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, page_of
 from tests.cli.test_export import small, tiny_encoder
-from tests.cli.test_page import HAS_CARD, Shown, browser_with_card, drawn, looking_at
-from tests.cli.test_page_source import UNNAMED
-from tests.test_load import write
 
-__all__ = ["browser_with_card"]
 SHAPE = (3, 8, 8)
 EXAMPLES = ("a red flower", "two blue flowers, and a cat")
 QUANTILES = (0.0, 1.5, 3.0, 8.0, 20.0)
 LATER = "document.body.dataset.drawn = ''"
-
-
-@contextmanager
-def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[Shown]:
-    """The page of a flow, which is not opened."""
-    write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
-    with folder_server(folder / "exported", 0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
-            yield shown
-        server.shutdown()
 
 
 def columns() -> dict[str, Condition]:
@@ -77,7 +53,7 @@ def differs(shown: Shown, flow: Flow, values: dict[str, torch.Tensor], number: i
 def test_a_text_a_number_and_a_label_are_chosen(kind: type[Flow], tmp_path: Path, browser: Any) -> None:
     """The pictures are those of sample.py for the same values, and also where one has none."""
     flow = kind(small(**columns()), space=Pixels(SHAPE))
-    with exported(flow, tmp_path, browser) as shown:
+    with page_of(flow, tmp_path, browser) as shown:
         shown.open()
         page = shown.page
         assert page.evaluate(UNNAMED) == []
@@ -133,7 +109,7 @@ def test_a_text_is_encoded_by_a_pretrained_encoder(tmp_path: Path, browser: Any)
     encoder = tiny_encoder(tmp_path / "encoder")
     caption = Caption(encoder, encoder.size, 6, EXAMPLES)
     flow = RectifiedFlow(small(text=caption), space=Pixels(SHAPE))
-    with exported(flow, tmp_path, browser) as shown:
+    with page_of(flow, tmp_path, browser) as shown:
         shown.open()
         assert differs(shown, flow, values_of(flow, text=EXAMPLES[0])) <= 2
         for text in ("A cat.", "The red, blue flowers and the two dogs in the red flower, and a cat!", "unseen"):
@@ -151,7 +127,7 @@ def test_webgpu_draws_beside_a_text_encoder_and_takes_what_is_none(tmp_path: Pat
     encoder = tiny_encoder(tmp_path / "encoder")
     conditions: dict[str, Condition] = {"text": Caption(encoder, 8, 6, EXAMPLES), "petal_length": Number(QUANTILES)}
     flow = RectifiedFlow(small(**conditions), space=Pixels(SHAPE))
-    with exported(flow, tmp_path, browser_with_card) as shown:
+    with page_of(flow, tmp_path, browser_with_card) as shown:
         shown.page.goto(shown.address)
         if not shown.page.evaluate(HAS_CARD):
             pytest.skip("this chromium has no WebGPU adapter, not even of software")

@@ -1,20 +1,20 @@
-"""Links to an exported page, downloads from it, and the page without a network."""
+"""Links to an exported page, downloads from it, its loading, and the page without a network."""
 
+import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.export import export, finished, page_sources
-from rectified_flow.cli.flags.sampling import ExportConfig
+from rectified_flow.cli.export import finished, page_sources
+from rectified_flow.cli.flags.sampling import SampleConfig
+from rectified_flow.cli.sample import sample
 from rectified_flow.condition import Labels, Number
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
@@ -22,10 +22,10 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.server import QuietHandler
-from tests.cli.test_export import small
-from tests.cli.test_page import Shown, looking_at
-from tests.patience import wait_for
-from tests.test_load import FLOWS, write
+from tests.cli.browser import Shown, export_page, looking_at, serving
+from tests.cli.test_export import small, tiny_encoder
+from tests.patience import PATIENCE, wait_for
+from tests.test_load import FLOWS
 
 pytestmark = pytest.mark.page
 
@@ -44,9 +44,6 @@ class Page:
 
 
 def served(flow: Flow, folder: Path) -> Iterator[Page]:
-    write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
     asked: list[str] = []
 
     class Noting(QuietHandler):
@@ -54,10 +51,9 @@ def served(flow: Flow, folder: Path) -> Iterator[Page]:
             asked.append(self.path)
             super().do_GET()
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Noting, directory=folder / "exported")) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield Page(folder / "exported", f"http://127.0.0.1:{server.server_port}/", asked)
-        server.shutdown()
+    page = export_page(flow, folder)
+    with serving(page, Noting) as address:
+        yield Page(page, address, asked)
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def test_a_link_between_two_seeds_and_one_without_meaning(browser: Any, rectifie
         assert shown.picture().shape == default.shape
 
 
-def test_a_download_has_the_drawn_picture(browser: Any, rectified: Page) -> None:
+def test_a_download_has_the_drawn_picture_and_is_drawn_again(browser: Any, rectified: Page, tmp_path: Path) -> None:
     with looking_at(browser, rectified.address, has_touch=True) as shown:
         shown.open()
         shown.set("seed", 12)
@@ -147,10 +143,17 @@ def test_a_download_has_the_drawn_picture(browser: Any, rectified: Page) -> None
         name, pixels = downloaded(shown, lambda: shown.page.tap("#download"))
         assert name == "seed-12.png"
         assert np.array_equal(pixels, picture)
+        with shown.page.expect_download() as download:
+            shown.page.tap("#download")
+        download.value.save_as(tmp_path / "page.png")
         shown.page.focus("#download-large")
         name, pixels = downloaded(shown, lambda: shown.page.keyboard.press("Enter"))
         assert name == "seed-12-4x.png"
         assert np.array_equal(pixels, picture.repeat(4, axis=0).repeat(4, axis=1))
+    sys.argv = ["sample.py", "--checkpoint", str(rectified.folder.parent), "--like", str(tmp_path / "page.png")]
+    sample(parse(SampleConfig, ""))
+    [again] = (rectified.folder.parent / "like").glob("0*.png")
+    assert np.abs(np.array(Image.open(again)).astype(int) - picture).max() <= 2
 
 
 def test_a_download_of_a_grid_and_of_a_varied_picture(browser: Any, flow_map: Page, tmp_path: Path) -> None:
@@ -200,3 +203,55 @@ def test_the_page_works_without_a_network_after_a_visit(browser: Any, rectified:
         shown.wait()
         wait_for("the new version", lambda: shown.page.evaluate(kept) != version)
         wait_for("one version", lambda: "," not in shown.page.evaluate(kept))
+
+
+READ = "() => { const bar = document.getElementById('loaded'); return [bar.value, bar.max]; }"
+
+
+def test_a_bar_shows_how_much_of_all_files_is_loaded(tmp_path: Path, browser: Any) -> None:
+    caption = Caption(tiny_encoder(tmp_path / "encoder"), 8, 6, ("a red flower",))
+    folder = export_page(RectifiedFlow(small(text=caption), space=Pixels((3, 8, 8))), tmp_path)
+    goes_on, half = Event(), Event()
+    names = ["ort/ort-wasm-simd-threaded.wasm", "model.onnx", "text_encoder.onnx"]
+    sizes = {name: (folder / name).stat().st_size for name in names}
+
+    class Slow(QuietHandler):
+        """Sends the runtime in two halves, and everything compressed."""
+
+        def do_GET(self) -> None:  # noqa: N802
+            path = self.path.partition("?")[0].lstrip("/")
+            if path not in names:
+                super().do_GET()
+                return
+            content = gzip.compress((folder / path).read_bytes(), 1)
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            middle = len(content) // 2 if path.endswith(".wasm") else len(content)
+            self.wfile.write(content[:middle])
+            self.wfile.flush()
+            if middle < len(content):
+                half.set()
+                goes_on.wait(PATIENCE)
+                self.wfile.write(content[middle:])
+
+    with serving(folder, Slow) as address, looking_at(browser, address) as shown:
+        page, total = shown.page, sum(sizes.values())
+        page.goto(shown.address)
+        wait_for("the first half", half.is_set)
+        rest = sizes["model.onnx"] + sizes["text_encoder.onnx"]
+        wait_for("the bar", lambda: page.locator("#loading").is_visible() and page.evaluate(READ)[0] > rest)
+        page.wait_for_timeout(500)
+        value, greatest = page.evaluate(READ)
+        assert greatest == total
+        assert rest + 0.1 * (total - rest) < value < total
+        assert shown.text("loaded-size") == f"{value / 1e6:.1f} of {total / 1e6:.1f} MB"
+        assert page.locator("#progress").is_hidden()
+        goes_on.set()
+        shown.wait()
+        assert page.locator("#loading").is_hidden()
+        assert page.locator("#progress").is_visible()
+    listed = json.loads((folder / "model.json").read_text())["sizes"]
+    assert sizes.items() <= listed.items()
+    assert all((folder / name).stat().st_size == size for name, size in listed.items())

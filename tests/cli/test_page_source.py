@@ -6,30 +6,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.export import export
-from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.condition import Labels, Picture
-from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.registry import register
 from rectified_flow.spaces.degradations import Downsample, Mask
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.server import folder_server
+from tests.cli.browser import HAS_CARD, UNNAMED, Shown, export_page, looking_at, serving
 from tests.cli.test_export import ROOT, small
-from tests.cli.test_page import HAS_CARD, Shown, browser_with_card, looking_at
 from tests.patience import PATIENCE, wait_for
-from tests.test_load import FLOWS, write
+from tests.test_load import FLOWS
 
-__all__ = ["browser_with_card"]
 pytestmark = pytest.mark.page
 SHAPE = (3, 8, 8)
 BEFORE = """() => {
@@ -41,10 +35,6 @@ PASTE = """async (name) => {
   data.items.add(new File([await (await fetch(name)).blob()], name, { type: "image/png" }));
   dispatchEvent(new ClipboardEvent("paste", { clipboardData: data }));
 }"""
-UNNAMED = """() => [...document.querySelectorAll("input, select, button")]
-  .filter((each) => each.checkVisibility() && !each.ariaLabel && !each.labels?.[0]?.innerText && !each.innerText)
-  .map((each) => each.id)"""
-"""Controls on the page that have no name."""
 CATCH_WORKER = """Worker = class extends Worker {
   constructor(...given) { super(...given); window.worker = this; }
 };"""
@@ -78,11 +68,9 @@ SECOND_FINGER = """() => {
 @contextmanager
 def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[tuple[Shown, Callable[..., np.ndarray]]]:
     """The page of a flow, which is not waited for, and a function that returns what sample.py makes of given.png."""
-    write(flow, folder)
-    sys.argv = ["export.py", "--checkpoint", str(folder), "--format", "page"]
-    export(parse(ExportConfig, "Export."))
+    page = export_page(flow, folder)
     given = np.random.default_rng(0).integers(256, size=(8, 8, 3), dtype=np.uint8)
-    Image.fromarray(given).save(folder / "exported/given.png")
+    Image.fromarray(given).save(page / "given.png")
 
     def sampled(*flags: str) -> np.ndarray:
         command = [sys.executable, "sample.py", "--checkpoint", str(folder), "--output_dir", str(folder / "made")]
@@ -93,12 +81,9 @@ def exported(flow: Flow, folder: Path, browser: Any) -> Iterator[tuple[Shown, Ca
         files = variants or [folder / "made/given.png"]
         return np.stack([np.array(Image.open(file)).astype(int) for file in files])
 
-    with folder_server(folder / "exported", 0) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        with looking_at(browser, f"http://127.0.0.1:{server.server_port}/") as shown:
-            shown.page.goto(shown.address)
-            yield shown, sampled
-        server.shutdown()
+    with serving(page) as address, looking_at(browser, address) as shown:
+        shown.page.goto(address)
+        yield shown, sampled
 
 
 def given(folder: Path) -> np.ndarray:
