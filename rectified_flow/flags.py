@@ -23,7 +23,7 @@ from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import Role, find, parameters_of, registered_in
-from rectified_flow.system.files import check_document, read_document, usable_path
+from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
 C = TypeVar("C")
 Positive = Annotated[int, Interval(gt=0, lt=2**53)]  # float64, as in JSON, is exact up to 2**53
@@ -226,7 +226,7 @@ def _validated(name: str, candidates: Sequence[Any], hint: Any) -> Any:
     requirement = problem["msg"].partition(" should ")[2] or problem["msg"]
     for theirs, ours in IN_WORDS.items():
         requirement = requirement.replace(theirs, ours)
-    raise UsageError(f"{name} is {problem['input']}; it must {requirement}")
+    raise UsageError(f"{name} is {str(problem['input'])[:LONGEST]}; it must {requirement}")
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -371,7 +371,7 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
             known = ", ".join(parameters) or "none"
             raise UsageError(f"--{flag}_options {option}: {target.__name__} takes KEY=VALUE with the keys {known}")
         candidates = [text]
-        with suppress(json.JSONDecodeError):
+        with suppress(ValueError, RecursionError):  # a number of more than 4,300 digits, and brackets in brackets
             candidates = [json.loads(text), text]
         typed[key] = _validated(f"--{flag}_options {key}", candidates, parameters[key].annotation)
     return typed

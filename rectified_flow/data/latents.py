@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, dtype_of
+from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, mapped
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import UsageError
@@ -65,7 +65,7 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
     The file has ``length`` rows ``[v, k, c, h, w]``. The first variant alone counts, so that the scales are the same
     with mirror images and without.
     """
-    rows = np.memmap(file, dtype_of(file.name), "r", shape=(length, *shape))
+    rows = mapped(file, (length, *shape))
     sums = np.zeros((2, shape[2]))
     for start in range(0, length, ROWS_AT_ONCE):
         some = rows[start : start + ROWS_AT_ONCE, 0].astype(np.float64)

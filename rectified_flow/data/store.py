@@ -207,7 +207,7 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
         for name, shape in self.info.rows.items():
             file = self.path / name
             with reading(file):
-                maps[file.stem] = np.memmap(file, dtype_of(name), "r", shape=(self.info.length, *shape))
+                maps[file.stem] = mapped(file, (self.info.length, *shape))
         return maps
 
     @property
@@ -217,9 +217,9 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels of the store, a read-only memory map ``[n]``."""
+        """All labels of the store ``[n]``."""
         with reading(self.path / LABELS_FILE):
-            return np.load(self.path / LABELS_FILE, mmap_mode="r")
+            return np.load(self.path / LABELS_FILE)
 
     @property
     def class_names(self) -> list[str]:
@@ -337,6 +337,14 @@ class ImageDataset(StoreDataset):
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the type of the values in a store's file ``NAME.DTYPE``."""
     return np.dtype(Path(name).suffix[1:])
+
+
+def mapped(file: Path, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return the array in ``file`` as a memory map that must not be written to."""
+    try:
+        return np.memmap(file, dtype_of(file.name), "r", shape=shape)
+    except OSError:  # some network file systems refuse a shared map
+        return np.memmap(file, dtype_of(file.name), "c", shape=shape)
 
 
 def row_size(name: str, shape: Sequence[int]) -> int:

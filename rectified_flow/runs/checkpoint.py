@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from secrets import token_hex
 from typing import Annotated, Any, TypeVar
 
 import torch
@@ -202,6 +203,14 @@ def best_of(folder: Path) -> Path | None:
         if NAME.fullmatch(name) and _is_checkpoint(folder / name):
             return folder / name
     return None
+
+
+def set_aside(folder: Path) -> None:
+    """Rename the checkpoints in ``folder`` without a manifest, which are not removed: nothing proves whose they are."""
+    for path in list_checkpoints(folder):
+        if not (path / MANIFEST).exists():
+            aside = path.rename(path.with_name(f"{path.name}.damaged-{token_hex(2)}"))
+            tqdm.write(f"note: {path} has no manifest and is called {aside.name} from now on")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -423,4 +432,4 @@ def _report_once(text: str) -> None:
 
 def _is_checkpoint(path: Path) -> bool:
     with reading(path / MANIFEST):
-        return (path / MANIFEST).exists()
+        return (path / MANIFEST).exists() or (path / STATE_FILE).exists()

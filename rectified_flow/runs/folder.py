@@ -159,7 +159,7 @@ def prepare_folders(config: TrainingConfig) -> None:
     folder = prepare_folder("checkpoint_dir", config.checkpoints)
     claim(folder, [BEST], ours=any(map(is_artifact, folder.glob("step_*"))))
     for step in config.checkpoints.glob("step_" + "[0-9]" * 8):
-        if not (step / MANIFEST).is_file():
+        if not any((step / name).is_file() for name in (MANIFEST, "trainer.json")):
             owned_files(step, CHECKPOINT)
 
 

@@ -161,6 +161,7 @@ class RunLog:
                 import matplotlib.figure  # noqa: F401
             self.accelerator.init_trackers(PROJECT, first, settings)
         except Exception as error:  # each service has errors of its own
+            self.accelerator.trackers = []  # one that did not start cannot be closed
             remedy = "WANDB_MODE=offline needs no account" if flags["log_with"] == "wandb" else "leave it out"
             raise UsageError(
                 f"--log_with {flags['log_with']} could not be started ({first_line(error)}); {remedy}"

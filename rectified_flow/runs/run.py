@@ -239,6 +239,7 @@ class Run:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
         drop_snapshots(self.config.checkpoints, after=step)
+        checkpoint.set_aside(self.config.checkpoints)
         path = self.config.output_dir / CONFIG_FILE
         with writing(path):
             replace_file(path, json.dumps(self.document, indent=1))

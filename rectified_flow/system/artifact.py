@@ -31,12 +31,11 @@ from os import utime
 from pathlib import Path
 from typing import Annotated, Any
 
-from filelock import Timeout
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import BusyError, DamageError, NewerError, UsageError
-from rectified_flow.system.files import flush, hash_file, lock_of, read_document, reading, replace_file
+from rectified_flow.errors import DamageError, NewerError, UsageError
+from rectified_flow.system.files import flush, hash_file, locked, read_document, reading, replace_file
 
 MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
@@ -130,16 +129,15 @@ class Artifact:
 
         Raises:
             BusyError: if another builder still holds the lock.
-            UsageError: if the folder cannot be written, or the file system has no locks.
+            UsageError: if the folder cannot be written.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with lock_of(self.path.with_name(f"{self.path.name}.lock")).acquire(timeout=timeout):
+            busy = f"another run is writing the {self.kind} {self.path}"
+            with locked(self.path.with_name(f"{self.path.name}.lock"), busy, timeout, remedy):
                 yield
-        except Timeout as error:
-            raise BusyError(f"another run is writing the {self.kind} {self.path}: wait for it, or {remedy}") from error
-        except (OSError, NotImplementedError) as error:
-            reason = getattr(error, "strerror", None) or error
+        except OSError as error:
+            reason = error.strerror or error
             raise UsageError(f"the {self.kind} {self.path} cannot be read and written ({reason}): {remedy}") from error
 
     def begin(self, source: Mapping[str, Any] | None = None) -> dict[str, Any]:

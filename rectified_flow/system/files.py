@@ -27,27 +27,15 @@ LOCK_TIMEOUT = 10.0
 """Time to wait for a process that is ending; loader processes may outlive a killed run by five seconds [s]."""
 
 
-def lock_of(path: Path) -> FileLock:
-    """Return the operating system's lock on ``path``, which every user who may write in its folder may open.
-
-    A marker file in its place would outlive a killed process, so on a file system without locks acquiring this one
-    raises NotImplementedError.
-
-    Raises:
-        OSError: if its folder is missing.
-    """
-    mode = path.parent.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
-    return FileLock(path, mode=mode, fallback_to_soft=False)
-
-
 @contextmanager
-def locked(path: Path, busy: str, timeout: float) -> Iterator[None]:
+def locked(path: Path, busy: str, timeout: float, remedy: str = "choose another folder") -> Iterator[None]:
     """Hold the lock on ``path`` inside the block; on a file system without locks, warn instead.
 
     Args:
-        path: the lock's file.
+        path: the lock's file, which every user who may write in its folder may open.
         busy: beginning of the error message, such as "another process is writing to FOLDER".
-        timeout: time to wait for another process that holds the lock [s].
+        timeout: time to wait for another process that holds the lock [s]; negative waits as long as it takes.
+        remedy: end of the error message.
 
     Raises:
         BusyError: if another process still holds the lock.
@@ -55,16 +43,22 @@ def locked(path: Path, busy: str, timeout: float) -> Iterator[None]:
     """
     with ExitStack() as held:
         try:
-            held.enter_context(lock_of(path).acquire(timeout=timeout))
+            mode = path.parent.stat().st_mode & 0o666 | S_IRUSR | S_IWUSR
+            # A marker file in place of a lock would outlive a killed process.
+            held.enter_context(FileLock(path, mode=mode, fallback_to_soft=False).acquire(timeout=timeout))
         except Timeout as error:
-            raise BusyError(f"{busy}: wait until it ends, or choose another folder") from error
+            raise BusyError(f"{busy}: wait until it ends, or {remedy}") from error
         except PermissionError as error:
-            raise UsageError(f"{path} cannot be opened ({error.strerror}): change its rights") from error
+            raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or change its rights") from error
         except (OSError, NotImplementedError) as error:
-            tqdm.write(
-                f"warning: {path.parent} cannot be locked ({error}): make sure that no other process writes there"
-            )
+            warn_unlocked(path.parent, str(error))
         yield
+
+
+@cache
+def warn_unlocked(folder: Path, reason: str) -> None:
+    """Print once that other processes could write into the folder at the same time."""
+    tqdm.write(f"warning: {folder} cannot be locked ({reason}): make sure that no other process writes there")
 
 
 def flush(path: Path) -> None:

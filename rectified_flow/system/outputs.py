@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import is_artifact
-from rectified_flow.system.files import read_document, replace_file, writing
+from rectified_flow.system.files import read_document, replace_file, warn_unlocked, writing
 
 RECORD = ".rectified-flow.json"
 
@@ -75,7 +75,10 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on ``folder`` inside the block. The folder itself is locked, so there is no lock file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:  # network file systems may lock no folders
+            warn_unlocked(folder, error.strerror or str(error))
         yield
     finally:
         os.close(descriptor)

@@ -1,6 +1,7 @@
 """The Accelerator of a run and its precision."""
 
 import os
+from typing import get_args
 
 import torch
 from accelerate import Accelerator
@@ -9,7 +10,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import UsageError
-from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 
 
 def choose_precision(config: TrainingConfig, device: torch.device) -> str:
@@ -18,12 +19,15 @@ def choose_precision(config: TrainingConfig, device: torch.device) -> str:
     The fastest is bf16 on a GPU with native support, and float32 (``no``) otherwise.
 
     Raises:
-        UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32.
+        UsageError: if fp16 is requested on a CPU, where Accelerate would silently use float32, or the precision of
+            Accelerate is another, such as fp8.
     """
     inherited = AcceleratorState().mixed_precision if is_initialized() else os.environ.get("ACCELERATE_MIXED_PRECISION")
     made_for_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     fastest = "bf16" if made_for_bf16 else "no"
     precision = config.mixed_precision or (inherited or fastest).lower()
+    if precision not in get_args(MixedPrecision):
+        raise UsageError(f"Accelerate's precision {precision:.20} is not supported: pass --mixed_precision bf16 or no")
     if device.type == "cpu" and precision == "fp16":
         raise UsageError("--mixed_precision fp16 needs a GPU: on a CPU pass bf16 or no")
     return precision

@@ -31,6 +31,8 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
         ("--network_options heads=3", "--network_options heads=3: Unet takes KEY=VALUE with the keys dim, "),
         ("--network_options blocks_per_level", "--network_options blocks_per_level: Unet takes KEY=VALUE"),
         ("--network_options blocks_per_level=x", "--network_options blocks_per_level is x; it must be a valid integer"),
+        (f"--network_options blocks_per_level={'9' * 5000}", "--network_options blocks_per_level is 9999"),
+        (f"--network_options blocks_per_level={'[' * 5000}", "--network_options blocks_per_level is [[[["),
         ("--flow_options condition_dropout=2", "--flow RectifiedFlow cannot be built (condition_dropout is 2.0; it"),
         ("--flow Unet", "--flow Unet is not registered"),
         ("--space Sphere", "--space Sphere is not registered: choose "),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.cli.flags.sampling import SampleConfig
@@ -24,7 +25,6 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.files import lock_of
 from rectified_flow.system.pictures import write_picture
 from rectified_flow.system.provenance import read_provenance
 from tests.programs import assert_refused, program
@@ -277,7 +277,7 @@ def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path)
 
 @both
 def test_a_folder_that_another_process_draws_into_is_refused(run: Path, tmp_path: Path, world_size: int) -> None:
-    with lock_of(tmp_path / LOCK_FILE):
+    with FileLock(tmp_path / LOCK_FILE):
         assert_refused(
             "sample.py",
             world_size,

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import PartialState
+from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
@@ -25,7 +26,6 @@ from rectified_flow.flags import parse
 from rectified_flow.hub import load_pretrained
 from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
 from rectified_flow.spaces.latents import Latents
-from rectified_flow.system.files import lock_of
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
 from tests.spaces.tiny_autoencoders import TINY, save_tiny
@@ -158,7 +158,7 @@ def test_another_run_that_encodes_is_waited_for(
 ) -> None:
     path = encode(pictures).path
     shutil.rmtree(path)
-    lock = lock_of(Path(f"{path}.lock"))
+    lock = FileLock(Path(f"{path}.lock"))
     lock.acquire()
     claim = filling._claim
 

@@ -6,7 +6,7 @@ import os
 import pickle
 import signal
 import time
-from errno import ESTALE
+from errno import ENODEV, ESTALE
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,20 @@ def test_it_pickles_as_a_recipe(flowers: ImageDataset, used: bool) -> None:
     back = pickle.loads(content)
     assert torch.equal(back[3]["images"], flowers[3]["images"])
     assert (len(back), back.arguments) == (len(dataset), dataset.arguments)
+
+
+def test_a_file_system_that_refuses_shared_maps_is_read(flowers: ImageDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = np.memmap
+
+    def private_alone(*arguments: Any, **options: Any) -> Any:
+        if "r" in arguments:
+            raise OSError(ENODEV, "No such device")
+        return create(*arguments, **options)
+
+    expected = flowers.read_batch([0, 1])
+    monkeypatch.setattr(np, "memmap", private_alone)
+    for name, values in ImageDataset(flowers.path).read_batch([0, 1]).items():
+        assert torch.equal(values, expected[name])
 
 
 def test_conditions_and_description(flowers: ImageDataset) -> None:

@@ -3,8 +3,9 @@
 import json
 import sqlite3
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,19 @@ def test_trackio_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(config, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match="--log_with trackio needs the Python package trackio: pip install trackio"):
         TrainingConfig(log_with="trackio")
+
+
+def printed(words: list[str], variables: dict[str, str]) -> tuple[int, str]:
+    """Run train_oxford.py; returns its exit code and all that it printed."""
+    with redirect_stdout(StringIO()) as output:
+        code, errors = program("train_oxford.py", words, variables)
+    return code, errors + output.getvalue()
+
+
+def test_a_tracker_that_does_not_start_is_one_sentence(tmp_path: Path) -> None:
+    """Weights & Biases has no key here."""
+    words = f"{TINY} --dataset synthetic-flowers --train_num_steps 2 --output_dir {tmp_path}/run --log_with wandb"
+    places = {"WANDB_DIR": str(tmp_path), "HOME": str(tmp_path), "WANDB_MODE": "online", "WANDB_API_KEY": ""}
+    [(code, text)] = run_on_ranks(1, printed, words.split(), places)
+    assert (code, text.count("--log_with wandb could not be started (")) == (2, 1), text
+    assert "could not write" not in text

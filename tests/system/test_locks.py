@@ -18,7 +18,7 @@ from rectified_flow.load import RESULTS_FILE
 from rectified_flow.runs import folder
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import lock_folders, write_status
-from rectified_flow.system.files import lock_of, locked
+from rectified_flow.system.files import locked
 from tests.patience import PATIENCE
 
 FORK = multiprocessing.get_context("fork")
@@ -33,7 +33,7 @@ def test_who_may_write_in_a_folder_may_open_its_lock(tmp_path: Path, folder_mode
     tmp_path.chmod(folder_mode)
     before = os.umask(0o077)
     try:
-        with lock_of(tmp_path / ".lock"):
+        with locked(tmp_path / ".lock", "another process writes", 0):
             assert oct((tmp_path / ".lock").stat().st_mode & 0o777) == oct(file_mode)
     finally:
         os.umask(before)
@@ -101,7 +101,9 @@ def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
 
     monkeypatch.setattr(FileLock, "acquire", fail)
     if refused:
-        with pytest.raises(UsageError, match=r"\.lock cannot be opened \(Permission denied\): change its rights"):
+        with pytest.raises(
+            UsageError, match=r"\.lock cannot be opened \(Permission denied\): choose another folder, or"
+        ):
             locked(tmp_path / ".lock", "another process writes", 0).__enter__()
     else:
         with locked(tmp_path / ".lock", "another process writes", 0):
@@ -111,10 +113,10 @@ def test_a_lock_that_may_not_be_opened_and_one_that_cannot_exist(
 
 def test_a_lock_is_held_for_the_block_alone(tmp_path: Path) -> None:
     with locked(tmp_path / ".lock", "another process writes", 0), pytest.raises(Timeout):
-        lock_of(tmp_path / ".lock").acquire(timeout=0)
+        FileLock(tmp_path / ".lock").acquire(timeout=0)
     with suppress(ZeroDivisionError), locked(tmp_path / ".lock", "another process writes", 0):
         1 / 0  # noqa: B018
-    lock_of(tmp_path / ".lock").acquire(timeout=0)
+    FileLock(tmp_path / ".lock").acquire(timeout=0)
 
 
 def write_results(path: Path, seed: int) -> None:

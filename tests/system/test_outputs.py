@@ -1,5 +1,6 @@
 """The record of an output folder: nothing foreign is replaced, and no name is lost."""
 
+import fcntl
 import json
 from multiprocessing import get_context
 from pathlib import Path
@@ -43,3 +44,16 @@ def test_a_file_of_the_users_is_refused_and_an_own_one_replaced(tmp_path: Path) 
     for content in ("first", "second"):
         write_output(tmp_path / "own.png", content)
     assert (tmp_path / "own.png").read_text() == "second"
+
+
+def test_a_file_system_that_locks_no_folders_is_reported_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for name in ("a.png", "b.png"):
+        claim(tmp_path, [name])
+    assert json.loads((tmp_path / RECORD).read_text())["files"] == ["a.png", "b.png"]
+    assert capsys.readouterr().out.count(f"warning: {tmp_path} cannot be locked (No locks available)") == 1
