@@ -2,7 +2,6 @@
 
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
-from rectified_flow.condition import Vector as Vector
 from rectified_flow.data.latents import LatentDataset as LatentDataset
 from rectified_flow.data.latents import encode_pictures as encode_pictures
 from rectified_flow.data.open import open_dataset as open_dataset

@@ -9,8 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +44,40 @@ class Condition(Protocol):
         """Return a module that embeds values ``[b, ...]``, also "none", as ``[b, dim]``."""
 
 
-@runtime_checkable
-class WrittenCondition(Condition, Protocol):
-    """A kind of condition whose values a user can write."""
+class WrittenCondition(Condition):
+    """A kind of condition whose values a user can write, for example in a column of metadata.
+
+    Register a subclass, and ``--condition_types COLUMN=NAME`` trains on a column as this kind.
+    """
+
+    column_type: ClassVar[str]
+    """Name of the kind for ``--condition_types``."""
+    is_text: ClassVar[bool] = False
+    """Whether values are free texts, which suit any column, and of which a row may have several."""
+    stored_dtype: ClassVar[torch.dtype | None] = None
+    """Type in which values are stored beside a teacher's data, if it is another than that of "none"."""
+    examples: tuple[str, ...] = ()
+    """Values to start from."""
+
+    @classmethod
+    def suits(cls, texts: Sequence[str]) -> bool:
+        """Return whether a column with these texts is taken for this kind, if a user names none."""
+        return False
+
+    @classmethod
+    def normal(cls, texts: Sequence[str]) -> list[str | None]:
+        """Return the texts of a column in the form that :meth:`parse` takes, None for a missing value."""
+        return list(texts)
+
+    @classmethod
+    def is_value(cls, text: str) -> bool:
+        """Return whether a normal text can be a value of this kind."""
+        return True
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+        """Return the condition of a column with these texts; the options are those of encoders."""
+        raise NotImplementedError
 
     def parse(self, texts: Sequence[str]) -> Tensor:
         """Return the values ``[n, ...]`` of texts.
@@ -52,6 +85,43 @@ class WrittenCondition(Condition, Protocol):
         Raises:
             UsageError: if a text is no value of this kind.
         """
+        raise NotImplementedError
+
+    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> Any:
+        """Return the values of a column, indexed by a list of numbers.
+
+        Args:
+            texts: the texts of the column.
+            folder: a folder for encoded values.
+            state: state of the processes, which all call this function.
+        """
+        return self.parse(texts)
+
+    @property
+    def span(self) -> str:
+        """The kind and the range of its values, for a person."""
+        return self.column_type
+
+    def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
+        """Return scores of how well samples suit their values ``[n, ...]``.
+
+        Args:
+            values: the values.
+            pictures: features ``[1 + v, n, d]`` of the real pictures, and of their samples.
+        """
+        return {}
+
+    def example(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return random values, as an exported program takes them."""
+        raise UsageError(f"a {self.column_type} cannot be exported: train without this condition")
+
+    def exported(self) -> dict[str, Any]:
+        """Return what a caller of an exported program needs to know to choose values."""
+        raise NotImplementedError
+
+    def companion(self, *, is_page: bool) -> Any:
+        """Return a further program that callers of an exported program need, if there is one."""
+        return None
 
 
 @runtime_checkable
@@ -67,6 +137,8 @@ class SequenceCondition(Condition, Protocol):
 
 ConditionSpecs = Mapping[str, Condition]
 Values = dict[str, Tensor]
+MAX_LABELS, ROWS_PER_LABEL = 1000, 5
+"""Largest number of labels, and smallest average number of rows per label, in a column of labels."""
 
 
 @register
@@ -82,6 +154,7 @@ class Labels(WrittenCondition):
         ValueError: if there are more or fewer names than classes.
     """
 
+    column_type: ClassVar[str] = "label"
     num_classes: int
     names: tuple[str, ...] = ()
 
@@ -93,6 +166,18 @@ class Labels(WrittenCondition):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count,), self.num_classes, device=device)
+
+    @classmethod
+    def suits(cls, texts: Sequence[str]) -> bool:
+        """Return whether there are few different texts."""
+        few = len(set(texts)) <= min(MAX_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
+        return few and not Number.suits(texts)
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+        """Return the labels of all different texts."""
+        names = sorted(set(texts))
+        return cls(len(names), tuple(names))
 
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw labels uniformly."""
@@ -110,6 +195,15 @@ class Labels(WrittenCondition):
                 raise UsageError(f"{text} does not exist: pass names{hint}, or numbers up to {len(names) - 1}")
         return torch.tensor([known[text] for text in texts])
 
+    def example(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return random labels."""
+        return torch.randint(self.num_classes, (count,), generator=generator)
+
+    def exported(self) -> dict[str, Any]:
+        """Return the names, and the label that stands for "none"."""
+        names = list(self.names) or [str(label) for label in range(self.num_classes)]
+        return {"kind": "label", "names": names, "none": self.num_classes}
+
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return nn.Embedding(self.num_classes + 1, dim)
@@ -118,6 +212,31 @@ class Labels(WrittenCondition):
 LARGEST = 1e30
 """Number from which on a number counts as "none", as NaN does: exported programs pass it in place of NaN."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
+GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}((,\d{3})+(\.\d+)?|(\.\d{3})+,\d+|([' \xa0\u202f]\d{3})+([.,]\d+)?)")
+"""Numbers with groups of digits; the comma of 1,234 may also be a decimal comma."""
+MISSING = {
+    "-",
+    "--",
+    ".",
+    "?",
+    "na",
+    "n/a",
+    "n.a.",
+    "nan",
+    "null",
+    "none",
+    "<na>",
+    "#n/a",
+    "#div/0!",
+    "\u2013",
+    "\u2014",
+}
+"""Texts that stand for no value in a column of numbers, in lower case."""
+NUMERIC = 0.9
+"""Smallest share of numbers among the known values of a column of numbers."""
+QUANTILES = 33
+"""Number of quantiles that are kept of a column of numbers."""
 FREQUENCIES = 4
 
 
@@ -137,6 +256,7 @@ class Number(WrittenCondition):
         ValueError: if there are fewer than two quantiles, or they do not ascend.
     """
 
+    column_type: ClassVar[str] = "number"
     quantiles: tuple[float, ...]
 
     def __post_init__(self) -> None:
@@ -147,6 +267,36 @@ class Number(WrittenCondition):
     def none(self, count: int, device: torch.device) -> Tensor:
         """Return ``count`` rows of "none"."""
         return torch.full((count,), torch.nan, device=device)
+
+    @classmethod
+    def suits(cls, texts: Sequence[str]) -> bool:
+        """Return whether nearly all known values are numbers."""
+        known = [text for text in texts if text.lower() not in MISSING]
+        numeric = [text for text in known if GROUPED.fullmatch(text) or as_number(with_point(text)) is not None]
+        return len(numeric) >= NUMERIC * len(known)
+
+    @classmethod
+    def normal(cls, texts: Sequence[str]) -> list[str | None]:
+        """Return numbers with a decimal point, unless all their commas may also group digits."""
+        are_decimal = not all(GROUPED.fullmatch(text) for text in texts if "," in text)
+        points = (with_point(text) if are_decimal or "," not in text else text for text in texts)
+        return [None if text.lower() in MISSING else text for text in points]
+
+    @classmethod
+    def is_value(cls, text: str) -> bool:
+        """Return whether a text is a number."""
+        return as_number(text) is not None
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+        """Return numbers with the quantiles of the texts."""
+        numbers = np.array([as_number(text) for text in texts])
+        return cls(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
+
+    @property
+    def span(self) -> str:
+        """The range of the numbers."""
+        return f"number, {self.quantiles[0]:g} to {self.quantiles[-1]:g}"
 
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw numbers from the distribution of the training data."""
@@ -162,6 +312,15 @@ class Number(WrittenCondition):
                 raise UsageError(f"{text} is not a number")
         return torch.tensor(values)
 
+    def example(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return random numbers in the range of the training data."""
+        low, high = self.quantiles[0], self.quantiles[-1]
+        return low + (high - low) * torch.rand(count, generator=generator)
+
+    def exported(self) -> dict[str, Any]:
+        """Return the quantiles."""
+        return {"kind": "number", "quantiles": list(self.quantiles)}
+
     def embedding(self, dim: int) -> nn.Module:
         """Return a module that embeds values as ``[b, dim]``."""
         return _NumberEmbedding(self.quantiles, dim)
@@ -172,6 +331,11 @@ def as_number(text: str) -> float | None:
     # float() also takes 1_2, and the digits of other scripts
     number = float(text) if NUMBER.fullmatch(text.strip()) else LARGEST
     return number if abs(number) < LARGEST else None
+
+
+def with_point(text: str) -> str:
+    """Return a number with a point in place of a decimal comma, and the minus of a keyboard."""
+    return text.replace(",", ".").replace("\u2212", "-") if DECIMAL.fullmatch(text) else text
 
 
 class _NumberEmbedding(nn.Module):
@@ -197,26 +361,6 @@ class _NumberEmbedding(nn.Module):
             angles = torch.pi * share * 2.0 ** torch.arange(FREQUENCIES, device=values.device)
             features = torch.cat((2 * share - 1, angles.cos(), angles.sin()), dim=1)
             return torch.where(known, self.linear(features), self.none)
-
-
-@register
-@dataclass(frozen=True)
-class Vector(Condition):
-    """Vectors of numbers, float32 ``[b, size]``; a row of NaN stands for "none".
-
-    Args:
-        size: numbers in a vector.
-    """
-
-    size: int
-
-    def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
-        return torch.full((count, self.size), torch.nan, device=device)
-
-    def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds values as ``[b, dim]``."""
-        return _VectorEmbedding(self.size, dim)
 
 
 @register
@@ -288,19 +432,6 @@ def with_map(values: Tensor) -> Tensor:
     """
     unknown = values.isnan()
     return torch.cat((values.masked_fill(unknown, 0), unknown.any(dim=1, keepdim=True)), dim=1)
-
-
-class _VectorEmbedding(nn.Module):
-    """A linear map of the vector, and a learned embedding of "none"."""
-
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, dim)
-        self.none = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, values: Tensor) -> Tensor:
-        missing = values.isnan().any(dim=1, keepdim=True)
-        return torch.where(missing, self.none, self.linear(values.masked_fill(missing, 0)))
 
 
 def chosen(kinds: ConditionSpecs) -> ConditionSpecs:

@@ -19,7 +19,6 @@ from rectified_flow.flags import plain
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
-from rectified_flow.networks.captions import Caption
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -152,7 +151,7 @@ def task_of(flow: Flow) -> str:
     """Return the task of a flow, as the hub names it."""
     if flow.takes_source:
         return "image-to-image"
-    reads = any(isinstance(kind, Caption) for kind in flow.conditions.values())
+    reads = any(getattr(kind, "is_text", False) for kind in flow.conditions.values())
     return "text-to-image" if reads else "unconditional-image-generation"
 
 

@@ -17,7 +17,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow  # noqa: F401  registers the class
 from rectified_flow.flows.rectified import RectifiedFlow  # noqa: F401
-from rectified_flow.networks.captions import Caption, PretrainedTextEncoder
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build
 from rectified_flow.runs import checkpoint
@@ -157,16 +156,13 @@ def load_earlier(trained: Trained, state: PartialState, precision: str = "no") -
 
 
 def _move_text_encoder(trained: Trained, source: str) -> None:
-    """Load the text encoder of the captions of a flow from another place."""
-    moved = 0
-    for name, kind in trained.flow.conditions.items():
-        if isinstance(kind, Caption) and isinstance(kind.encoder, PretrainedTextEncoder):
-            encoder = PretrainedTextEncoder(source, kind.encoder.fingerprint)
-            conditions: Any = trained.flow.network.conditions
-            conditions[name] = replace(kind, encoder=encoder)
-            moved += 1
+    """Load the text encoder of the conditions of a flow from another place."""
+    conditions: Any = trained.flow.network.conditions
+    moved = {name: kind for name, kind in conditions.items() if hasattr(getattr(kind, "encoder", None), "source")}
     if not moved:
         raise UsageError(f"--text_encoder has no effect: {trained.source} has no captions of a text encoder")
+    for name, kind in moved.items():
+        conditions[name] = replace(kind, encoder=type(kind.encoder)(source, kind.encoder.fingerprint))
 
 
 def read_trained(source: Path) -> Trained:

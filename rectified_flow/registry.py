@@ -14,7 +14,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
@@ -24,8 +26,6 @@ Role = Literal["dataset", "optimizer", "metric", "degradation"]
 T = TypeVar("T", bound=Callable[..., Any])
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)
 """Registered functions by role and name. The role None has the classes that checkpoints describe."""
-_FORMER_NAMES = {"Told": "AugmentationLabels"}
-"""Names of classes in older checkpoints."""
 _Plain = bool | int | float | str | None
 
 
@@ -56,6 +56,7 @@ def register(target: T | None = None, /, *, role: Role | None = None) -> Any:
 
 def names(role: Role | type, but: type | None = None) -> list[str]:
     """Return the registered names of a role, or of the subclasses of a class, without those of the class ``but``."""
+    _import_rooms()
     if isinstance(role, str):
         return sorted(_REGISTERED[role])
     kinds = _REGISTERED[None].items()
@@ -79,6 +80,13 @@ def find(flag: str, role: Role | type, name: str, but: type | None = None) -> An
     if name not in known:
         raise UsageError(f"--{flag} {name} is not registered: choose {choices}, or pass --import with its module")
     return _REGISTERED[role if isinstance(role, str) else None][name]
+
+
+@cache
+def _import_rooms() -> None:
+    """Import the folders of the package, so that those of a kind of data or of conditions register their classes."""
+    for folder in sorted(Path(__file__).parent.glob("*/__init__.py")):
+        import_module(f"{__package__}.{folder.parent.name}")
 
 
 def registered_in(modules: Collection[str]) -> list[Callable[..., Any]]:
@@ -115,7 +123,8 @@ def build(description: Mapping[str, Any]) -> Any:
         UsageError: if a class is not registered, or its arguments are invalid.
     """
     name = str(description.get("kind"))
-    kind = _REGISTERED[None].get(_FORMER_NAMES.get(name, name))
+    _import_rooms()
+    kind = _REGISTERED[None].get(name)
     if kind is None:
         raise UsageError(f"the kind {name} is not registered: pass --import MODULE to register it")
     arguments = {name: _built(value) for name, value in description.items() if name != "kind"}

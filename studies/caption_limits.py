@@ -1,7 +1,7 @@
 """How much do captions determine? Scores of predictions from captions, for comparison with those of samples.
 
 Ridge regression on the vectors of training captions predicts the features and the mean colour of held-out pictures. The
-retrieval by predicted features is that of rectified_flow/evaluation/agreement.py. The picture of the training caption
+retrieval by predicted features is that of rectified_flow/text/caption.py. The picture of the training caption
 nearest to a held-out caption is another prediction. Run with --data FOLDER, a folder with captions in ``text``.
 """
 
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rectified_flow import Evaluator, ImageDataset
-from rectified_flow.evaluation.agreement import AMONG, NEAREST, ridge
+from rectified_flow.evaluation.agreement import ridge
 from rectified_flow.evaluation.translation import found
-from rectified_flow.networks.captions import BagOfWords
+from rectified_flow.text.caption import AMONG, NEAREST
+from rectified_flow.text.encoders import BagOfWords
 from studies.conditions import open_rows
 from studies.training import FEATURES
 

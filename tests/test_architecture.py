@@ -13,7 +13,7 @@ from tests.patience import PATIENCE
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}
 FLOORS = [
-    {"cli", "__main__"},
+    {"cli", "__main__", "text"},
     {"training"},
     {"evaluation"},
     {"load", "hub", "pipeline"},
@@ -24,6 +24,8 @@ FLOORS = [
 ]
 """From the top down. A module imports, directly or through others, no module of a floor above."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+ROOMS = ["text"]
+"""Folders that register their classes, and that the program does without."""
 MODULES = {
     ".".join(("rectified_flow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -89,6 +91,11 @@ def test_networks_and_spaces_do_not_import_each_other(one: str, other: str) -> N
     for module in MODULES:
         if room_of(module) == one:
             assert not [each for each in closure_of(module) if room_of(each) == other], module
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_imported_by_its_own_files_alone(room: str) -> None:
+    assert not [module for module in MODULES if room_of(module) != room and room in map(room_of, imports_of(module))]
 
 
 @pytest.mark.parametrize("room", ["flows", "spaces", "networks"])

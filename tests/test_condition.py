@@ -4,7 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import LARGEST, Condition, ConditionSpecs, Labels, Number, Vector, all_none, drop, none_of
+from rectified_flow.condition import (
+    LARGEST,
+    Condition,
+    ConditionSpecs,
+    Labels,
+    Number,
+    Picture,
+    all_none,
+    drop,
+    none_of,
+)
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -13,11 +23,11 @@ from rectified_flow.randomness import BatchRows, Samples, deterministic
 from rectified_flow.registry import build, describe
 
 CPU = torch.device("cpu")
-BOTH: ConditionSpecs = {"labels": Labels(3, ("a", "b", "c")), "place": Vector(2)}
+BOTH: ConditionSpecs = {"labels": Labels(3, ("a", "b", "c")), "place": Number((0.0, 9.0))}
 
 
 def values(count: int) -> dict[str, Tensor]:
-    return {"labels": torch.arange(count) % 3, "place": torch.arange(2.0 * count).reshape(count, 2)}
+    return {"labels": torch.arange(count) % 3, "place": torch.arange(1.0 * count)}
 
 
 @pytest.mark.parametrize("kind", BOTH.values())
@@ -35,11 +45,6 @@ def test_values_are_not_none() -> None:
         assert all_none(BOTH, {name: each}).tolist() == [False] * 5
 
 
-def test_a_single_number_that_is_missing_makes_a_vector_none() -> None:
-    vectors = torch.tensor([[1.0, torch.nan], [1.0, 2.0]])
-    assert all_none({"place": Vector(2)}, {"place": vectors}).tolist() == [True, False]
-
-
 def test_labels_are_drawn_uniformly_and_by_number() -> None:
     torch.manual_seed(0)
     drawn = Labels(3).draw("labels", 3000, CPU)
@@ -48,20 +53,6 @@ def test_labels_are_drawn_uniformly_and_by_number() -> None:
         whole = Labels(3).draw("labels", 20, CPU)
     with deterministic(Samples(0, [7, 3])):
         assert torch.equal(Labels(3).draw("labels", 2, CPU), whole[[7, 3]])
-
-
-def test_no_vector_is_drawn() -> None:
-    assert Vector(2).draw("place", 3, CPU).isnan().all()
-
-
-def test_the_embedding_of_a_vector_is_linear_where_there_is_one() -> None:
-    torch.manual_seed(0)
-    embedding, x = Vector(2).embedding(5), torch.randn(3, 2)
-    zero = embedding(torch.zeros(1, 2))
-    torch.testing.assert_close(embedding(2 * x) - zero, 2 * (embedding(x) - zero))
-    x[1] = torch.nan
-    embedding(x).square().sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in embedding.parameters())
 
 
 def test_conditions_are_dropped_together_and_each_on_its_own() -> None:
@@ -82,8 +73,9 @@ def test_conditions_are_dropped_together_and_each_on_its_own() -> None:
 
 def test_labels_and_a_source_are_dropped_together() -> None:
     """Runs of earlier versions, which had no columns, keep their random draws."""
-    dropped = drop(BOTH, values(4000), 0.25)
-    gone = [all_none(BOTH, {name: each}) for name, each in dropped.items()]
+    kinds: ConditionSpecs = {"labels": Labels(3), "source": Picture((1, 1, 1))}
+    dropped = drop(kinds, {"labels": torch.arange(4000) % 3, "source": torch.zeros(4000, 1, 1, 1)}, 0.25)
+    gone = [all_none(kinds, {name: each}) for name, each in dropped.items()]
     assert torch.equal(*gone)
     assert gone[0].float().mean() == pytest.approx(0.25, abs=0.03)
 
@@ -162,14 +154,14 @@ def test_nothing_to_drop() -> None:
 
 
 def test_none_of_has_as_many_rows_as_there_are_values() -> None:
-    none = none_of(BOTH, {"place": torch.zeros(5, 2)})
+    none = none_of(BOTH, {"place": torch.zeros(5)})
     assert list(none) == ["place"]
-    assert none["place"].shape == (5, 2)
+    assert none["place"].shape == (5,)
     assert none["place"].isnan().all()
 
 
 def test_a_row_is_unconditional_if_nothing_is_left() -> None:
-    given = {"labels": torch.tensor([3, 3, 0]), "place": torch.tensor([[torch.nan] * 2, [0.0, 0.0], [torch.nan] * 2])}
+    given = {"labels": torch.tensor([3, 3, 0]), "place": torch.tensor([torch.nan, 0.0, torch.nan])}
     assert all_none(BOTH, given).tolist() == [True, False, False]
 
 
@@ -186,17 +178,17 @@ def unet(conditions: ConditionSpecs) -> Unet:
     return network
 
 
-def test_a_missing_vector_is_as_good_as_none() -> None:
-    network, x, t = unet({"place": Vector(2)}), torch.randn(3, 3, 8, 8), torch.rand(3)
-    place = torch.tensor([[1.0, 2.0], [torch.nan, torch.nan], [0.0, 0.0]])
+def test_a_missing_number_is_as_good_as_none() -> None:
+    network, x, t = unet({"place": Number((0.0, 9.0))}), torch.randn(3, 3, 8, 8), torch.rand(3)
+    place = torch.tensor([1.0, torch.nan, 0.0])
     given, without = network(x, t, place=place), network(x, t)
     torch.testing.assert_close(given[1], without[1])
     assert not torch.allclose(given[0], without[0], atol=1e-3)
-    assert not torch.allclose(given[2], without[2], atol=1e-3), "a vector of zeros is a vector"
+    assert not torch.allclose(given[2], without[2], atol=1e-3), "zero is a number"
 
 
 @pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
-def test_a_flow_learns_with_a_vector(kind: type[RectifiedFlow | MeanFlow]) -> None:
+def test_a_flow_learns_with_conditions(kind: type[RectifiedFlow | MeanFlow]) -> None:
     flow = kind(unet(BOTH), condition_dropout=0.5)
     images = torch.randint(256, (6, 3, 8, 8), dtype=torch.uint8)
     optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, flow.parameters()), lr=1e-3)
@@ -207,7 +199,7 @@ def test_a_flow_learns_with_a_vector(kind: type[RectifiedFlow | MeanFlow]) -> No
         optimizer.step()
     with deterministic(BatchRows(0, 0, 6, slice(None))):
         assert flow(images=images, **values(6)) < before
-    assert flow.sample(2, place=torch.rand(2, 2)).shape == (2, 3, 8, 8)
+    assert flow.sample(2, place=torch.rand(2)).shape == (2, 3, 8, 8)
 
 
 @pytest.mark.parametrize("names", [("x",), ("labels", "t"), ("r",)])

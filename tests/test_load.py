@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import registry
-from rectified_flow.condition import Labels, Vector
+from rectified_flow.condition import Labels, Number
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, network_of
 from rectified_flow.flows.mean import MeanFlow
@@ -163,7 +163,7 @@ def own_kinds(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
     class Gain(nn.Module):
         def __init__(self, gain: float) -> None:
             super().__init__()
-            self.gain, self.conditions = gain, {"place": Vector(2)}
+            self.gain, self.conditions = gain, {"place": Number((0.0, 1.0))}
             self.bias = nn.Parameter(torch.zeros(()))
 
         def forward(self, x: Tensor, t: Tensor, place: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def test_registered_parts_of_your_own_come_back(own_kinds: dict[str, type], tmp_
     """A network with a condition that is no label, on data that are no pictures and have no channels."""
     flow = RectifiedFlow(own_kinds["network"](0.5), space=own_kinds["space"](40.0), coupling="ot")
     heights = 40 * torch.randn(4, 6, 5)
-    flow(heights=heights, place=torch.rand(4, 2)).backward()
+    flow(heights=heights, place=torch.rand(4)).backward()
     assert flow.space.shape == (6, 5)
     back = load_flow(write(flow, tmp_path))
     assert vars(back.space) == {"scale": 40.0, "shape": (6, 5)}

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from rectified_flow import registry
-from rectified_flow.condition import AugmentationLabels
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import (
     build,
@@ -131,12 +130,6 @@ def test_a_kind_that_is_no_name(kind: Any) -> None:
         build({"kind": kind})
 
 
-def test_a_class_is_built_by_the_name_that_it_had() -> None:
-    register(AugmentationLabels)
-    assert build({"kind": "Told", "size": 9}) == AugmentationLabels(9)
-    assert names(AugmentationLabels) == ["AugmentationLabels"]
-
-
 def test_classes_are_found_by_their_base() -> None:
     assert names(Vehicle) == ["Car", "Vehicle"]
     assert find("vehicle", Vehicle, "Car") is Car
@@ -231,5 +224,5 @@ def test_the_packages_own_kinds_are_registered(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.undo()
     import rectified_flow
 
-    for name in ("Labels", "MeanFlow", "Pixels", "RectifiedFlow", "Unet", "Vector"):
+    for name in ("Labels", "MeanFlow", "Pixels", "RectifiedFlow", "Unet"):
         assert registry._REGISTERED[None][name] is getattr(rectified_flow, name)

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from rectified_flow.cli.flags.data import FIELDS, ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import ConditionSpecs, WrittenCondition, as_number
 from rectified_flow.data.build import ImageSource, stored_type
-from rectified_flow.data.captions import read_column
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import find_source, open_dataset, read_table
 from rectified_flow.data.pairs import pair_by_name
@@ -24,7 +23,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.flags import Choice, choose, refuse, typed_options
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.captions import Caption
 from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
 from rectified_flow.spaces.degradations import Degradation
@@ -180,11 +178,15 @@ def add_columns(
     for found in choose_columns(table, flags.condition_on, types, pictures.info.source):
         kind = None if kinds is None else kinds.get(found.name)
         if kinds is None:
-            kind = found.build_kind(flags.text_encoder, flags.text_tokens)
+            kind = found.kind.fit(found.texts, text_encoder=flags.text_encoder, text_tokens=flags.text_tokens)
             state.print(line(found.column, found.summary(kind)))
         if isinstance(kind, WrittenCondition):
-            columns[found.name] = read_column(found, kind, pictures, state)
-    if flags.text_encoder and not any(isinstance(each.kind, Caption) for each in columns.values()):
+            try:
+                values = kind.stored(found.texts, pictures.path.parent, state)
+            except UsageError as error:
+                raise UsageError(f"the column {found.column} of {pictures.info.source}: {error}") from error
+            columns[found.name] = Column(kind, found.first, found.texts, values)
+    if flags.text_encoder and not any(each.kind.is_text for each in columns.values()):
         raise UsageError("--text_encoder has no effect: no column of --condition_on has captions; leave it out")
     return pictures.with_columns(columns, seed=seed)
 

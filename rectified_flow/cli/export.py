@@ -13,20 +13,15 @@ from torch.export import Dim
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.cli.network_call import (
     MODEL_FILE,
-    TEXT_FILE,
-    TOKENIZER_FILE,
     NetworkCall,
     check,
     describe,
     load,
-    text_program,
     to_onnx,
-    tokenizer_file,
 )
-from rectified_flow.condition import ConditionSpecs
+from rectified_flow.condition import WrittenCondition
 from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
-from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.degradations import Downsample, Grey
 from rectified_flow.spaces.fields import Fields
@@ -40,8 +35,6 @@ from rectified_flow.system.terminal import lines, progress_bar
 CHECKED_BATCHES = (1, 3)
 ON_PAGE = (Downsample, Grey)
 """Projections that the page applies to a picture."""
-MAX_ENCODER_BYTES = 2_000_000_000
-"""Largest size of the weights of a text encoder in float32: a file in ONNX has less than 2 GiB."""
 SOURCES = Path(__file__).resolve().parents[1] / "page"
 THUMBNAIL, DESCRIPTION, OFFLINE = "thumbnail.png", "model.json", "offline.js"
 THUMBNAIL_TAG = f'<meta property="og:image" content="{THUMBNAIL}">\n'.encode()
@@ -62,13 +55,13 @@ def export(config: ExportConfig) -> None:
     call, is_page = NetworkCall(trained.flow), flags.format == "page"
     if is_page:
         _check_page(call)
-    encoder = _text_encoder(call.kinds, is_page)
+    encoder = _companion(call.kinds, is_page)
     page: dict[str, bytes] = {}
     if is_page:
         # a preview of a flow from pictures shows pictures of the data, which need not be public
         page = page_sources(None if trained.flow.takes_source else newest_samples(trained.run_folder))
     folder = flags.output_dir or trained.run_folder / "exported"
-    names = [MODEL_FILE, DESCRIPTION, *([TEXT_FILE, TOKENIZER_FILE] if encoder else []), *page]
+    names = [MODEL_FILE, DESCRIPTION, *(encoder.files if encoder else ()), *page]
     claim(prepare_folder("output_dir", folder), names)
     description = describe(call)
     if is_page:
@@ -94,11 +87,11 @@ def export(config: ExportConfig) -> None:
         bar.update()
         if encoder:
             bar.set_description("converting the text encoder")
-            texts = [text for kind in call.kinds.values() if isinstance(kind, Caption) for text in kind.examples]
-            files[TEXT_FILE], difference = text_program(encoder, texts, flags.half)
-            files[TOKENIZER_FILE] = tokenizer_file(encoder)
-            size = f"{len(files[TEXT_FILE]) / 1e6:.1f} MB, from {encoder.name}"
-            report["encoder"] = f"{folder / TEXT_FILE}, {size}, difference at most {difference:.1e}"
+            texts = [text for kind in call.kinds.values() for text in kind.examples]
+            more, difference = encoder.write(texts, flags.half)
+            files |= more
+            size = f"{len(more[encoder.files[0]]) / 1e6:.1f} MB, from {encoder.name}"
+            report["encoder"] = f"{folder / encoder.files[0]}, {size}, difference at most {difference:.1e}"
             bar.update()
     with writing(f"the exported program in --output_dir {folder}"):
         for name, written in finished(page | files, description).items():
@@ -178,22 +171,14 @@ def _check_page(call: NetworkCall) -> None:
         raise UsageError(f"--format page cannot apply {kind} to the visitor's picture: pass --format onnx")
 
 
-def _text_encoder(kinds: ConditionSpecs, is_page: bool) -> PretrainedTextEncoder | None:
-    """Return the text encoder that is to be exported, too.
+def _companion(kinds: Mapping[str, WrittenCondition], is_page: bool) -> Any:
+    """Return the program that conditions need beside that of the network, if there is one.
 
     Raises:
-        UsageError: if captions have several of them, one is too large for a file, or the page cannot run one.
+        UsageError: if there are several.
     """
-    encoders = [kind.encoder for kind in kinds.values() if isinstance(kind, Caption)]
-    found = {each.fingerprint: each for each in encoders if isinstance(each, PretrainedTextEncoder)}
+    found = {each.key: each for kind in kinds.values() if (each := kind.companion(is_page=is_page))}
     if len(found) > 1:
         names = ", ".join(each.name for each in found.values())
         raise UsageError(f"--checkpoint has captions of several encoders ({names}): only one can be exported")
-    for large in found.values():
-        size = sum(parameter.numel() * 4 for parameter in large.parts[1].parameters())
-        if size > MAX_ENCODER_BYTES:
-            raise UsageError(f"the text encoder {large.name} has {size / 1e9:.1f} GB, too many for one file in ONNX")
-    for each in encoders:
-        if is_page and not isinstance(each, BagOfWords | PretrainedTextEncoder):
-            raise UsageError(f"--format page cannot run the text encoder {each.name}: pass --format onnx")
     return next(iter(found.values()), None)

@@ -1,6 +1,5 @@
 """One network call of a flow: a module of fixed inputs and one output, its description, and its program in ONNX."""
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,24 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
-from rectified_flow.condition import LARGEST, Condition, Labels, Number, Picture, chosen
+from rectified_flow.condition import LARGEST, Labels, Picture, WrittenCondition, chosen
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
-from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.registry import describe as describe_part
 from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import Pixels
 
-INPUT_KINDS = (Labels, Number, Caption)
-"""Kinds of the conditions that are inputs of a program under their own names."""
 UNKNOWN = "unknown"
-MODEL_FILE, TEXT_FILE, TOKENIZER_FILE = "model.onnx", "text_encoder.onnx", "tokenizer.json"
-SENTENCE = "A red flower, and 2 blue ones!"
-"""Text that an exported text encoder is checked with, beside the examples."""
+MODEL_FILE = "model.onnx"
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 """Greatest difference of program and module, relative to the greatest number that the module returns."""
 Program = Callable[[dict[str, Tensor]], list[Tensor]]
@@ -46,7 +40,7 @@ class NetworkCall(nn.Module):
 
     Raises:
         UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
-            ``INPUT_KINDS`` and a source.
+            :class:`WrittenCondition` and a source.
     """
 
     def __init__(self, flow: Flow) -> None:
@@ -59,14 +53,14 @@ class NetworkCall(nn.Module):
                 f"--checkpoint has a flow of {type(space).__name__.lower()}: only pixels and fields can be exported"
             )
         for name, each in conditions.items():
-            if not isinstance(each, Picture if name == SOURCE else INPUT_KINDS) or name == UNKNOWN:
+            if not isinstance(each, Picture if name == SOURCE else WrittenCondition) or name == UNKNOWN:
                 raise UsageError(
                     f"--checkpoint has a network with the condition {name}, a {type(each).__name__}: only labels, "
                     "numbers, captions and a source can be exported"
                 )
         self.flow: RectifiedFlow | FlowMap = flow.eval().requires_grad_(False)
         self.is_map, self.shape = isinstance(flow, FlowMap), space.shape
-        self.kinds = {name: each for name, each in conditions.items() if name != SOURCE}
+        self.kinds = {name: each for name, each in conditions.items() if isinstance(each, WrittenCondition)}
         """Kinds of the inputs that are conditions, without a source."""
         self.takes_source = SOURCE in conditions and not flow.from_source
         """Whether the source is an input; a path that starts from it has it in ``x``."""
@@ -104,19 +98,11 @@ class NetworkCall(nn.Module):
         return self.flow.exact_velocity(x, t, **values)
 
 
-def _example_of(kind: Condition, count: int, generator: torch.Generator) -> Tensor:
+def _example_of(kind: WrittenCondition, count: int, generator: torch.Generator) -> Tensor:
     """Return random values of a condition as a program takes them: "none" is a number of ``LARGEST``, and not NaN."""
+    values, none = kind.example(count, generator), kind.none(count, torch.device("cpu")).nan_to_num(LARGEST)
     given = torch.arange(count) % 3 < 2
-    if isinstance(kind, Labels):
-        labels = torch.randint(kind.num_classes, (count,), generator=generator)
-        return torch.where(given, labels, kind.num_classes)
-    if isinstance(kind, Number):
-        low, high = kind.quantiles[0], kind.quantiles[-1]
-        return torch.where(given, low + (high - low) * torch.rand(count, generator=generator), LARGEST)
-    none = kind.none(count, torch.device("cpu"))
-    values = torch.nn.functional.normalize(torch.randn(none.shape, generator=generator), dim=2)
-    values[::2, 1 + values.shape[1] // 2 :] = LARGEST  # padding
-    return torch.where(given[:, None, None], values, LARGEST)
+    return torch.where(given.reshape(-1, *[1] * (none.ndim - 1)), values, none)
 
 
 def describe(call: NetworkCall) -> dict[str, Any]:
@@ -135,7 +121,7 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "fields": _describe_fields(flow.space) if isinstance(flow.space, Fields) else None,
         "classes": flow.class_names,
         "no_label": labels.num_classes if isinstance(labels, Labels) else None,
-        "conditions": [{"name": name} | _describe_condition(kind) for name, kind in call.kinds.items()],
+        "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
         "steps": flow.default_steps,
         "solver": solver_name(flow, {}),
         "guidance": getattr(flow, "default_guidance", 1.0),
@@ -163,36 +149,6 @@ def _describe_fields(space: Fields) -> dict[str, Any]:
         "colours": None if legend is None else legend.colours.tolist(),
         "ends": None if legend is None else [legend.least, legend.greatest],
     }
-
-
-def _describe_condition(kind: Condition) -> dict[str, Any]:
-    """Return what a caller needs to know to choose values of a condition."""
-    if isinstance(kind, Labels):
-        names = list(kind.names) or [str(label) for label in range(kind.num_classes)]
-        return {"kind": "label", "names": names, "none": kind.num_classes}
-    if isinstance(kind, Number):
-        return {"kind": "number", "quantiles": list(kind.quantiles)}
-    assert isinstance(kind, Caption)
-    encoder: dict[str, Any] | None = None
-    if isinstance(kind.encoder, BagOfWords):
-        encoder = {"kind": "words", "words": list(kind.encoder.words)}
-    elif isinstance(kind.encoder, PretrainedTextEncoder):
-        files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
-        encoder = {"kind": "program", **files, "most_tokens": kind.encoder.most_tokens, "pools": kind.encoder.pools}
-    sizes = {"size": kind.size, "tokens": kind.tokens}
-    return {"kind": "caption", **sizes, "examples": list(kind.examples), "encoder": encoder}
-
-
-class TextCall(nn.Module):
-    """The vectors of texts and their hidden states, see :meth:`PretrainedTextEncoder.vectors`."""
-
-    def __init__(self, encoder: PretrainedTextEncoder) -> None:
-        super().__init__()
-        self.encoder, self.module = encoder, encoder.parts[1]
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Return float32 ``[b, size]`` and ``[b, n, size]`` of int64 ``[b, n]``."""
-        return self.encoder.vectors(input_ids, attention_mask)
 
 
 class _Positional(nn.Module):
@@ -233,39 +189,6 @@ def to_onnx(module: nn.Module, inputs: dict[str, Tensor], sizes: dict[int, Dim],
             weight.CopyFrom(numpy_helper.from_array(values, f"{name}_half"))
             graph.node.insert(0, helper.make_node("Cast", [weight.name], [name], to=TensorProto.FLOAT))
     return bytes(model.SerializeToString())
-
-
-@torch.no_grad()
-def text_program(encoder: PretrainedTextEncoder, texts: Sequence[str], in_half: bool) -> tuple[bytes, float]:
-    """Return a text encoder as ONNX, with dynamic numbers of texts and tokens, and its difference from the encoder.
-
-    Raises:
-        RunError: if the difference is above the tolerance.
-    """
-    sizes = {0: Dim("batch"), 1: Dim("tokens", max=encoder.most_tokens)}
-    inputs = encoder.tokenize(texts if len(texts) > 1 else [*texts, ""])
-    content = to_onnx(TextCall(encoder), inputs, sizes, in_half=in_half)
-    run = load(content)
-    pairs = []
-    for given in (inputs, encoder.tokenize(texts[:1])):
-        known = given["attention_mask"].bool()[..., None]
-        for found, expected in zip(run(given), encoder.vectors(**given), strict=True):
-            rows = known if found.ndim == known.ndim else known.any(dim=1)  # padding is not used
-            pairs.append((found.masked_fill(~rows, 0), expected.masked_fill(~rows, 0)))
-    return content, check(pairs, "text encoder", in_half)
-
-
-def tokenizer_file(encoder: PretrainedTextEncoder) -> bytes:
-    """Return the contents of ``tokenizer.json``, without the padding and truncation of the latest call.
-
-    Raises:
-        UsageError: if the tokenizer cannot be written in this form.
-    """
-    backend = getattr(encoder.parts[0], "backend_tokenizer", None)
-    if backend is None:
-        raise UsageError(f"the text encoder {encoder.name} has no {TOKENIZER_FILE}, so it cannot be exported")
-    document = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def load(content: bytes) -> Program:

@@ -16,7 +16,7 @@ from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
-from rectified_flow.condition import Condition, ConditionSpecs, Labels, Number, WrittenCondition, chosen
+from rectified_flow.condition import ConditionSpecs, Labels, Number, WrittenCondition, chosen
 from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
@@ -25,7 +25,6 @@ from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import refuse
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.load import Trained
-from rectified_flow.networks.captions import Caption
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation, Mask
 from rectified_flow.spaces.fields import Fields
@@ -189,7 +188,7 @@ def _numbered(names: Sequence[str]) -> list[str]:
 def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[str, list[str]]:
     """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
     kinds, written = chosen(flow.conditions), dict[str, list[str]]()
-    captions = [name for name, kind in kinds.items() if isinstance(kind, Caption)]
+    captions = [name for name, kind in kinds.items() if isinstance(kind, WrittenCondition) and kind.is_text]
     prompts = _read_prompts(flags.prompts) if flags.prompts else [] if flags.prompt is None else [flags.prompt]
     if prompts:
         flag = "prompts" if flags.prompts else "prompt"
@@ -199,10 +198,10 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
             )
         written[captions[0]] = prompts
     if flags.classes is not None:
-        labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
+        labels = [(name, kind) for name in ("labels", *kinds) if isinstance(kind := kinds.get(name), Labels)]
         if not labels:
             raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
-        written[labels[0]] = _values_of(flags.classes, kinds[labels[0]])
+        written[labels[0][0]] = _values_of(flags.classes, labels[0][1])
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
         if name in written:
@@ -224,10 +223,10 @@ def _kind_of(name: str, kinds: ConditionSpecs, source: Path, flag: str) -> Writt
     return kind
 
 
-def _values_of(text: str, kind: Condition) -> list[str]:
+def _values_of(text: str, kind: WrittenCondition) -> list[str]:
     """Return the values that a user gives: a caption, or others separated by semicolons or else by commas."""
     names = list(kind.names) or [str(i) for i in range(kind.num_classes)] if isinstance(kind, Labels) else []
-    if isinstance(kind, Caption) or text in names:
+    if kind.is_text or text in names:
         return [text]
     separator = ";" if ";" in text else ","
     return names if text.strip() == "all" and names else [each.strip() for each in text.split(separator)]
@@ -238,7 +237,7 @@ def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
     try:
         parsed = kind.parse(values)
     except UsageError as error:
-        flag = "--prompt:" if isinstance(kind, Caption) else "--classes" if name == "labels" else f"--set {name}:"
+        flag = "--prompt:" if kind.is_text else "--classes" if name == "labels" else f"--set {name}:"
         raise UsageError(f"{flag} {error}") from error
     if isinstance(kind, Number):
         low, high = kind.quantiles[0], kind.quantiles[-1]
@@ -283,7 +282,7 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
         return Axis(name, [str(number) for number in range(int(values or SEEDS))])
     kind = _kind_of(name, chosen(flow.conditions), source, f"--grid {text}")
     if values:
-        given = values.split(";") if isinstance(kind, Caption) else _values_of(values, kind)
+        given = values.split(";") if kind.is_text else _values_of(values, kind)
         if len(given) > MAX_CELLS:
             raise UsageError(f"--grid {name} has {len(given)} values, more than {MAX_CELLS}: pass fewer")
         return Axis(name, [each.strip() for each in given])
@@ -291,10 +290,9 @@ def axis_of(text: str, flow: Flow, source: Path) -> Axis:
         return Axis(name, _values_of("all", kind)[:MAX_CELLS])
     if isinstance(kind, Number):
         return Axis(name, [f"{value:.9g}" for value in dict.fromkeys(kind.quantiles[:: len(kind.quantiles) // 4])])
-    examples = list(kind.examples) if isinstance(kind, Caption) else []
-    if not examples:
+    if not kind.examples:
         raise UsageError(f"--grid {text} needs values: pass {name}=VALUE,VALUE")
-    return Axis(name, examples[:SEEDS])
+    return Axis(name, list(kind.examples[:SEEDS]))
 
 
 def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[dict[str, list[str]], list[int]]:

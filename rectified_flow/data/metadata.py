@@ -21,42 +21,31 @@ from hashlib import blake2b
 from math import isfinite
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Labels, Number, WrittenCondition, as_number
+from rectified_flow.condition import Condition, WrittenCondition, with_point
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
-from rectified_flow.registry import describe
+from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import printable, read_bytes
 
 METADATA_FILES = ("metadata.csv", "metadata.jsonl")
 FILE_NAME, TEXT = "file_name", "text"
 SEPARATORS = ",;\t"
-Kind = Literal["caption", "label", "number"]
+Rows = Sequence[tuple[Any, str]]
+"""The value of each row of a column, with the place of the row."""
 RESERVED = (
     {"x", "t", "r", "images", "latents", "noise", "noise_rows", "path", "source", "unknown", "labels", "time", "kind"}
     | {"self", "steps", "count", "solver", "grid", "guidance", "start", "noise_level", "mask", "watch", "decode"}
     | {"seed", "strength"}
 )
 """Names of other entries of a batch, inputs of a network, arguments of ``sample``, and an entry of a description."""
-MOST_LABELS, ROWS_PER_LABEL = 1000, 5
-"""Largest number of labels, and smallest average number of rows per label, in a column of labels."""
-NUMERIC = 0.9
-"""Smallest share of numbers among the known values of a column of numbers."""
-MISSING = {"-", "--", ".", "?", "na", "n/a", "nan", "null", "none", "nil", "<na>", "#n/a", "\N{EN DASH}", "\N{EM DASH}"}
-"""Values that stand for no value in a column of numbers, in lower case."""
-DECIMAL = re.compile(r"[-+\u2212]?\d+[.,]?\d*", re.ASCII)
-GROUPED = re.compile(r"[-+\u2212]?[1-9]\d{0,2}(,\d{3})+", re.ASCII)
-"""Numbers whose commas may group thousands."""
 LONGEST_CAPTION = 10_000
 FIRST_VALUES, SHORT = 3, 30
 """Number of the first values of a column that are printed, and their largest length."""
-QUANTILES, EXAMPLES = 33, 16
-"""Number of quantiles that are kept of numbers, and of captions that are kept as examples."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +169,7 @@ def _csv_rows(text: str) -> Iterator[list[tuple[str, Any]]]:
     for row in filter(None, reader):
         if any(row[len(names) :]):
             raise ValueError("it has more values than the header; put texts with commas in quotes")
-        values = row if found[0] == "," else [_decimal(value.strip()) for value in row]
+        values = row if found[0] == "," else [with_point(value.strip()) for value in row]
         yield [(name, value) for name, value in zip(names, values, strict=False) if name]
 
 
@@ -202,14 +191,13 @@ class Column:
         first: number of the first value of each row, int64 ``[n + 1]``: row ``i`` has the values from ``first[i]`` to
             ``first[i + 1]``.
         texts: the values as written.
-        values: the values ``[m, ...]``, or a store whose entry ``captions`` has them; None to encode the texts when
-            they are read.
+        values: the values ``[m, ...]``, or an object that returns the values of a list of numbers.
     """
 
     kind: WrittenCondition
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: Sequence[str]
-    values: Any = None
+    values: Any
 
     @property
     def varies(self) -> bool:
@@ -235,7 +223,7 @@ class Column:
         none = self.kind.none(len(rows), torch.device("cpu"))
         if not there:
             return none
-        values = self._values(there)
+        values: Tensor = self.values[there]
         result = none.to(values.dtype)
         result[torch.tensor([number >= 0 for number in numbers])] = values
         return result
@@ -253,19 +241,11 @@ class Column:
             numbers.append(-1 if count == 0 else begin + draw % count)
         return numbers
 
-    def _values(self, numbers: Sequence[int]) -> Tensor:
-        if isinstance(self.kind, Caption) and self.values is None:
-            return self.kind.encode([self.texts[number] for number in numbers])
-        if isinstance(self.values, Tensor):
-            return self.values[list(numbers)]
-        entries: dict[str, Tensor] = self.values.read_entries(numbers)
-        return entries["captions"]
-
 
 def identity_of(kind: Condition) -> dict[str, Any]:
-    """Return a description of a kind that does not depend on the place of a text encoder."""
-    encoder = {"encoder": kind.encoder.fingerprint} if isinstance(kind, Caption) else {}
-    return describe(kind) | encoder
+    """Return a description of a kind that does not depend on the place of an encoder."""
+    encoder = getattr(kind, "encoder", None)
+    return describe(kind) | ({"encoder": encoder.fingerprint} if encoder else {})
 
 
 @dataclass(frozen=True)
@@ -276,38 +256,17 @@ class ColumnSpec:
     """Name of the condition."""
     column: str
     """Name in the table."""
-    kind: Kind
+    kind: type[WrittenCondition]
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: list[str]
 
-    def build_kind(self, text_encoder: str | None = None, tokens: int = 0) -> WrittenCondition:
-        """Build the kind of condition, with the quantiles, labels or vocabulary of the values.
-
-        Args:
-            text_encoder: folder or hub id of the encoder of captions; a bag of words if not given.
-            tokens: number of tokens of a caption that a network attends to.
-        """
-        if self.kind == "number":
-            numbers = np.array([as_number(text) for text in self.texts])
-            return Number(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
-        if self.kind == "label":
-            names = sorted(set(self.texts))
-            return Labels(len(names), tuple(names))
-        encoder = BagOfWords.of(self.texts) if text_encoder is None else PretrainedTextEncoder(text_encoder)
-        examples = [self.texts[at] for at in np.linspace(0, len(self.texts) - 1, EXAMPLES).astype(int).tolist()]
-        return Caption(encoder, encoder.size, tokens, tuple(dict.fromkeys(examples)))
-
-    def summary(self, kind: Condition) -> str:
+    def summary(self, kind: WrittenCondition) -> str:
         """Return a summary of the column in one line."""
-        missing = int((np.diff(self.first) == 0).sum())
+        missing, counts = int((np.diff(self.first) == 0).sum()), Counter(self.texts)
         gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
-        counts = Counter(self.texts)
-        if isinstance(kind, Labels):
-            some = [f"{name} {count}" for name, count in counts.most_common(4)]
-            return f"{kind.num_classes} labels: {', '.join(some)}{', ...' * (len(counts) > 4)}{gaps}"
-        span = f"number, {kind.quantiles[0]:g} to {kind.quantiles[-1]:g}" if isinstance(kind, Number) else "captions"
-        some = [shorten(text, SHORT, placeholder="...") for text in [*counts][:FIRST_VALUES]]
-        return f"{span}, {len(counts)} different{gaps}: {', '.join(some)}{', ...' * (len(counts) > len(some))}"
+        some = [(shorten(text, SHORT, placeholder="..."), count) for text, count in counts.most_common(FIRST_VALUES)]
+        shown = ", ".join(f"{text} ({count})" if count > 1 else text for text, count in some)
+        return f"{kind.span}, {len(counts)} different{gaps}: {shown}{', ...' * (len(counts) > len(some))}"
 
 
 def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[ColumnSpec]:
@@ -329,14 +288,18 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
         )
     every = list(wanted) == ["all"]
     columns = list(table.columns) if every else list(dict.fromkeys(wanted))
-    for column in (*columns, *types):
+    for column in columns:
         if column not in table.columns:
-            flag = "condition_on" if column in columns else "condition_types"
-            raise UsageError(f"--{flag} {column} does not exist in {source}: pass {', '.join(table.columns)}")
+            raise UsageError(f"--condition_on {column} does not exist in {source}: pass {', '.join(table.columns)}")
     for column in types:
         if column not in columns:
             raise UsageError(f"--condition_types {column} is missing from --condition_on: add it there")
-    chosen = [_choose(column, table, types.get(column)) for column in columns if not every or _suits(table, column)]
+    kinds = [find("condition_types", WrittenCondition, name) for name in names(WrittenCondition)]
+    chosen = list[ColumnSpec]()
+    for column in columns:
+        rows = table.read(column)
+        if not every or _suits(rows, kinds):
+            chosen.append(_choose(column, rows, types.get(column), kinds))
     if not chosen:
         raise UsageError(f"--condition_on all finds no suitable column in {source}: name one of {', '.join(columns)}")
     twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
@@ -345,14 +308,20 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
     return chosen
 
 
-def _suits(table: Table, column: str) -> bool:
+def _suits(rows: Rows, kinds: Sequence[type[WrittenCondition]]) -> bool:
     """Return whether ``all`` includes a column: one with values, neither nested nor of identifiers."""
-    values = [value for value, _place in table.read(column)]
-    if any(map(_is_nested, values)):
+    if any(_is_nested(value) for value, _place in rows):
         return False
-    texts = [text for value in values for text in _texts_of(value)]
-    named = len({*texts}) == len(texts) > 1 and not any(" " in text for text in texts) and _guess(texts) == "caption"
-    return not _is_empty(texts) and not named
+    texts = [text for value, _place in rows for text in _texts_of(value)]
+    kind = _guess(texts, kinds)
+    if kind is None or not any(kind.normal(texts)):
+        return False
+    return not kind.is_text or len({*texts}) < len(texts) or len(texts) == 1 or any(" " in text for text in texts)
+
+
+def _guess(texts: Sequence[str], kinds: Sequence[type[WrittenCondition]]) -> type[WrittenCondition] | None:
+    suitable = [kind for kind in kinds if kind.suits(texts)] or [kind for kind in kinds if kind.is_text]
+    return suitable[0] if suitable else None
 
 
 def _is_nested(value: Any) -> bool:
@@ -361,51 +330,34 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
 
 
-def _is_empty(texts: Sequence[str]) -> bool:
-    """Return whether a column has nothing but marks of missing values."""
-    return all(text.lower() in MISSING for text in texts)
-
-
-def _choose(column: str, table: Table, kind: str | None) -> ColumnSpec:
-    if kind not in (None, *get_args(Kind)):
-        raise UsageError(f"--condition_types {column}={kind} is no type: pass {', '.join(get_args(Kind))}")
-    rows = table.read(column)
+def _choose(column: str, rows: Rows, named: str | None, kinds: Sequence[type[WrittenCondition]]) -> ColumnSpec:
+    known = {kind.column_type: kind for kind in kinds}
+    if named not in (None, *known):
+        raise UsageError(f"--condition_types {column}={named} is no type: pass {', '.join(known)}")
     for value, place in rows:
         if _is_nested(value):
             raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
-    cells = [(_texts_of(value), place) for value, place in rows]
-    texts = [text for cell, _place in cells for text in cell]
-    several = sum(len(cell) > 1 for cell, _place in cells)
-    if _is_empty(texts):
-        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
-    found: Any = kind or ("caption" if several else _guess(texts))
-    if several and found != "caption":
+    cells = [_texts_of(value) for value, _place in rows]
+    several = sum(len(cell) > 1 for cell in cells)
+    texts = [text for cell in cells for text in cell]
+    kind = known[named] if named else _guess(texts, [each for each in kinds if each.is_text or not several])
+    if kind is None:
+        raise UsageError(f"--condition_on {column} suits no type of condition: leave it out, or pass --condition_types")
+    if several and not kind.is_text:
         raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
-    if found == "number":
-        _check_commas(column, [text for text in texts if "," in text])
-        cells = [([_decimal(text) for text in cell if text.lower() not in MISSING], place) for cell, place in cells]
-    for cell, place in cells:
-        for text in cell:
-            _check(text, found, column, place)
-    first = np.cumsum([0, *(len(cell) for cell, _place in cells)], dtype=np.int64)
-    return ColumnSpec(condition_name(column), column, found, first, [text for cell, _place in cells for text in cell])
-
-
-def _check_commas(column: str, texts: Sequence[str]) -> None:
-    """Raise a UsageError if the commas of numbers may be decimal commas, and may group thousands."""
-    if texts and all(map(GROUPED.fullmatch, texts)):
-        written = f"{texts[0].replace(',', '')} or {texts[0].replace(',', '.')}"
-        raise UsageError(f"--condition_on {column} has {texts[0]}, a number with two meanings: write {written}")
-
-
-def _check(text: str, kind: Kind, column: str, place: str) -> None:
-    """Raise a UsageError if a value does not suit its kind."""
-    if len(text) > LONGEST_CAPTION:
-        found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
-        raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
-    if kind == "number" and as_number(text) is None:
-        found = f"--condition_on {column} has numbers, but {place} has {text!r}"
-        raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label")
+    normal = iter(kind.normal(texts))
+    cells = [[text for _ in cell if (text := next(normal))] for cell in cells]
+    texts = [text for cell in cells for text in cell]
+    if not texts:
+        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
+    for text, place in ((text, place) for cell, (_value, place) in zip(cells, rows, strict=True) for text in cell):
+        if len(text) > LONGEST_CAPTION:
+            found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
+            raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
+        if not kind.is_value(text):
+            found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
+            raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label")
+    return ColumnSpec(condition_name(column), column, kind, np.cumsum([0, *map(len, cells)], dtype=np.int64), texts)
 
 
 def _texts_of(value: Any) -> list[str]:
@@ -414,20 +366,6 @@ def _texts_of(value: Any) -> list[str]:
     known = [each for each in values if each is not None and not (isinstance(each, float) and not isfinite(each))]
     texts = (str(each).encode("utf-8", "replace").decode().strip() for each in known)  # without halves of characters
     return [text for text in texts if text]
-
-
-def _decimal(text: str) -> str:
-    """Return a number with a point in place of a decimal comma, and the minus of a keyboard."""
-    return text.replace(",", ".").replace("\N{MINUS SIGN}", "-") if DECIMAL.fullmatch(text) else text
-
-
-def _guess(texts: Sequence[str]) -> Kind:
-    known = [text for text in texts if text.lower() not in MISSING]
-    numeric = sum(as_number(_decimal(text)) is not None or bool(GROUPED.fullmatch(text)) for text in known)
-    if known and numeric >= NUMERIC * len(known):
-        return "number"
-    few = len(set(texts)) <= min(MOST_LABELS, max(2, len(texts) // ROWS_PER_LABEL))
-    return "label" if few else "caption"
 
 
 def condition_name(column: str) -> str:

@@ -11,18 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rectified_flow.condition import Condition, Labels, Number, all_none
+from rectified_flow.condition import Condition, Labels, Number, WrittenCondition, all_none
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.evaluation.evaluator import Evaluator, conditions_of
 from rectified_flow.evaluation.heldout import FEWEST
-from rectified_flow.evaluation.translation import found
 from rectified_flow.flows.flow import Flow
-from rectified_flow.networks.captions import Caption
 
 MOST_SAMPLES, MOST_FITTED, FOLDS = 500, 3000, 5
 """Largest numbers of samples to score and of real pictures to fit on, and number of folds of cross-validation."""
-AMONG, NEAREST = 50, 5
-"""Number of candidates of a retrieval, and k of its top-k accuracy."""
 PENALTIES = 10.0 ** torch.arange(-4, 3)
 """Penalties to choose from, relative to the mean squared distance of the features from their mean."""
 
@@ -43,10 +39,9 @@ def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how:
     Returns:
         On the main process: ``NAME_accuracy`` of labels, ``NAME_correlation`` between numbers and their predictions,
         both as shares of the training data below them (0 if one is constant), and these scores ``_of_real`` pictures;
-        ``NAME_retrieval_at_5`` of captions: the share of samples for which the picture of their caption is among the 5
-        nearest of 50. ``_by_chance``: the expected score of samples in random order.
+        ``_by_chance``: the expected score of samples in random order. Other conditions have scores of their own.
     """
-    kinds = {name: kind for name, kind in flow.conditions.items() if isinstance(kind, Labels | Number | Caption)}
+    kinds = {name: kind for name, kind in flow.conditions.items() if isinstance(kind, WrittenCondition)}
     if not kinds:
         return {}
     dataset, held_out, count = evaluator.dataset, evaluator.held_out, min(evaluator.num_samples, MOST_SAMPLES)
@@ -65,8 +60,9 @@ def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how:
     values, scores = dataset.condition_values(fitted), dict[str, float]()
     for name in [name for name in kinds if name in asked]:
         kind, known, fit = kinds[name], *(_known(kinds[name], each[name]) for each in (asked, values))
-        if isinstance(kind, Caption):
-            scores |= _retrieved(name, asked[name][known], pictures[:, known])
+        if not isinstance(kind, Labels | Number):
+            own = kind.scores(asked[name][known], pictures[:, known])
+            scores |= {f"{name}_{score}": value for score, value in own.items()}
         elif min(len(known), len(fit)) >= FEWEST:
             folds, targets = [(fit, known)], _targets(kind, values[name])
             if held_out is None:
@@ -112,17 +108,6 @@ def _compared(name: str, kind: Condition, wanted: Tensor, predicted: Tensor) -> 
         own, of_real = (F.cosine_similarity(one.flatten(), other.flatten(), dim=0) for one, other in pairs)
         scores = {"correlation": own, "correlation_of_real": of_real}
     return {f"{name}_{score}": value.item() for score, value in scores.items()}
-
-
-def _retrieved(name: str, captions: Tensor, pictures: Tensor) -> dict[str, float]:
-    """Retrieve real pictures by their samples, which come after them in features ``[1 + v, n, d]``."""
-    number = {caption.numpy().tobytes(): row for row, caption in enumerate(captions)}  # one row for each caption
-    if len(number) < FEWEST:
-        return {}
-    size = min(AMONG, len(number))
-    groups = torch.tensor([*number.values()][: len(number) // size * size]).unflatten(0, (-1, size))
-    scores = {f"at_{NEAREST}": found(pictures[1:, groups], pictures[0, groups], NEAREST), "by_chance": NEAREST / size}
-    return {f"{name}_retrieval_{score}": value for score, value in scores.items()}
 
 
 def _known(kind: Condition, values: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
 // The conditions of a model, as model.json lists them: their values as inputs of the program, the range of numbers, and texts,
-// which are encoded as rectified_flow/networks/captions.py encodes them.
+// which are encoded as rectified_flow/text/encoders.py encodes them.
 
 import { sampleLabel } from "./noise.js";
 

@@ -16,7 +16,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import model_hash, solver_name
-from rectified_flow.networks.captions import Caption
 from rectified_flow.system.provenance import GeneratedPicture, Provenance
 
 Written = str | int | float
@@ -118,7 +117,7 @@ class FlowPipeline(DiffusionPipeline):
         """Return the kinds of the conditions that a caller can write, and the texts that were written."""
         known = chosen(self.flow.conditions)
         kinds = {name: kind for name, kind in known.items() if isinstance(kind, WrittenCondition)}
-        captions = {name: kind.examples for name, kind in kinds.items() if isinstance(kind, Caption) and kind.examples}
+        captions = {name: kind.examples for name, kind in kinds.items() if kind.examples}
         given = given or captions
         if unknown := given.keys() - kinds.keys():
             raise UsageError(f"{min(unknown)} is not a condition of this model: pass {', '.join(kinds) or 'none'}")

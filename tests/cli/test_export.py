@@ -20,14 +20,13 @@ from rectified_flow.cli import network_call
 from rectified_flow.cli.export import export, newest_samples, page_sources
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.cli.network_call import MODEL_FILE, NetworkCall
-from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, Vector, with_map
+from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder, TextEncoder
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoders import Haar
@@ -35,6 +34,8 @@ from rectified_flow.spaces.degradations import Degradation, Downsample, Mask
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, TextEncoder
 from tests.programs import assert_refused, program, stand_in
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS, write
@@ -384,8 +385,8 @@ def test_what_cannot_be_exported_is_refused() -> None:
     latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
     with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels and fields can be exported"):
         NetworkCall(latents)
-    with pytest.raises(UsageError, match="condition caption, a Vector: only labels, numbers, captions and a"):
-        NetworkCall(RectifiedFlow(small(caption=Vector(4)), space=Pixels((3, 8, 8))))
+    with pytest.raises(UsageError, match="condition caption, a Picture: only labels, numbers, captions and a"):
+        NetworkCall(RectifiedFlow(small(caption=Picture((3, 8, 8))), space=Pixels((3, 8, 8))))
     NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
 
 

@@ -23,9 +23,10 @@ from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.networks.unet import Unet
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.patience import PATIENCE
 from tests.test_docs import blocks_of
 from tests.test_load import FLOWS, write

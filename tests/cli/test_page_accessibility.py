@@ -10,9 +10,10 @@ from rectified_flow.condition import Labels, Number, Picture
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.degradations import Mask
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown
 from tests.cli.test_export import small
 from tests.cli.test_page_source import before, exported, given

@@ -12,8 +12,9 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import HAS_CARD, UNNAMED, Shown, drawn, page_of
 from tests.cli.test_export import small, tiny_encoder
 

@@ -19,9 +19,10 @@ from rectified_flow.condition import Labels, Number
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.server import QuietHandler
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown, export_page, looking_at, serving
 from tests.cli.test_export import small, tiny_encoder
 from tests.patience import PATIENCE, wait_for

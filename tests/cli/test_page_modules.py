@@ -23,11 +23,11 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.networks.captions import BagOfWords, words_of
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Mask
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.provenance import PACKET, Provenance, read_provenance
+from rectified_flow.text.encoders import BagOfWords, words_of
 from tests.cli.test_export import tiny_encoder
 from tests.patience import PATIENCE
 

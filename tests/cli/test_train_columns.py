@@ -12,9 +12,9 @@ from rectified_flow.cli.sample_request import Axis, cells_of
 from rectified_flow.load import load_flow
 from rectified_flow.runs.folder import read_config
 from tests import programs
-from tests.networks.tiny_encoder import write_encoder
 from tests.programs import program
 from tests.ranks import run_on_ranks
+from tests.text.tiny_encoder import write_encoder
 from tests.training.runs import losses
 
 COUNT = 40

@@ -18,8 +18,8 @@ from rectified_flow.data.metadata import choose_columns, condition_name
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.networks.captions import Caption
-from tests.networks.tiny_encoder import write_encoder
+from rectified_flow.text.caption import Caption
+from tests.text.tiny_encoder import write_encoder
 
 COUNT = 20
 HEADER = "file_name,text,size,parity"
@@ -54,9 +54,9 @@ def test_each_column_gets_the_kind_of_its_values(folder: Path, capsys: pytest.Ca
     assert isinstance(label, Labels)
     assert label.names == ("even", "odd")
     printed = capsys.readouterr().out
-    assert "captions, 20 different" in printed
+    assert "caption, 20 different: a picture of number 0, a pic" in printed
     assert "number, 0 to 1.9, 20 different" in printed
-    assert "2 labels: even 10, odd 10" in printed
+    assert "label, 2 different: even (10), odd (10)" in printed
     batch = pictures.read_batch([3, 0])
     assert batch["size"].tolist() == pytest.approx([0.3, 0])
     assert batch["parity"].tolist() == [1, 0]
@@ -217,9 +217,9 @@ def test_a_column_is_printed_with_its_first_values(folder: Path, capsys: pytest.
     (folder / "metadata.csv").write_text(lines_of("file_name;kind;size;text", *rows))
     opened(folder)
     printed = capsys.readouterr().out
-    assert "number, 3.5 to 3.5, 1 different, missing in 10 of 20 rows: 3.5\n" in printed
-    assert "captions, 20 different: 0 and more words than a..., 1 and" in printed
-    assert "evil \\x1b]0;x\\x07 10" in printed
+    assert "number, 3.5 to 3.5, 1 different, missing in 10 of 20 rows: 3.5 (10)\n" in printed
+    assert "caption, 20 different: 0 and more words than a..., 1 and" in printed
+    assert "evil \\x1b]0;x\\x07 (10)" in printed
     assert "\x1b" not in printed
 
 
@@ -251,9 +251,22 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, object], str]] = {
         "csv",
         cells("size", ['"1,234"', "12"]),
         {},
-        "1,234, a number with two meanings: write 1234 or 1.234",
+        "row 1 of metadata.csv has '1,234': correct this value",
     ),
-    "groups of digits twice": ("csv", cells("size", ['"1,234,567"']), {}, "has 1,234,567, a number with two meanings"),
+    "groups of digits twice": ("csv", cells("size", ['"1,234,567"']), {}, "row 1 of metadata.csv has '1,234,567'"),
+    "groups of digits in German": (
+        "csv",
+        cells("size", ["1.234,5", "2,5"], ";"),
+        {},
+        "has numbers, but row 1 of metadata.csv has",
+    ),
+    "groups of digits in English": (
+        "csv",
+        cells("size", ['"1,234.5"']),
+        {},
+        "has numbers, but row 1 of metadata.csv has '1,234.5'",
+    ),
+    "groups of digits in Swiss": ("csv", cells("size", ["1'234.5"]), {}, "has numbers, but row 1 of metadata.csv has"),
     "a large number": ("csv", cells("size", [*map(str, range(19)), "4e38"]), {}, "row 20 of metadata.csv has '4e38'"),
     "no name of pictures": ("csv", "name,size\n00.png,1", {}, "the first line has no column file_name between commas"),
     "another separator": ("csv", cells("size", ["3"], "|"), {}, "between commas, semicolons or tabs"),
@@ -328,7 +341,7 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, object], str]] = {
         "csv",
         lines_of(HEADER, *rows_of()),
         {"condition_types": ("shape=label",)},
-        "--condition_types shape does not exist",
+        "--condition_types shape is missing from --condition_on",
     ),
     "an encoder without captions": (
         "csv",
@@ -374,7 +387,7 @@ def test_flowers_have_a_known_size() -> None:
     assert table.read("petals")[0][0] == 13
     assert table.read("text")[0][0] == ["a white daisy", "a white flower with 13 petals"]
     [text] = choose_columns(table, ["text"], {}, flowers.name)
-    assert text.kind == "caption"  # although there are only 24 different texts
+    assert text.kind is Caption  # although there are only 24 different texts
 
 
 def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:
@@ -410,7 +423,7 @@ def test_a_dataset_has_the_same_columns(tmp_path: Path) -> None:
 def test_encoding_resumes_after_a_kill(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of finished blocks are not encoded again."""
     encoder, encode, encoded = str(write_encoder(tmp_path / "encoder")), Caption.encode, list[str]()
-    monkeypatch.setattr("rectified_flow.data.captions.TEXTS_AT_ONCE", 4)
+    monkeypatch.setattr("rectified_flow.text.store.TEXTS_AT_ONCE", 4)
 
     def until(limit: int, kind: Caption, texts: list[str]) -> torch.Tensor:
         if len(encoded) == limit:

@@ -15,7 +15,8 @@ from torch import Tensor
 from rectified_flow.condition import Labels, Number, Values
 from rectified_flow.evaluation.agreement import PENALTIES, agreement_scores, ridge
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.networks.captions import BagOfWords, Caption
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 
 COUNT, WIDTH = 400, 20
 LABELS, NUMBER = Labels(4), Number(tuple(range(11)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import ConditionSpecs, Labels, Vector
+from rectified_flow.condition import ConditionSpecs, Labels, Number
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance, guided, integrate
 from rectified_flow.flows.times import time_grid
@@ -81,18 +81,18 @@ def test_autoguidance_narrows_a_distribution_that_is_too_wide_in_the_earlier_ver
 
 
 def test_all_conditions_are_none_together() -> None:
-    """The unconditional rows have neither the label nor the vector."""
+    """The unconditional rows have neither the label nor the number."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def field(x: Tensor, t: Tensor, labels: Tensor, place: Tensor) -> Tensor:
         seen.append((labels, place))
         return x
 
-    conditions = {"labels": torch.tensor([2]), "place": torch.ones(1, 2)}
-    guided(field, {**KINDS, "place": Vector(2)}, conditions, Guidance(2.0))(torch.zeros(1, 1), 0.5)
+    conditions = {"labels": torch.tensor([2]), "place": torch.ones(1)}
+    guided(field, {**KINDS, "place": Number((0, 1))}, conditions, Guidance(2.0))(torch.zeros(1, 1), 0.5)
     [(labels, place)] = seen
     assert labels.tolist() == [2, 9]
-    assert torch.equal(place.isnan(), torch.tensor([[False, False], [True, True]]))
+    assert torch.equal(place.isnan(), torch.tensor([False, True]))
 
 
 def test_it_needs_conditions() -> None:
@@ -110,10 +110,10 @@ def test_each_condition_has_a_scale_of_its_own() -> None:
 
     def field(x: Tensor, t: Tensor, labels: Tensor, place: Tensor) -> Tensor:
         calls.append(len(x))
-        return (labels + place.nan_to_num(0)[:, 0])[:, None]
+        return (labels + place.nan_to_num(0))[:, None]
 
-    kinds: ConditionSpecs = {**KINDS, "place": Vector(1)}
-    conditions = {"labels": torch.tensor([2]), "place": torch.tensor([[2.0]])}
+    kinds: ConditionSpecs = {**KINDS, "place": Number((0, 1))}
+    conditions = {"labels": torch.tensor([2]), "place": torch.tensor([2.0])}
 
     def at(guidance: Guidance) -> float:
         return guided(field, kinds, conditions, guidance)(torch.zeros(1, 1), 0.5).item()

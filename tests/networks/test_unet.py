@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import jvp
 from torch.utils.flop_counter import FlopCounterMode
 
-from rectified_flow.condition import Labels, Vector
+from rectified_flow.condition import Labels, Number
 from rectified_flow.networks.unet import Attention, Block, TimeEmbedding, Unet
 from rectified_flow.randomness import BatchRows, deterministic
 from tests.patience import PATIENCE
@@ -100,7 +100,7 @@ def test_labels() -> None:
 
 def test_every_parameter_gets_a_gradient() -> None:
     """DistributedDataParallel refuses parameters without one."""
-    unet = small(conditions={"labels": Labels(5), "place": Vector(2)})
+    unet = small(conditions={"labels": Labels(5), "place": Number((0, 1))})
     x, t, _ = inputs()
     unet(x, t).square().mean().backward()
     assert [name for name, p in unet.named_parameters() if p.requires_grad and p.grad is None] == []

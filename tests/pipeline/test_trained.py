@@ -20,11 +20,12 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.hub import PIPELINE, save_pretrained
 from rectified_flow.load import model_hash
-from rectified_flow.networks.captions import BagOfWords, Caption
 from rectified_flow.networks.unet import Unet
 from rectified_flow.pipeline.trained import FlowPipeline
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.provenance import Provenance, read_provenance
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords
 from tests.test_load import FLOWS, same, write
 
 CAPTION = Caption(BagOfWords(("a", "red", "blue", "flower")), 4, examples=("a red flower", "a blue flower"))

@@ -29,7 +29,6 @@ from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.load import load_flow
-from rectified_flow.networks.captions import Caption
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
@@ -66,7 +65,7 @@ def files_of(
     rows |= {SOURCE_FILE: shape} if with_sources else {}
     for name, kind in (columns or {}).items():
         none = kind.none(1, torch.device("cpu"))
-        dtype = "float16" if isinstance(kind, Caption) else str(none.dtype).removeprefix("torch.")
+        dtype = str(getattr(kind, "stored_dtype", None) or none.dtype).removeprefix("torch.")
         rows[f"{name}.{dtype}"] = none.shape[1:]
     return rows
 

@@ -8,10 +8,11 @@ from torch.func import jvp
 
 from rectified_flow.condition import LARGEST, Labels, all_none, drop, none_of
 from rectified_flow.errors import UsageError
-from rectified_flow.networks.captions import BagOfWords, Caption, PretrainedTextEncoder
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import build, describe
-from tests.networks.tiny_encoder import write_encoder
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder
+from tests.text.tiny_encoder import write_encoder
 
 TEXTS = ["a red heart", "the blue star", "a RED, red heart!"]
 

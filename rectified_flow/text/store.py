@@ -1,6 +1,7 @@
 """The encoded captions of a dataset, in a store of their own beside its pictures."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -9,34 +10,40 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from rectified_flow.condition import WrittenCondition
-from rectified_flow.data.metadata import Column, ColumnSpec
-from rectified_flow.data.store import ImageDataset, StoreDataset, StoreWriter
+from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.distributed.fill import claimed, fill
-from rectified_flow.errors import UsageError
-from rectified_flow.networks.captions import TEXTS_AT_ONCE, Caption, PretrainedTextEncoder
 from rectified_flow.system.terminal import line
+from rectified_flow.text.caption import Caption
+from rectified_flow.text.encoders import TEXTS_AT_ONCE, PretrainedTextEncoder
 
 CAPTIONS_FILE = "captions.float16"
 CAPTIONS_VERSION = 1
 
 
-def read_column(found: ColumnSpec, kind: WrittenCondition, pictures: ImageDataset, state: PartialState) -> Column:
-    """Return the values of a column of pictures as a kind of condition. Collective.
+@dataclass(frozen=True)
+class TextsToEncode:
+    """Texts that are encoded when they are read."""
 
-    Raises:
-        UsageError: if a value is none of this kind, or the text encoder is unavailable.
-    """
-    if isinstance(kind, Caption):
-        stored = encode_captions(found.texts, kind, pictures.path.parent, state)
-        return Column(kind, found.first, found.texts, stored)
-    try:
-        return Column(kind, found.first, found.texts, kind.parse(found.texts))
-    except UsageError as error:
-        raise UsageError(f"the column {found.column} of {pictures.info.source}: {error}") from error
+    kind: Caption
+    texts: Sequence[str]
+
+    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
+        return self.kind.encode([self.texts[number] for number in numbers])
 
 
-def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: PartialState) -> StoreDataset | None:
+@dataclass(frozen=True)
+class StoredTexts:
+    """Encoded texts in a store."""
+
+    store: StoreDataset
+
+    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
+        return self.store.read_entries(numbers)["captions"]
+
+
+def encode_captions(
+    texts: Sequence[str], kind: Caption, folder: Path, state: PartialState
+) -> TextsToEncode | StoredTexts:
     """Encode captions by all processes together, unless they are stored already. Collective.
 
     Encoding resumes after a kill. Captions that are longer than the encoder or ``kind.tokens`` allow are cut, and their
@@ -49,8 +56,8 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
         state: state of the processes.
 
     Returns:
-        A store whose entry ``captions``, float16 ``[n, 1 + tokens, size]``, has the values; None for an encoder without
-        weights, which encodes captions when they are read.
+        The values by number, float16 ``[b, 1 + tokens, size]``; an encoder without weights encodes captions when they
+        are read, in float32.
 
     Raises:
         UsageError: if the encoder is unavailable, or the folder cannot be written.
@@ -58,7 +65,7 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
     """
     encoder = kind.encoder
     if not isinstance(encoder, PretrainedTextEncoder):
-        return None
+        return TextsToEncode(kind, texts)
     shaped_by = (CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, kind.tokens)
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     row = {CAPTIONS_FILE: (1 + kind.tokens, kind.size)}
@@ -79,4 +86,4 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
             encoder.to_device(state.device)
             fill(writer, state, make, finish, doing="encoding", batch_size=TEXTS_AT_ONCE)
             encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
-    return StoreDataset(writer.path)
+    return StoredTexts(StoreDataset(writer.path))

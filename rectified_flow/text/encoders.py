@@ -1,24 +1,24 @@
-"""Captions as conditions, and the frozen text encoders that turn them into vectors."""
+"""Frozen text encoders, which turn texts into vectors."""
 
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rectified_flow.condition import LARGEST, SequenceCondition, WrittenCondition
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
 
 MOST_WORDS = 4096
 TEXTS_AT_ONCE = 64
+TEXT_FILE, TOKENIZER_FILE = "text_encoder.onnx", "tokenizer.json"
+"""Names of the files of an exported encoder."""
 
 
 class TextEncoder(ABC):
@@ -46,9 +46,9 @@ class TextEncoder(ABC):
             text is known.
         """
 
-    def count_tokens(self, texts: Sequence[str]) -> list[int]:
-        """Return the number of tokens of each text."""
-        return [0] * len(texts)
+    def exported(self) -> dict[str, Any] | None:
+        """Return what a caller of an exported program needs to encode texts; None if it cannot."""
+        return None
 
 
 def words_of(text: str) -> list[str]:
@@ -84,6 +84,10 @@ class BagOfWords(TextEncoder):
         if not counts:
             raise UsageError("the captions have no words: pass another column")
         return cls(sorted(counts, key=lambda word: (-counts[word], word))[:MOST_WORDS])
+
+    def exported(self) -> dict[str, Any]:
+        """Return the words."""
+        return {"kind": "words", "words": list(self.words)}
 
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
         """Return the counts of words, as vectors of length 1; a text without known words is NaN."""
@@ -126,7 +130,9 @@ class PretrainedTextEncoder(TextEncoder):
     @property
     def most_tokens(self) -> int:  # type: ignore[override]
         """Largest number of tokens that a text is encoded with."""
-        return _most_tokens(*self.parts)
+        tokenizer, module = self.parts
+        positions = getattr(module.config, "max_position_embeddings", None) or 512
+        return min(int(tokenizer.model_max_length), int(positions), 512)  # a tokenizer without a limit has a huge one
 
     @property
     def parts(self) -> tuple[Any, Any]:
@@ -141,6 +147,11 @@ class PretrainedTextEncoder(TextEncoder):
                 "original encoder"
             )
         return _load(self.source)
+
+    def exported(self) -> dict[str, Any]:
+        """Return the files of its program."""
+        files = {"file": TEXT_FILE, "tokenizer": TOKENIZER_FILE}
+        return {"kind": "program", **files, "most_tokens": self.most_tokens, "pools": self.pools}
 
     def to_device(self, device: torch.device) -> None:
         """Move the module, which all flows of this process share, to a device."""
@@ -187,96 +198,6 @@ class PretrainedTextEncoder(TextEncoder):
             row[:, 1 : 1 + sequence.shape[1]] = sequence.cpu()
             rows.append(row)
         return torch.cat(rows) if rows else torch.empty(0, 1 + tokens, self.size)
-
-
-@register
-@dataclass(frozen=True)
-class Caption(WrittenCondition, SequenceCondition):
-    """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
-
-    Padding tokens are NaN. A row that is NaN throughout is "none".
-
-    Args:
-        encoder: the encoder of the captions.
-        size: numbers of a vector.
-        tokens: number of tokens that a network attends to.
-        examples: captions of the training data, for a user to start from.
-    """
-
-    guidance: ClassVar[float] = 2.0
-    """Guidance scale of samples by default (docs/measurements/conditions.md)."""
-    encoder: TextEncoder
-    size: int
-    tokens: int = 0
-    examples: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "examples", tuple(self.examples))
-
-    def none(self, count: int, device: torch.device) -> Tensor:
-        """Return ``count`` rows of "none"."""
-        return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
-
-    def encode(self, texts: Sequence[str]) -> Tensor:
-        """Return the encoded texts; a text without known words is "none"."""
-        return self.encoder.encode(texts, self.tokens)
-
-    def parse(self, texts: Sequence[str]) -> Tensor:
-        """Return the encoded texts of a user; an empty text is "none".
-
-        Raises:
-            UsageError: if no word of a text is known.
-        """
-        values = self.encode(texts)
-        for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
-            if unknown and text.strip():
-                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else ""
-                hint = f"use words such as {known}" if known else "use other words"
-                raise UsageError(f"no word of {text!r} occurs in the training captions: {hint}")
-        empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
-        return values.masked_fill(empty[:, None, None], torch.nan)
-
-    def embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds the vector of a text as ``[b, dim]``."""
-        return _TextEmbedding(self.size, dim)
-
-    def sequence_embedding(self, dim: int) -> nn.Module:
-        """Return a module that embeds the tokens as ``[b, tokens, dim]``, and returns their mask."""
-        return _TokenEmbedding(self.size, dim)
-
-
-class _TextEmbedding(nn.Module):
-    """Two linear maps of the vector of a text, and a learned embedding of "none"."""
-
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(size, dim), nn.Linear(dim, dim)
-        self.none = nn.Parameter(torch.zeros(dim))
-
-    def forward(self, values: Tensor) -> Tensor:
-        vector = values[:, 0].to(self.none.dtype)
-        known = (vector.abs() < LARGEST).all(dim=1, keepdim=True)
-        scaled = torch.where(known, vector, 0) * vector.shape[1] ** 0.5  # so that its numbers are of size 1
-        return torch.where(known, self.outer(nn.functional.silu(self.inner(scaled))), self.none)
-
-
-class _TokenEmbedding(nn.Module):
-    """A linear map of normalised vectors of tokens."""
-
-    def __init__(self, size: int, dim: int) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(size), nn.Linear(size, dim)
-
-    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = values[:, 1:].to(self.linear.weight.dtype)
-        known = tokens[..., 0].abs() < LARGEST
-        return self.linear(self.norm(torch.where(known[..., None], tokens, 0))), known
-
-
-def _most_tokens(tokenizer: Any, module: Any) -> int:
-    """Return the maximum number of tokens of both. A tokenizer without a limit reports a huge number."""
-    positions = getattr(module.config, "max_position_embeddings", None) or 512
-    return min(int(tokenizer.model_max_length), int(positions), 512)
 
 
 @cache

@@ -1,0 +1,162 @@
+"""Captions as a condition of a network."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rectified_flow.condition import LARGEST, SequenceCondition, WrittenCondition
+from rectified_flow.errors import UsageError
+from rectified_flow.registry import register
+from rectified_flow.text.encoders import BagOfWords, PretrainedTextEncoder, TextEncoder
+
+EXAMPLES = 16
+"""Number of training captions that are kept as examples."""
+AMONG, NEAREST = 50, 5
+"""Number of candidates of a retrieval, and k of its top-k accuracy."""
+
+
+@register
+@dataclass(frozen=True)
+class Caption(WrittenCondition, SequenceCondition):
+    """Encoded captions, float32 ``[b, 1 + tokens, size]``: a vector of the text, and vectors of its first tokens.
+
+    Padding tokens are NaN. A row that is NaN throughout is "none".
+
+    Args:
+        encoder: the encoder of the captions.
+        size: numbers of a vector.
+        tokens: number of tokens that a network attends to.
+        examples: captions of the training data, for a user to start from.
+    """
+
+    column_type: ClassVar[str] = "caption"
+    is_text: ClassVar[bool] = True
+    stored_dtype: ClassVar[torch.dtype] = torch.float16
+    guidance: ClassVar[float] = 2.0
+    """Guidance scale of samples by default (docs/measurements/conditions.md)."""
+    encoder: TextEncoder
+    size: int
+    tokens: int = 0
+    examples: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "examples", tuple(self.examples))
+
+    @classmethod
+    def fit(cls, texts: Sequence[str], **options: Any) -> Self:
+        """Return captions for the texts of a column.
+
+        Args:
+            texts: the texts.
+            options: ``text_encoder``, folder or hub id of the encoder, a bag of words if it is None, and
+                ``text_tokens``, number of tokens of a caption that a network attends to.
+        """
+        source = options.get("text_encoder")
+        encoder = BagOfWords.of(texts) if source is None else PretrainedTextEncoder(source)
+        examples = [texts[at] for at in np.linspace(0, len(texts) - 1, EXAMPLES).astype(int).tolist()]
+        return cls(encoder, encoder.size, options.get("text_tokens", 0), tuple(dict.fromkeys(examples)))
+
+    def none(self, count: int, device: torch.device) -> Tensor:
+        """Return ``count`` rows of "none"."""
+        return torch.full((count, 1 + self.tokens, self.size), torch.nan, device=device)
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Return the encoded texts; a text without known words is "none"."""
+        return self.encoder.encode(texts, self.tokens)
+
+    def parse(self, texts: Sequence[str]) -> Tensor:
+        """Return the encoded texts of a user; an empty text is "none".
+
+        Raises:
+            UsageError: if no word of a text is known.
+        """
+        values = self.encode(texts)
+        for text, unknown in zip(texts, values[:, 0].isnan().any(dim=1).tolist(), strict=True):
+            if unknown and text.strip():
+                known = ", ".join(self.encoder.words[:5]) if isinstance(self.encoder, BagOfWords) else ""
+                hint = f"use words such as {known}" if known else "use other words"
+                raise UsageError(f"no word of {text!r} occurs in the training captions: {hint}")
+        empty = torch.tensor([not text.strip() for text in texts], dtype=torch.bool)
+        return values.masked_fill(empty[:, None, None], torch.nan)
+
+    def stored(self, texts: Sequence[str], folder: Path, state: Any) -> Any:
+        """Return the encoded texts of a column, from a store in the folder if the encoder has weights. Collective."""
+        from rectified_flow.text.store import encode_captions
+
+        return encode_captions(texts, self, folder, state)
+
+    def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
+        """Return the share of samples for which the real picture of their caption is among the 5 nearest of 50.
+
+        ``retrieval_by_chance`` is the same of samples in random order. With fewer than 8 different captions, there are
+        no scores.
+        """
+        from rectified_flow.evaluation.heldout import FEWEST
+        from rectified_flow.evaluation.translation import found
+
+        number = {caption.numpy().tobytes(): row for row, caption in enumerate(values)}  # one row for each caption
+        if len(number) < FEWEST:
+            return {}
+        size = min(AMONG, len(number))
+        groups = torch.tensor([*number.values()][: len(number) // size * size]).unflatten(0, (-1, size))
+        share = found(pictures[1:, groups], pictures[0, groups], NEAREST)
+        return {f"retrieval_at_{NEAREST}": share, "retrieval_by_chance": NEAREST / size}
+
+    def example(self, count: int, generator: torch.Generator) -> Tensor:
+        """Return random values, with padding."""
+        values = torch.randn(count, 1 + self.tokens, self.size, generator=generator)
+        values = nn.functional.normalize(values, dim=2)
+        values[::2, 1 + values.shape[1] // 2 :] = LARGEST
+        return values
+
+    def exported(self) -> dict[str, Any]:
+        """Return what a caller of an exported program needs to know."""
+        sizes = {"size": self.size, "tokens": self.tokens, "examples": list(self.examples)}
+        return {"kind": "caption", **sizes, "encoder": self.encoder.exported()}
+
+    def companion(self, *, is_page: bool) -> Any:
+        """Return the program of the text encoder, for which see :class:`EncoderProgram`; None for a bag of words."""
+        from rectified_flow.text.program import program_of
+
+        return program_of(self, is_page=is_page)
+
+    def embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds the vector of a text as ``[b, dim]``."""
+        return _TextEmbedding(self.size, dim)
+
+    def sequence_embedding(self, dim: int) -> nn.Module:
+        """Return a module that embeds the tokens as ``[b, tokens, dim]``, and returns their mask."""
+        return _TokenEmbedding(self.size, dim)
+
+
+class _TextEmbedding(nn.Module):
+    """Two linear maps of the vector of a text, and a learned embedding of "none"."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(size, dim), nn.Linear(dim, dim)
+        self.none = nn.Parameter(torch.zeros(dim))
+
+    def forward(self, values: Tensor) -> Tensor:
+        vector = values[:, 0].to(self.none.dtype)
+        known = (vector.abs() < LARGEST).all(dim=1, keepdim=True)
+        scaled = torch.where(known, vector, 0) * vector.shape[1] ** 0.5  # so that its numbers are of size 1
+        return torch.where(known, self.outer(nn.functional.silu(self.inner(scaled))), self.none)
+
+
+class _TokenEmbedding(nn.Module):
+    """A linear map of normalised vectors of tokens."""
+
+    def __init__(self, size: int, dim: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(size), nn.Linear(size, dim)
+
+    def forward(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = values[:, 1:].to(self.linear.weight.dtype)
+        known = tokens[..., 0].abs() < LARGEST
+        return self.linear(self.norm(torch.where(known[..., None], tokens, 0))), known
