@@ -23,7 +23,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, Counters, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
-from rectified_flow.runs.snapshots import synthesize
 from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.system.artifact import read_manifest
@@ -185,17 +184,6 @@ def read_trained(source: Path) -> Trained:
         run=None if state is None else state.run,
         counters=state,
     )
-
-
-def load_average(trained: Trained, snapshots: Mapping[Path, int], length: float) -> Trained:
-    """Load the power-function EMA of a length, at the last snapshot, into a trained flow, and return the flow.
-
-    Raises:
-        UsageError: if there are too few snapshots for that length.
-    """
-    weights = synthesize(snapshots, length)
-    network_of(trained.flow).load_state_dict(weights, strict=False)  # snapshots contain no frozen weights
-    return replace(trained, weights=f"average of length {length:g}")
 
 
 def model_hash(flow: Flow) -> str:

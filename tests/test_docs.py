@@ -374,8 +374,7 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "evaluate.py" and "--likelihood" in flags:
         return [*flags, "--likelihood_steps", "1"]
     if name == "evaluate.py":
-        lengths = ["--ema_lengths", "0.1"] if "--ema_lengths" in flags else []
-        return [*flags, *TINY_EVALUATION.split(), *lengths]
+        return [*flags, *TINY_EVALUATION.split()]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]
     length = [] if {"--num_epochs", "--budget", "--extend"} & set(flags) else ["--train_num_steps", "2"]
     return [*flags, *TINY_TRAINING.split(), *length, *" ".join(more).split()]
@@ -420,7 +419,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
             picture.save(folder / "pictures" / name / f"{number}.png")
     picture.save(folder / "cat.jpg")
     run_command("train_oxford.py", [], folder)
-    run_command("train_oxford.py", ["--use_cfg", "--power_ema", "--output_dir", "runs/flowers"], folder)
+    run_command("train_oxford.py", ["--use_cfg", "--output_dir", "runs/flowers"], folder)
     return folder
 
 

@@ -28,7 +28,7 @@ OURS = (
     *("index.html", "style.css", "model.json", "model.onnx", "model.onnx", "model.safetensors", "README.md"),
     *("0.png", "00000.png", "000000.png", "grid.png", "path.png", "path.gif", "manifest.json", "building.json"),
     *("info.json", "labels.npy", "recipe.json", "images.uint8", "starts.uint64", ".lock", "pairs.lock", "text.lock"),
-    *("steps.png", "ema_lengths.png", ".sample.lock", ".evaluation.lock", ".tmpabcdef", "averages", "lora"),
+    *("steps.png", ".sample.lock", ".evaluation.lock", ".tmpabcdef", "lora"),
     *("tokenizer.json", "accuracy.jsonl", "accuracy.png", "distances.jsonl", "distances.png", "clouds.png"),
 )
 """Names of files that programs write."""
@@ -220,7 +220,7 @@ def test_in_a_run_no_byte_of_the_users_is_overwritten(writer: str, linked: bool,
     assert (mine / name).read_text() == "mine"
 
 
-@pytest.mark.parametrize("folder", ["samples", "checkpoints", "checkpoints/averages", "."])
+@pytest.mark.parametrize("folder", ["samples", "checkpoints", "."])
 def test_a_run_is_resumed_or_refused_beside_files_of_the_users_behind_links(
     folder: str, trained: Path, pictures: Path, tmp_path: Path
 ) -> None:

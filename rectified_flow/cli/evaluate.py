@@ -1,7 +1,7 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
 from rectified_flow.evaluation.translation import translation_scores
 from rectified_flow.flags import checked, plain, refuse, replaced
-from rectified_flow.load import RESULTS_FILE, Trained, autocast, load_average, read_results
+from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import program_flags, read_config
-from rectified_flow.runs.snapshots import find_shares, intact_snapshots
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -40,7 +39,7 @@ from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_pi
 from rectified_flow.system.terminal import lines, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
-STEPS_FILE, LENGTHS_FILE = "steps.png", "ema_lengths.png"
+STEPS_FILE = "steps.png"
 LOCK_FILE = ".evaluation.lock"
 MOST_TEACHERS = 20
 """Longest teacher chain."""
@@ -66,11 +65,8 @@ def evaluate(config: EvaluateConfig) -> None:
         check_likelihood(config, trained)
     elif of_fields:
         check_field_flags(config)
-    snapshots = on_main(state, lambda: intact_snapshots(source)) if measure.ema_lengths else {}
-    for wanted in measure.ema_lengths:
-        find_shares(snapshots, wanted)
     folder = measure.output_dir or trained.run_folder
-    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, LENGTHS_FILE, FIELDS_FILE)
+    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, FIELDS_FILE)
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), files))
     read_results(folder)
     dataset, held_out, compared = split_data(training_data(measure, trained), trained, state)
@@ -104,17 +100,13 @@ def evaluate(config: EvaluateConfig) -> None:
         held_out=held_out,
         metrics=measure.metric or (*METRICS, "manifold"),
     )
-    results = []
-    for length in dict.fromkeys(measure.ema_lengths) or (None,):
-        averaged = trained if length is None else load_average(trained, snapshots, length)
-        results += _compare(config, averaged, evaluator, compared, folder, settings, options)
+    results = _compare(config, trained, evaluator, compared, folder, settings, options)
     state.wait_for_everyone()
     if state.is_main_process:
         neighbours = "the pictures most like copies, each before the training pictures that are nearest to it"
         texts = {"results": f"{folder / RESULTS_FILE}", "neighbours": f"{folder / NEIGHBOURS_FILE}: {neighbours}"}
         if len(results) > 1:
-            lengths = list(dict.fromkeys(measure.ema_lengths))
-            texts["plot"] = str(_plot(folder, results, lengths, evaluator.headline))
+            texts["plot"] = str(_plot(folder, results, evaluator.headline))
         tqdm.write(lines(texts))
 
 
@@ -259,19 +251,9 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
         replace_file(path, json.dumps([*results, result], indent=1))
 
 
-def _plot(folder: Path, results: list[dict[str, Any]], lengths: Sequence[float], distance: str) -> Path:
-    """Plot ``distance`` over the steps, or over several EMA lengths, of this call; return the file."""
-    by_steps: dict[int, list[float]] = {}
-    for each in results:
-        by_steps.setdefault(each["steps"], []).append(each["distances"][distance])
-    if len(lengths) > 1:
-        path, x = folder / LENGTHS_FILE, "length of the average, as a share of the run"
-        curves = {
-            f"{steps} step{'s' * (steps > 1)}": dict(zip(lengths, values, strict=True))
-            for steps, values in by_steps.items()
-        }
-    else:
-        path, x = folder / STEPS_FILE, "number of steps"
-        curves = {distance: {steps: value for steps, (value,) in by_steps.items()}}
+def _plot(folder: Path, results: list[dict[str, Any]], distance: str) -> Path:
+    """Plot ``distance`` over the numbers of steps of this call, and return the file."""
+    path, x = folder / STEPS_FILE, "number of steps"
+    curve = {each["steps"]: each["distances"][distance] for each in results}
     with writing(path):
-        return draw_panels(path, [Panel(curves, f"distance by {x}", x, distance, log_x=x == "number of steps")])
+        return draw_panels(path, [Panel({distance: curve}, f"distance by {x}", x, distance, log_x=True)])

@@ -28,10 +28,9 @@ from rectified_flow.flags import refuse, replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
-from rectified_flow.load import Trained, autocast, load_average, model_hash, solver_name
+from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
 from rectified_flow.runs.film import film_of, format_of
-from rectified_flow.runs.snapshots import intact_snapshots
 from rectified_flow.runs.watched import WatchedRun
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -79,9 +78,6 @@ def sample(config: SampleConfig) -> None:
         config = replaced(config, asdict(like) | {"guidance": scales, "like": None})
     flags, folder = config.samples, flags.output_dir
     state, trained, options = open_trained(config)
-    if flags.ema_length is not None:
-        snapshots = on_main(state, lambda: intact_snapshots(trained.source))
-        trained = load_average(trained, snapshots, flags.ema_length)
     options |= {"seed": flags.seed, "batch_size": config.model.batch_size}
     if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
         options.pop("guidance", None)  # a default
@@ -224,7 +220,6 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
         guidance=dict(guidance.scales),
         guidance_interval=guidance.interval,
         autoguidance=guidance.autoguidance,
-        ema_length=config.samples.ema_length,
         from_picture=config.samples.from_images is not None,
     )
 

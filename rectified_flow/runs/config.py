@@ -31,12 +31,6 @@ DEFAULT_TRAIN_NUM_STEPS = 100_000
 LARGEST_STEP = 2**24
 """Largest number of items of an optimizer step, above which the step would hardly ever end."""
 CHECKPOINTS = "checkpoints"
-SHORTEST_EMA, LONGEST_EMA = 0.02, 0.28
-"""Range of EMA lengths that --power_ema can give.
-
-A shorter EMA amplifies rounding errors. Equal weights on all steps have the length 0.289.
-"""
-EmaLength = Annotated[float, Interval(ge=SHORTEST_EMA, le=LONGEST_EMA)]
 
 
 @dataclass(frozen=True)
@@ -83,8 +77,6 @@ class TrainingConfig(Flags):
     """Keep a float32 exponential moving average of the weights for sampling."""
     ema_decay: Fraction = 0.9999
     """Decay of the EMA per optimizer step; early in a run it is lower."""
-    power_ema: bool = False
-    """Store a snapshot for evaluate.py --ema_lengths with each checkpoint: 8 bytes per weight, never pruned."""
     seed: Seed = 0
     """Seed of every random draw; the result does not depend on the number of processes."""
     compile: bool = False

@@ -28,7 +28,7 @@ MAY_CHANGE = (
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
 SHAPING = (
     *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),
-    *("use_ema", "ema_decay", "power_ema", "compile", "optimizer_options"),
+    *("use_ema", "ema_decay", "compile", "optimizer_options"),
 )
 """Flags of a run that shape the training and may differ when it resumes."""
 

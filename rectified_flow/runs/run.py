@@ -26,7 +26,6 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import RunState, describe_run, lock_folders, write_failure, write_status
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
-from rectified_flow.runs.snapshots import drop_snapshots, keep_snapshots
 from rectified_flow.system.files import replace_file, writing
 from rectified_flow.system.terminal import Silent, line
 
@@ -133,8 +132,7 @@ class BackgroundSaver:
             self._problem = first_line(error)
             return None
         try:
-            keep_snapshots(folder)
-            if prune:  # after the snapshots, which are links to the averages of checkpoints
+            if prune:
                 checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every, total_steps)
         except (OSError, UsageError) as error:
             tqdm.write(f"warning: older checkpoints of {folder} are kept for now ({error})")
@@ -238,7 +236,6 @@ class Run:
     def _open(self) -> None:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
-        drop_snapshots(self.config.checkpoints, after=step)
         checkpoint.set_aside(self.config.checkpoints)
         path = self.config.output_dir / CONFIG_FILE
         with writing(path):

@@ -47,7 +47,6 @@ class Provenance:
     guidance: dict[str, float] = field(default_factory=dict)
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     autoguidance: float = 1.0
-    ema_length: float | None = None
     from_picture: bool = False
     """Whether the sampling started from another picture, which is not recorded."""
 

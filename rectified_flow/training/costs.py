@@ -186,7 +186,7 @@ def step_costs(
         small: like ``item``, with sides limited to a maximum.
     """
     device, batch = accelerator.device, config.split_batch(accelerator.num_processes)
-    fixed = state_memory(flow, config.use_ema + 2 * config.power_ema)
+    fixed = state_memory(flow, int(config.use_ema))
     pixels, few_pixels = item[flow.space.key].numel(), small[flow.space.key].numel()
     per_image = activation_memory(flow, small, accelerator.autocast) * pixels / few_pixels
     texts = {

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from ema_pytorch import EMA
-from ema_pytorch.post_hoc_ema import KarrasEMA
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from rectified_flow.errors import DamageError, RunError, UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.snapshots import LENGTHS, file_of
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 LARGEST_WEIGHT = 1e6
@@ -45,12 +43,6 @@ def constant_average(flow: nn.Module, decay: float) -> EMA:
     return ema
 
 
-def power_averages(network: nn.Module) -> dict[str, KarrasEMA]:
-    """Build the power-function averages by file; see :mod:`rectified_flow.runs.snapshots`."""
-    options: dict[str, Any] = {"update_every": 1, "ignore_names": checkpoint.frozen_names(network)}
-    return {file_of(length): KarrasEMA(network, length, ema_model=_copy(network), **options) for length in LENGTHS}
-
-
 def _copy(module: nn.Module) -> nn.Module:
     """Copy ``module``, with its frozen parameters shared."""
     return deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
@@ -64,7 +56,6 @@ class TrainingState(checkpoint.Counters):
     Args:
         flow: the module in training, not wrapped.
         ema: its average of constant decay, or None.
-        power: the power-function averages of its network by file, if they are kept.
         optimizer: the optimizer of ``parameters``, as prepared by Accelerate.
         parameters: the trained parameters by name.
     """
@@ -73,12 +64,11 @@ class TrainingState(checkpoint.Counters):
         self,
         flow: nn.Module,
         ema: EMA | None,
-        power: dict[str, KarrasEMA],
         optimizer: AcceleratedOptimizer,
         parameters: dict[str, nn.Parameter],
     ) -> None:
         super().__init__(step=0)
-        self.flow, self.ema, self.power, self.optimizer, self.parameters = flow, ema, power, optimizer, parameters
+        self.flow, self.ema, self.optimizer, self.parameters = flow, ema, optimizer, parameters
         self.sums: dict[str, Tensor] = {}
         """Sums of this rank's loss and of the flow's other logged values over ``summands`` steps."""
 
@@ -89,11 +79,9 @@ class TrainingState(checkpoint.Counters):
         self.summands += 1
 
     def update_averages(self) -> None:
-        """Add the weights after a good step to the averages."""
+        """Add the weights after a good step to their average."""
         if self.ema is not None:
             self.ema.update()
-        for average in self.power.values():
-            average.update()
 
     def require_sound(self) -> None:
         """Check the trained weights and their averages, which waits for the device.
@@ -102,7 +90,7 @@ class TrainingState(checkpoint.Counters):
             RunError: if one of them is not finite, or larger than any that training makes.
         """
         weights: Mapping[str, Tensor] = self.parameters
-        for tensors in (weights, *self._averages().values()):
+        for tensors in (weights, self._averaged()):
             largest = get_total_norm([value for value in tensors.values() if value.is_floating_point()], torch.inf)
             if not largest <= LARGEST_WEIGHT:
                 raise RunError(
@@ -115,7 +103,7 @@ class TrainingState(checkpoint.Counters):
         return {
             checkpoint.MODEL_FILE: checkpoint.own_weights(network_of(self.flow)),
             OPTIMIZER_FILE: {name: value for name, value in self._moments().items() if isinstance(value, Tensor)},
-            **self._averages(),
+            **({} if self.ema is None else {checkpoint.EMA_FILE: self._averaged()}),
         }
 
     def counters(self, sums: dict[str, list[float]]) -> dict[str, Any]:
@@ -143,12 +131,6 @@ class TrainingState(checkpoint.Counters):
             checkpoint.load_averaged(network_of(self.ema.ema_model), path)
             self.ema.initted.fill_(True)
             self.ema.step.fill_(saved.ema_step or 0)
-        for file, average in self.power.items():
-            if not (path / file).exists():
-                raise UsageError(f"--power_ema must be on from a run's first step, and {path} was saved without it")
-            checkpoint.load_weights(average.ema_model, path, checkpoint.MODEL_FILE, file)
-            average.initted.fill_(saved.updates > 0)
-            average.step.fill_(saved.updates)
         optimizer = type(self.optimizer.optimizer).__name__
         if saved.optimizer != optimizer:
             raise UsageError(f"{path} was trained by {saved.optimizer}, not {optimizer}: choose another --output_dir")
@@ -166,16 +148,13 @@ class TrainingState(checkpoint.Counters):
             for name, by_rank in saved.sums.items()
         }
 
-    def _averages(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of the averages by file."""
-        averages = {file: average.ema_model for file, average in self.power.items()}
-        if self.ema is not None:
-            averages[checkpoint.EMA_FILE] = network_of(self.ema.ema_model)
-        frozen = checkpoint.frozen_names(network_of(self.flow))  # the averages themselves require no gradient
-        return {
-            file: {name: value for name, value in average.state_dict().items() if name not in frozen}
-            for file, average in averages.items()
-        }
+    def _averaged(self) -> dict[str, Tensor]:
+        """Return the averaged weights of the network by name."""
+        if self.ema is None:
+            return {}
+        frozen = checkpoint.frozen_names(network_of(self.flow))  # the average itself requires no gradient
+        averaged = network_of(self.ema.ema_model).state_dict()
+        return {name: value for name, value in averaged.items() if name not in frozen}
 
     def _moments(self) -> dict[str, Any]:
         """Return the optimizer's state by ``PARAMETER.NAME``: tensors, numbers and None."""

@@ -23,7 +23,7 @@ from rectified_flow.distributed.collectives import (
 )
 from rectified_flow.distributed.join import STARTUP_TIMEOUT
 from rectified_flow.errors import UsageError
-from rectified_flow.flows.flow import Flow, network_of
+from rectified_flow.flows.flow import Flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
@@ -44,7 +44,7 @@ from rectified_flow.training.optimizers import (
     trained_parameters,
 )
 from rectified_flow.training.preview import draw_preview
-from rectified_flow.training.state import TrainingState, constant_average, power_averages
+from rectified_flow.training.state import TrainingState, constant_average
 from rectified_flow.training.stepper import Stepper, moved
 
 LONG_STEP = 1.0
@@ -135,7 +135,6 @@ class Trainer:
         with self.accelerator.autocast():
             self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
-        power = power_averages(network_of(flow)) if config.power_ema else {}
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
@@ -148,7 +147,7 @@ class Trainer:
         # A fused step under a scaler does not report whether it was skipped.
         build = optimizer or find_optimizer(config, fused=self.accelerator.scaler is None)
         wrapped, prepared = self.accelerator.prepare(flow, build(list(parameters.items())))
-        self.state = TrainingState(flow, ema, power, prepared, parameters)
+        self.state = TrainingState(flow, ema, prepared, parameters)
         schedule = lr_schedule or build_schedule(config)
         self.stepper = Stepper(
             self.accelerator,

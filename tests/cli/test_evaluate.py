@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,10 @@ from rectified_flow.flags import parse
 from rectified_flow.load import read_trained
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity, TrainerFile
+from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run
-from rectified_flow.runs.snapshots import keep_snapshots
 from rectified_flow.system.outputs import claim
-from rectified_flow.training.state import power_averages
 from tests.programs import assert_refused
 from tests.ranks import run_on_ranks
 from tests.test_load import FLOWS
@@ -139,36 +136,6 @@ def test_a_folder_that_is_too_small_to_split_again(
     assert "warning: comparing with all pictures, as" in "".join(capfd.readouterr())
 
 
-def test_averages_of_several_lengths(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """From a run that kept two; each length has weights, and so numbers, of its own."""
-    source = checkpoint.resolve(run)
-    config, flow = (checkpoint.load_document(source, name) for name in (checkpoint.CONFIG_FILE, FLOW_FILE))
-    network = FLOWS["rectified"]().network
-    kept, run_of_others = power_averages(network), RunIdentity("the fingerprint of others", 0, 8, "new", "float32")
-    for updates in (10, 20):
-        for parameter in filter(lambda parameter: parameter.requires_grad, network.parameters()):
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(updates))
-        for average in (*kept.values(),) * 10:
-            average.update()
-        frozen = checkpoint.frozen_names(network)
-        averages = {file: each.ema_model.state_dict() for file, each in kept.items()}
-        files = {file: {name: each[name] for name in each.keys() - frozen} for file, each in averages.items()}
-        files[checkpoint.MODEL_FILE] = network.state_dict()
-        documents = {
-            checkpoint.CONFIG_FILE: config,
-            FLOW_FILE: flow,
-            checkpoint.STATE_FILE: asdict(TrainerFile(updates, updates=updates, run=run_of_others)),
-        }
-        checkpoint.save(tmp_path / "checkpoints", updates, files, documents)
-    keep_snapshots(tmp_path / "checkpoints")
-    measure("--checkpoint", tmp_path, "--steps", 1, "--ema_lengths", 0.05, 0.1)
-    results = json.loads((tmp_path / "evaluation.json").read_text())
-    assert [each["weights"] for each in results] == ["average of length 0.05", "average of length 0.1"]
-    assert len({each["distances"]["colours_8x8_frechet_distance"] for each in results}) == 2
-    assert (tmp_path / "ema_lengths.png").exists()
-    assert "warning: pictures is not, or no longer, what" in "".join(capfd.readouterr())
-
-
 @pytest.mark.slow
 def test_half_precision_is_for_drawing_only(run: Path, tmp_path: Path) -> None:
     """The training pictures' features are kept for calls to come, and must not depend on this one's precision."""
@@ -199,8 +166,6 @@ def test_a_result_takes_the_place_of_its_like(run: Path, tmp_path: Path, capfd: 
         ("--checkpoint {run} --dataset_path {tmp}/moved", "is not a folder"),
         ("--checkpoint {run} --dataset_path {other}", "was trained on different classes than other"),
         ("--checkpoint {run} --seed -1", "--seed is -1"),
-        ("--checkpoint {run} --ema_lengths 0.3", "--ema_lengths is 0.3; it must be at most 0.28"),
-        ("--checkpoint {run} --ema_lengths 0.1", "train with --power_ema to have some"),
         ("--checkpoint {run} --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
 )

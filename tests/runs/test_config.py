@@ -17,7 +17,7 @@ autoencoder_options horizontal_flip augment holdout skip_broken_images cache_dir
 persistent_workers pin_memory network network_options dim dim_mults dropout use_cfg flow flow_options coupling
 time_distribution time_options batch_size global_batch_size gradient_accumulation_steps train_num_steps num_epochs
 optimizer optimizer_options learning_rate lr_warmup_steps lr_decay adam_betas weight_decay max_grad_norm max_bad_steps
-mixed_precision use_ema ema_decay power_ema seed init_from gradient_checkpointing compile output_dir checkpoint_dir
+mixed_precision use_ema ema_decay seed init_from gradient_checkpointing compile output_dir checkpoint_dir
 resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout
 budget extend dry_run look evaluate_every evaluation_samples feature_network stop_when_memorising config import
 interrupted_exit_code source_path paired skip_unpaired degrade source_as source_noise

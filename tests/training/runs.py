@@ -74,7 +74,6 @@ def tiny_config(output_dir: Path, **flags: Any) -> TrainingConfig:
         num_samples=5,
         sample_steps=2,
         log_every=4,
-        power_ema=True,
         output_dir=output_dir,
     )
     return replace(defaults, **flags)

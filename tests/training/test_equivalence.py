@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.snapshots import LENGTHS, file_of
 from rectified_flow.system.outputs import RECORD
 from tests.ranks import run_on_ranks
 from tests.training.runs import Kind, Tiny, build_trainer, losses, metrics, tiny_config, train
@@ -51,15 +50,13 @@ class Runs:
     def stopped(self, world_size: int, kind: Kind, name: str) -> Path:
         """A copy of a straight run that lacks its last checkpoint."""
         copy = shutil.copytree(self.straight(world_size, kind), self.folder / name)
-        for folder in ("checkpoints", "checkpoints/averages"):
-            shutil.rmtree(copy / folder / f"step_{STEPS:08d}")
+        shutil.rmtree(copy / f"checkpoints/step_{STEPS:08d}")
         return copy
 
 
 def weights(output_dir: Path, step: int = STEPS) -> dict[str, bytes]:
     folder = output_dir / "checkpoints" / f"step_{step:08d}"
-    files = ["model.safetensors", "ema.safetensors", *map(file_of, LENGTHS)]
-    return {name: (folder / name).read_bytes() for name in files}
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors", "ema.safetensors")}
 
 
 def assert_close(one: Path, other: Path) -> None:
@@ -155,14 +152,12 @@ def test_mean_flow_logs_its_unweighted_loss(runs: Runs) -> None:
 def test_a_run_leaves_its_files(runs: Runs) -> None:
     output_dir = runs.straight(2)
     left = {str(path.relative_to(output_dir)) for path in output_dir.rglob("*") if path.is_file()}
-    averages = list(map(file_of, LENGTHS))
-    tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors", *averages]
+    tensors = ["model.safetensors", "ema.safetensors", "optimizer.safetensors"]
     expected = {"config.json", "metrics.jsonl", "loss.png", "status.json", ".lock", "checkpoints/.lock"}
     expected |= {RECORD, f"checkpoints/{RECORD}", f"samples/{RECORD}"}
     for step in ("step_00000010", "step_00000020"):
         expected |= {f"samples/{step}.png"}
         expected |= {f"checkpoints/{step}/{name}" for name in tensors}
-        expected |= {f"checkpoints/averages/{step}/{name}" for name in (*averages, "trainer.json", "manifest.json")}
         expected |= {f"checkpoints/{step}/{name}.json" for name in ("config", "flow", "trainer", "manifest")}
     assert left == expected
 

@@ -30,7 +30,7 @@ from tests.training.test_bad_numbers import train_with_bad_steps
 from tests.training.test_own_parts import assert_resumes_alike
 
 STEPS = 8
-FLAGS = dict[str, Any](train_num_steps=STEPS, num_samples=0, save_every=4, log_every=1, power_ema=False)
+FLAGS = dict[str, Any](train_num_steps=STEPS, num_samples=0, save_every=4, log_every=1)
 SGD: BuildOptimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 

@@ -67,7 +67,7 @@ def test_plain_draws_differ_between_ranks_micro_batches_and_steps(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_plain_draws_resume_byte_equal(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
-    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1, "power_ema": False}
+    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1}
     straight = tiny_config(tmp_path / "straight", train_num_steps=STEPS, **flags)
     run_on_ranks(world_size, train_on_plain_draws, straight, flowers)
     assert_resumes_alike(world_size, tmp_path, train_on_plain_draws, straight, flowers)
@@ -94,7 +94,7 @@ def train_normed(config: TrainingConfig, dataset: ImageDataset) -> int:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_running_means_are_not_moved_by_the_warm_up(tmp_path: Path, flowers: ImageDataset, world_size: int) -> None:
-    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1, "power_ema": False}
+    flags: dict[str, Any] = {"num_samples": 0, "save_every": 4, "log_every": 1}
     straight = tiny_config(tmp_path / "straight", train_num_steps=STEPS, **flags)
     assert run_on_ranks(world_size, train_normed, straight, flowers) == [STEPS] * world_size
     assert_resumes_alike(world_size, tmp_path, train_normed, straight, flowers)
@@ -142,18 +142,14 @@ TRAINED = {"trained.weight", "trained.bias"}
 
 
 def train_partly_frozen(config: TrainingConfig, dataset: ImageDataset, kind: str) -> bool:
-    """Whether the averages share what is frozen, and nothing else, with the network in training."""
+    """Whether the average shares what is frozen, and nothing else, with the network in training."""
     trainer = Trainer(RectifiedFlow(NETWORKS[kind]), dataset, config)
     trainer.train()
     assert trainer.state.ema is not None
     flow: Any = trainer.flow
-    averages: list[Any] = [trainer.state.ema.ema_model.network]
-    averages += [average.ema_model for average in trainer.state.power.values()]
-    return all(
-        average.frozen.weight.data_ptr() == flow.network.frozen.weight.data_ptr()
-        and average.trained.weight.data_ptr() != flow.network.trained.weight.data_ptr()
-        for average in averages
-    )
+    average: Any = trainer.state.ema.ema_model.network
+    shares_frozen = average.frozen.weight.data_ptr() == flow.network.frozen.weight.data_ptr()
+    return bool(shares_frozen and average.trained.weight.data_ptr() != flow.network.trained.weight.data_ptr())
 
 
 @pytest.mark.parametrize(("kind", "in_model"), [("kept", FROZEN), ("elsewhere", set[str]())])
@@ -164,10 +160,7 @@ def test_what_is_frozen_is_shared_and_saved_once(
     assert run_on_ranks(1, train_partly_frozen, config, flowers, kind) == [True]
     saved = config.checkpoints / checkpoint.step_name(STEPS)
     assert set(load_file(saved / "model.safetensors")) == TRAINED | in_model
-    averages = [saved / "ema.safetensors", *saved.glob("power_ema_*.safetensors")]
-    assert len(averages) == 3
-    for path in averages:
-        assert set(load_file(path)) == TRAINED
+    assert set(load_file(saved / "ema.safetensors")) == TRAINED
     moments = load_file(saved / "optimizer.safetensors")
     assert {name.split(".")[-3] for name in moments} == {"trained"}
     assert_resumes_alike(1, tmp_path, train_partly_frozen, config, flowers, kind)

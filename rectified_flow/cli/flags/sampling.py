@@ -13,7 +13,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import AtLeastTwo, Flags, NonNegative, Positive, Seed, Strength, default_is, refuse
 from rectified_flow.flows import Solver, TimeGrid
-from rectified_flow.runs.config import EmaLength
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,6 @@ class PicturesConfig(Flags):
     """Generate a labelled grid; each axis is a condition (NAME or NAME=VALUE,VALUE) or seed=COUNT."""
     seed: Seed = 0
     """Sample i depends only on the seed and i."""
-    ema_length: EmaLength | None = None
-    """Length of a power-function EMA, as a fraction of the run, to use instead; needs a run with --power_ema."""
     from_images: Path | None = None
     """Image or folder of images to translate, or to add noise to and start from (--strength)."""
     variants: Positive = 1
@@ -169,8 +166,6 @@ class MeasureConfig(Flags):
     """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
     metric: Annotated[tuple[str, ...], default_is("all")] = ()
     """Registered metrics to compute: frechet, kernel, manifold, copies, or your own."""
-    ema_lengths: Annotated[tuple[EmaLength, ...], default_is("none")] = ()
-    """Lengths of power-function EMAs, as fractions of the run, to evaluate instead; needs a run with --power_ema."""
     seed: Seed = 0
     """Seed of the samples and of the kernel distance's subsets."""
     dataset_path: Path | None = None

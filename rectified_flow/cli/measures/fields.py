@@ -25,7 +25,7 @@ from rectified_flow.system.pictures import draw_panels
 from rectified_flow.system.signals import interruptible
 
 FIELDS_FILE = "fields.png"
-UNUSED = ("feature_network", "metric", "ema_lengths")
+UNUSED = ("feature_network", "metric")
 """Flags that have no effect on measurements."""
 
 

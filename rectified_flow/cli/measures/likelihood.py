@@ -38,7 +38,7 @@ MOST_PICTURES = 128
 """Largest number of training pictures, and of held-out pictures, that are measured."""
 SHOWN = 32
 """Number of pictures on the sheet of the strangest ones."""
-UNUSED = (*flag_types(SolverConfig), "num_samples", "steps", "feature_network", "metric", "ema_lengths", "source_path")
+UNUSED = (*flag_types(SolverConfig), "num_samples", "steps", "feature_network", "metric", "source_path")
 """Flags that have no effect on the likelihood, beside the precision."""
 
 
