@@ -53,9 +53,7 @@ class WrittenCondition(Condition):
     column_type: ClassVar[str]
     """Name of the kind for ``--condition_types``."""
     is_text: ClassVar[bool] = False
-    """Whether values are free texts, which suit any column, and of which a row may have several."""
-    stored_dtype: ClassVar[torch.dtype | None] = None
-    """Type in which values are stored beside a teacher's data, if it is another than that of "none"."""
+    """Whether values are free texts, which suit any column, and are stored in half precision by a teacher."""
     examples: tuple[str, ...] = ()
     """Values to start from."""
 
@@ -65,14 +63,13 @@ class WrittenCondition(Condition):
         return False
 
     @classmethod
-    def normal(cls, texts: Sequence[str]) -> list[str | None]:
-        """Return the texts of a column in the form that :meth:`parse` takes, None for a missing value."""
-        return list(texts)
+    def normal(cls, text: str) -> str | None:
+        """Return a text of a column in the form that :meth:`parse` takes; None for a missing value.
 
-    @classmethod
-    def is_value(cls, text: str) -> bool:
-        """Return whether a normal text can be a value of this kind."""
-        return True
+        Raises:
+            ValueError: if it is no value of this kind.
+        """
+        return text
 
     @classmethod
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
@@ -96,11 +93,6 @@ class WrittenCondition(Condition):
             state: state of the processes, which all call this function.
         """
         return self.parse(texts)
-
-    @property
-    def span(self) -> str:
-        """The kind and the range of its values, for a person."""
-        return self.column_type
 
     def scores(self, values: Tensor, pictures: Tensor) -> dict[str, float]:
         """Return scores of how well samples suit their values ``[n, ...]``.
@@ -276,27 +268,19 @@ class Number(WrittenCondition):
         return len(numeric) >= NUMERIC * len(known)
 
     @classmethod
-    def normal(cls, texts: Sequence[str]) -> list[str | None]:
-        """Return numbers with a decimal point, unless all their commas may also group digits."""
-        are_decimal = not all(GROUPED.fullmatch(text) for text in texts if "," in text)
-        points = (with_point(text) if are_decimal or "," not in text else text for text in texts)
-        return [None if text.lower() in MISSING else text for text in points]
-
-    @classmethod
-    def is_value(cls, text: str) -> bool:
-        """Return whether a text is a number."""
-        return as_number(text) is not None
+    def normal(cls, text: str) -> str | None:
+        """Return a number with a decimal point."""
+        if text.lower() in MISSING:
+            return None
+        if GROUPED.fullmatch(text) or as_number(with_point(text)) is None:
+            raise ValueError(text)
+        return with_point(text)
 
     @classmethod
     def fit(cls, texts: Sequence[str], **options: Any) -> Self:
         """Return numbers with the quantiles of the texts."""
         numbers = np.array([as_number(text) for text in texts])
         return cls(tuple(np.quantile(numbers, np.linspace(0, 1, QUANTILES)).astype(np.float32).tolist()))
-
-    @property
-    def span(self) -> str:
-        """The range of the numbers."""
-        return f"number, {self.quantiles[0]:g} to {self.quantiles[-1]:g}"
 
     def draw(self, name: str, count: int, device: torch.device) -> Tensor:
         """Draw numbers from the distribution of the training data."""

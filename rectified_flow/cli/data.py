@@ -179,7 +179,7 @@ def add_columns(
         kind = None if kinds is None else kinds.get(found.name)
         if kinds is None:
             kind = found.kind.fit(found.texts, text_encoder=flags.text_encoder, text_tokens=flags.text_tokens)
-            state.print(line(found.column, found.summary(kind)))
+            state.print(line(found.column, found.summary))
         if isinstance(kind, WrittenCondition):
             try:
                 values = kind.stored(found.texts, pictures.path.parent, state)

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rectified_flow.condition import Condition, WrittenCondition, with_point
+from rectified_flow.condition import Condition, WrittenCondition, as_number, with_point
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import describe, find, names
 from rectified_flow.system.files import printable, read_bytes
@@ -260,13 +260,22 @@ class ColumnSpec:
     first: np.ndarray[Any, np.dtype[np.int64]]
     texts: list[str]
 
-    def summary(self, kind: WrittenCondition) -> str:
-        """Return a summary of the column in one line."""
+    @property
+    def has_identifiers(self) -> bool:
+        """Whether the values are single words that all differ."""
+        return self.kind.is_text and 1 < len(self.texts) == len({*self.texts}) and not any(" " in t for t in self.texts)
+
+    @property
+    def summary(self) -> str:
+        """A summary of the column in one line."""
         missing, counts = int((np.diff(self.first) == 0).sum()), Counter(self.texts)
+        numbers = sorted(number for text in counts if (number := as_number(text)) is not None)
+        span = f", {numbers[0]:g} to {numbers[-1]:g}" if len(numbers) == len(counts) else ""
         gaps = f", missing in {missing} of {len(self.first) - 1} rows" * (missing > 0)
         some = [(shorten(text, SHORT, placeholder="..."), count) for text, count in counts.most_common(FIRST_VALUES)]
         shown = ", ".join(f"{text} ({count})" if count > 1 else text for text, count in some)
-        return f"{kind.span}, {len(counts)} different{gaps}: {shown}{', ...' * (len(counts) > len(some))}"
+        more = ", ..." * (len(counts) > len(some))
+        return f"{self.kind.column_type}{span}, {len(counts)} different{gaps}: {shown}{more}"
 
 
 def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str], source: str) -> list[ColumnSpec]:
@@ -298,8 +307,13 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
     chosen = list[ColumnSpec]()
     for column in columns:
         rows = table.read(column)
-        if not every or _suits(rows, kinds):
-            chosen.append(_choose(column, rows, types.get(column), kinds))
+        if every and any(_is_nested(value) for value, _place in rows):
+            continue
+        spec = _spec(column, rows, types.get(column), kinds)
+        if spec is None and not every:
+            raise UsageError(f"--condition_on {column} has no values for a condition: leave it out")
+        if spec is not None and not (every and spec.has_identifiers):
+            chosen.append(spec)
     if not chosen:
         raise UsageError(f"--condition_on all finds no suitable column in {source}: name one of {', '.join(columns)}")
     twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
@@ -308,56 +322,43 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
     return chosen
 
 
-def _suits(rows: Rows, kinds: Sequence[type[WrittenCondition]]) -> bool:
-    """Return whether ``all`` includes a column: one with values, neither nested nor of identifiers."""
-    if any(_is_nested(value) for value, _place in rows):
-        return False
-    texts = [text for value, _place in rows for text in _texts_of(value)]
-    kind = _guess(texts, kinds)
-    if kind is None or not any(kind.normal(texts)):
-        return False
-    return not kind.is_text or len({*texts}) < len(texts) or len(texts) == 1 or any(" " in text for text in texts)
-
-
-def _guess(texts: Sequence[str], kinds: Sequence[type[WrittenCondition]]) -> type[WrittenCondition] | None:
-    suitable = [kind for kind in kinds if kind.suits(texts)] or [kind for kind in kinds if kind.is_text]
-    return suitable[0] if suitable else None
-
-
 def _is_nested(value: Any) -> bool:
     """Return whether a value is an object, or a list of anything but texts."""
     several = value if isinstance(value, list | tuple) else ()
     return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
 
 
-def _choose(column: str, rows: Rows, named: str | None, kinds: Sequence[type[WrittenCondition]]) -> ColumnSpec:
-    known = {kind.column_type: kind for kind in kinds}
-    if named not in (None, *known):
-        raise UsageError(f"--condition_types {column}={named} is no type: pass {', '.join(known)}")
+def _spec(column: str, rows: Rows, named: str | None, kinds: Sequence[type[WrittenCondition]]) -> ColumnSpec | None:
+    """Return a column as the named kind, or the one that its values suit; None if it has no values, or no kind."""
+    if named is not None and named not in [kind.column_type for kind in kinds]:
+        known = ", ".join(kind.column_type for kind in kinds)
+        raise UsageError(f"--condition_types {column}={named} is no type: pass {known}")
     for value, place in rows:
         if _is_nested(value):
             raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
-    cells = [_texts_of(value) for value, _place in rows]
-    several = sum(len(cell) > 1 for cell in cells)
-    texts = [text for cell in cells for text in cell]
-    kind = known[named] if named else _guess(texts, [each for each in kinds if each.is_text or not several])
+    cells = [(_texts_of(value), place) for value, place in rows]
+    texts = [text for cell, _place in cells for text in cell]
+    suitable = [kind for kind in kinds if kind.suits(texts) and all(len(cell) < 2 for cell, _place in cells)]
+    found = [kind for kind in kinds if kind.column_type == named] if named else suitable
+    kind = next(iter(found or [kind for kind in kinds if kind.is_text]), None)
     if kind is None:
-        raise UsageError(f"--condition_on {column} suits no type of condition: leave it out, or pass --condition_types")
-    if several and not kind.is_text:
-        raise UsageError(f"--condition_on {column} has {several} rows with a list, which only captions may have")
-    normal = iter(kind.normal(texts))
-    cells = [[text for _ in cell if (text := next(normal))] for cell in cells]
-    texts = [text for cell in cells for text in cell]
-    if not texts:
-        raise UsageError(f"--condition_on {column} is empty in all rows: leave it out")
-    for text, place in ((text, place) for cell, (_value, place) in zip(cells, rows, strict=True) for text in cell):
-        if len(text) > LONGEST_CAPTION:
-            found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
-            raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
-        if not kind.is_value(text):
-            found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
-            raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label")
-    return ColumnSpec(condition_name(column), column, kind, np.cumsum([0, *map(len, cells)], dtype=np.int64), texts)
+        return None
+    normal = [[each for text in cell if (each := _normal_text(text, kind, column, place))] for cell, place in cells]
+    first = np.cumsum([0, *map(len, normal)], dtype=np.int64)
+    texts = [text for cell in normal for text in cell]
+    return ColumnSpec(condition_name(column), column, kind, first, texts) if texts else None
+
+
+def _normal_text(text: str, kind: type[WrittenCondition], column: str, place: str) -> str | None:
+    """Return a text as its kind parses it, None for a missing value."""
+    if len(text) > LONGEST_CAPTION:
+        found = f"--condition_on {column} has a text of {len(text):,} characters in {place}"
+        raise UsageError(f"{found}: shorten it to {LONGEST_CAPTION:,}")
+    try:
+        return kind.normal(text)
+    except ValueError as error:
+        found = f"--condition_on {column} has {kind.column_type}s, but {place} has {text!r}"
+        raise UsageError(f"{found}: correct this value, or pass --condition_types {column}=label") from error
 
 
 def _texts_of(value: Any) -> list[str]:

@@ -36,7 +36,6 @@ class Caption(WrittenCondition, SequenceCondition):
 
     column_type: ClassVar[str] = "caption"
     is_text: ClassVar[bool] = True
-    stored_dtype: ClassVar[torch.dtype] = torch.float16
     guidance: ClassVar[float] = 2.0
     """Guidance scale of samples by default (docs/measurements/conditions.md)."""
     encoder: TextEncoder

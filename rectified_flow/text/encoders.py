@@ -30,8 +30,6 @@ class TextEncoder(ABC):
     """A hash that differs between encoders that encode differently."""
     size: int
     """Size of a vector."""
-    most_tokens: int
-    """Largest number of tokens that a text is encoded with; 0 for an encoder without tokens."""
 
     @abstractmethod
     def encode(self, texts: Sequence[str], tokens: int = 0) -> Tensor:
@@ -65,7 +63,6 @@ class BagOfWords(TextEncoder):
     """
 
     name = "bag of words"
-    most_tokens = 0
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words = tuple(words)
@@ -128,7 +125,7 @@ class PretrainedTextEncoder(TextEncoder):
         return int(self.parts[1].config.hidden_size)
 
     @property
-    def most_tokens(self) -> int:  # type: ignore[override]
+    def most_tokens(self) -> int:
         """Largest number of tokens that a text is encoded with."""
         tokenizer, module = self.parts
         positions = getattr(module.config, "max_position_embeddings", None) or 512

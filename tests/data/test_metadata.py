@@ -310,9 +310,9 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, object], str]] = {
         "csv",
         cells("size", ["NA", "-"]),
         {"names": ("size",)},
-        "--condition_on size is empty in all rows",
+        "--condition_on size has no values for a condition",
     ),
-    "empty": ("csv", cells("size", [""]), {"names": ("size",)}, "--condition_on size is empty in all rows"),
+    "empty": ("csv", cells("size", [""]), {"names": ("size",)}, "--condition_on size has no values for a condition"),
     "nested": (
         "jsonl",
         '{"file_name": "00.png", "a": {"b": 1}}',
