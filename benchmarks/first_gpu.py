@@ -35,7 +35,7 @@ from torchvision.io import write_png
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from step_parts import synchronized
-from turns import describe_machine
+from turns import describe_machine, forward_flops, multiplication_rate
 
 from rectified_flow.cli import parts
 from rectified_flow.cli.data import open_pictures
@@ -51,7 +51,6 @@ from rectified_flow.networks.unet import to_device
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.checkpoint import load_tensors, resolve
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.costs import multiplication_rate
 from rectified_flow.training.stepper import moved
 from rectified_flow.training.trainer import Trainer
 
@@ -416,7 +415,7 @@ def describe_speed(bench: Bench, trainer: Trainer, seconds: float) -> str:
     rate = trainer.batch.total / seconds
     parts = [f"{seconds * 1e3:.1f} ms a step", f"{rate:,.0f} images/s"]
     if not isinstance(trainer.flow, MeanFlow):  # its derivatives are not in the count of operations
-        share = 3 * trainer.flops * rate / bench.matmul_rate
+        share = 3 * forward_flops(trainer) * rate / bench.matmul_rate
         parts.append(f"{share:.0%} of the bf16 matmul rate, {bench.matmul_rate / 1e12:.3g} TFLOP/s")
     if bench.device.type == "cuda":
         parts.append(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")

@@ -26,7 +26,19 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from turns import PEER, Contender, Row, Times, Turns, describe_machine, print_rows, ratio, take_turns
+from turns import (
+    PEER,
+    Contender,
+    Row,
+    Times,
+    Turns,
+    describe_machine,
+    forward_flops,
+    multiplication_rate,
+    print_rows,
+    ratio,
+    take_turns,
+)
 
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.data import DataConfig
@@ -36,7 +48,6 @@ from rectified_flow.cli.parts import build_flow
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.training.costs import multiplication_rate
 from rectified_flow.training.trainer import Trainer
 
 PEER_TUNED = f"{PEER}, decoded images, batch 128, bf16"
@@ -84,7 +95,7 @@ def train_ours(config: TrainRectifiedFlow, turns: Turns) -> None:
     flow = build_flow(config, {})
     trainer = Trainer(flow, open_pictures(config.data), config.run)
     turns.facts["parameters"] = sum(parameter.numel() for parameter in flow.parameters())
-    turns.facts["flops"] = 3 * trainer.flops
+    turns.facts["flops"] = 3 * forward_flops(trainer)
     precision = torch.bfloat16 if config.run.mixed_precision == "bf16" else torch.float32
     turns.facts["rate"] = multiplication_rate(trainer.device, precision)
     take, images = trainer.stepper.take, trainer.batch.total

@@ -55,7 +55,7 @@ OVERRIDES = {
     "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
 }
 """Flags in the file of ``--config`` that another flag on the command line overrides, too."""
-NOT_RECORDED = ("config", "budget", "extend", "one_step", "dry_run", "look")
+NOT_RECORDED = ("config", "budget", "extend", "one_step", "dry_run", "verbose", "look")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rectified_flow.cli.flags.model import STARTER_FOLDER
-from rectified_flow.cli.training.recipe import flags_of_checkpoint
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import flags_of_checkpoint
 
 FLAGS = ("network", "network_options", "dim", "dim_mults", "dropout", "prediction")
 """Flags that describe the network and its output."""

@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from accelerate import PartialState
+
 from rectified_flow.cli import programs
 from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.training import plan
+from rectified_flow.cli.training import planning
+from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {
@@ -28,15 +31,19 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 }
 
 
-MEASURED = plan.training_rate
+MEASURED = planning.training_speed
 
 
 def constant_speed(rate: float = 300.0, *, measured: bool = False) -> Any:
-    """Return a context in which each plan has a speed of ``rate`` images/s, independently of the machine's load.
+    """Return a context in which each process trains ``rate`` images/s in plans, independently of the machine's load.
 
     If ``measured``, the plan also measures its speed, and uses only whether the measurement was possible.
     """
-    return patch.object(plan, "training_rate", lambda *flags: rate if not measured or MEASURED(*flags) else 0.0)
+
+    def speed(*flags: Any) -> Speed:
+        return Speed(PartialState().num_processes * rate if not measured or MEASURED(*flags).rate else 0.0)
+
+    return patch.object(planning, "training_speed", speed)
 
 
 @contextmanager
@@ -57,8 +64,8 @@ def stand_in() -> Iterator[None]:
 
 def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
     """Return the flags of a planned run on a machine that trains at ``rate(flags)`` images per second."""
-    with patch.object(plan, "training_rate", lambda config, *_: rate(config)):
-        return plan.with_plan(config, count, {})
+    with patch.object(planning, "training_speed", lambda config, *_: Speed(rate(config))):
+        return planning.with_plan(config, planning.recorded_flags(config), count, {})
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

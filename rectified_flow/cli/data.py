@@ -237,6 +237,8 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
     """
+    if data.space in (None, FIELDS):
+        refuse({"space_options": data.space_options}, "has no effect without a registered --space; leave it out")
     if data.is_fields:
         return _field_space(data, source or find_source(**data_arguments_of(data)))
     if data.space is not None:

@@ -82,7 +82,7 @@ def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]
 def _parse(config_class: str, description: str) -> Any:
     """Return the config of the command line; ``--help`` and a mistyped flag are answered once and raise SystemExit."""
     from rectified_flow.flags import parse
-    from rectified_flow.system.machine import allow_open_files, share_processors
+    from rectified_flow.system.machine import share_processors
 
     share_processors()
     # torch's own warning, in forward-mode derivatives
@@ -93,7 +93,6 @@ def _parse(config_class: str, description: str) -> Any:
         if explained.code:
             _await_explanation()
         raise
-    allow_open_files()
     return config
 
 

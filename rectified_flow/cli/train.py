@@ -22,15 +22,14 @@ from rectified_flow.cli.data import (
 )
 from rectified_flow.cli.flags.data import FIELDS
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.plan import proposed_share
 from rectified_flow.cli.programs import command
-from rectified_flow.cli.training import plan, recipe
-from rectified_flow.cli.training.checks import check_sides, require_room_for_batch
-from rectified_flow.cli.training.dry_run import print_plan
+from rectified_flow.cli.training import planning
+from rectified_flow.cli.training.checks import check_sides
 from rectified_flow.cli.training.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.training.rows import open_drawn
-from rectified_flow.cli.training.sizes import chooses_network
 from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
-from rectified_flow.condition import ConditionSpecs, Labels
+from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
@@ -44,6 +43,7 @@ from rectified_flow.flags import command_line, parse, plain, recorded, refuse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.folder import flags_of_checkpoint
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
@@ -60,8 +60,6 @@ REFLOW_FLAGS = {
     "paths_dir": "pairs_dir",
 }
 """Flags of ``--method reflow`` that :class:`TrainRectifiedFlow` has under another name."""
-PLANNED_LABELS: ConditionSpecs = {"labels": Labels(1)}
-"""Labels of a dataset that a dry run does not open."""
 
 
 def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
@@ -74,7 +72,7 @@ def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
         return finished
     run, own = config.run, plain(config)
     flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
-    flags |= {"budget": recipe.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
+    flags |= {"budget": planning.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
     PartialState().print(line("one step", f"{command('one-step')} {shlex.join(command_line(flags))}"))
     if config.program.dry_run:
         return True
@@ -102,11 +100,11 @@ def train_one_step(config: TrainMeanFlow) -> bool:
 
 def _train(config: TrainConfig) -> bool:
     """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished."""
-    recipe.check_length(config)
+    planning.check_length(config)
     state = parts.join(config)
     set_seed(config.run.seed)
     config = with_teacher_flags(config)
-    begun = recipe.flags_of_run(config)
+    begun = on_main(state, lambda: planning.recorded_flags(config))
     # A run that began on pictures, and the student of a teacher, keep their kind of data.
     keeps_kind = config.teacher_data is not None or (begun is not None and begun.get("space") != FIELDS)
     config = replace(config, data=with_field_flags(config.data, may_choose=not keeps_kind))
@@ -120,10 +118,10 @@ def _train(config: TrainConfig) -> bool:
         return _train_on_items(config, items, state)
     if config.program.look:
         build_space(replace(config.data, autoencoder=None), source=source)  # raises an error for an unknown name
-        config, pictures = _open_pictures(config, source)
+        config, pictures = _open_pictures(config, source, begun)
         look(config.run.output_dir, pictures, build_space(replace(config.data, autoencoder=None), source=pictures))
         return True
-    return _train_on_pictures(config, source, state)
+    return _train_on_pictures(config, source, begun, state)
 
 
 def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
@@ -136,24 +134,27 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
     refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
     flow = parts.build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
-    if config.program.dry_run:
-        print_plan(config, flow)
-        return True
-    on_main(state, lambda: check_start(config.run, config.network.origin))
+    on_main(state, lambda: check_start(config.run, config.network.origin, writes=not config.program.dry_run))
     start_from(config.network.origin, config.run, flow)
+    if config.program.dry_run:
+        planning.print_speed(config, len(items), flow.conditions, flow.space)
+        planning.print_dry_run(config, flow, len(items))
+        return True
     callbacks: list[Callback] = [Pace(None)]
     if evaluation.evaluate_every:
         callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
     return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
 
 
-def _open_pictures(config: TrainConfig, source: ImageSource | None) -> tuple[TrainConfig, ImageDataset]:
+def _open_pictures(
+    config: TrainConfig, source: ImageSource | None, begun: dict[str, Any] | None
+) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
     pictures = _with_conditions(open_pictures(config.data, source), config, source)
     # Checked first, since different numbers of pictures would desynchronise the processes.
     facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
     check_equal(PartialState(), lambda: facts)
-    chosen = recipe.with_recipe(config, len(pictures), pictures.info.originals)
+    chosen = planning.with_recipe(config, begun, len(pictures), pictures.info.originals)
     if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
         smaller = open_pictures(chosen.data, source)
         pictures = add_source(smaller, chosen.data, chosen.source, chosen.run.seed).with_columns(
@@ -173,44 +174,40 @@ def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageS
     return add_source(pictures, config.data, config.source, config.run.seed)
 
 
-def _train_on_pictures(config: TrainConfig, source: ImageSource | None, state: PartialState) -> bool:
+def _train_on_pictures(
+    config: TrainConfig, source: ImageSource | None, begun: dict[str, Any] | None, state: PartialState
+) -> bool:
     """Train on pictures, on their latents, or on the data of a teacher; return whether the run finished.
 
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
     space, dry_run = build_space(config.data, source=source), config.program.dry_run
-    if not chooses_network(config):
+    if not planning.chooses_network(config):
         check_sides(config, space)
-    if dry_run and not recipe.may_choose(config) and not config.columns.condition_on:
-        print_plan(config, parts.build_flow(config, PLANNED_LABELS, space))
-        return True
+    budget, taught = planning.budget_of(config), config.teacher_data
+    on_main(state, lambda: check_start(config.run, config.network.origin, writes=not dry_run))
     if not dry_run:
-        require_room_for_batch(plan.smallest(config), space)
-        on_main(state, lambda: check_start(config.run, config.network.origin))
         space.prepare(state.device)
-    config, pictures = _open_pictures(config, source)
-    budget, latents = recipe.budget_of(config), space if isinstance(space, Latents) else None
+    config, pictures = _open_pictures(config, source, begun)
+    config.check_held_out(proposed_share(len(pictures)))
+    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
+    split = None if taught else hold_out_pictures(pictures, config, asked=asked)
+    latents = space if isinstance(space, Latents) else None
     fields = build_space(config.data, source=pictures) if config.data.is_fields else None
-    config = plan.with_plan(config, len(pictures), pictures.conditions, latents or fields)
+    trained = len(pictures) if split is None else len(split.training)
+    config = planning.with_plan(config, begun, trained, pictures.conditions, latents or fields)
     space = latents or build_space(config.data, source=pictures)  # the recipe may add augmentation
-    if dry_run:
-        flow = parts.build_flow(config, pictures.conditions, space)
-        print_plan(config, flow, len(pictures))
-        return True
     check_sides(config, space)
-    config.check_held_out(recipe.proposed_share(len(pictures)))
-    require_room_for_batch(config, space)
     flow = parts.build_flow(config, pictures.conditions, space)
-    taught = config.teacher_data
+    taught = config.teacher_data  # with the planned number of samples
     start_from(config.network.origin if taught is None else taught.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
     if isinstance(space, Fields):
         state.print(line("fields", describe_fields(space, pictures)))
+    if dry_run:
+        planning.print_dry_run(config, flow, trained if taught is None else taught.count)
+        return True
     dataset = _open_rows(config, flow, pictures, state)
-    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
-    split = hold_out_pictures(
-        pictures, config.data.holdout, config.run.seed, asked=asked, labelled="labels" in flow.conditions
-    )
     callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
     held_out: ImageDataset | None = None
     preview_data: StoreDataset | None = None if taught is None else pictures  # a teacher's data have no texts
@@ -276,8 +273,8 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
-        flags = recipe.flags_of_checkpoint(source)
-        known = {name: flags[name] for name in recipe.NETWORK_FLAGS if name in flags}
+        flags = flags_of_checkpoint(source)
+        known = {name: flags[name] for name in planning.NETWORK_FLAGS if name in flags}
         remedy = " ".join(command_line(known)) or "the --dim and --dim_mults of its run"
         raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")
     modules = sorted({name.rpartition(".")[0] for name in fresh})

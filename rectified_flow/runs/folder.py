@@ -144,6 +144,16 @@ def is_run(folder: Path) -> bool:
     return False
 
 
+def flags_of_checkpoint(source: Path) -> dict[str, Any]:
+    """Return the flags of the program that wrote a run or a checkpoint; none if no program did.
+
+    Raises:
+        DamageError: if they cannot be read.
+    """
+    path = source / RUN_FILES[0]
+    return program_flags(read_config(path)) if path.exists() else {}
+
+
 def prepare_folders(config: TrainingConfig) -> None:
     """Create the folders of a run, and claim the names of its files there. Call in one process only.
 

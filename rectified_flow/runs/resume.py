@@ -44,18 +44,20 @@ def identify_run(config: TrainingConfig, dataset: str, global_batch: int, precis
     return RunIdentity(dataset, config.seed, global_batch, origin, precision)
 
 
-def check_start(config: TrainingConfig, origin: Path | None = None) -> None:
+def check_start(config: TrainingConfig, origin: Path | None = None, *, writes: bool = True) -> None:
     """Check, before the data take hours to prepare, that the run may start whatever the data are.
 
     Args:
         config: the run's flags.
         origin: a checkpoint whose weights the run starts with, if there is one.
+        writes: create the run's folders.
 
     Raises:
         UsageError: if the run's folders cannot be written, ``--resume never`` finds checkpoints, or ``origin`` or the
             path of ``--resume`` does not exist.
     """
-    prepare_folders(config)
+    if writes:
+        prepare_folders(config)
     if not _own_checkpoints(config):
         for path in filter(None, (origin, config.origin)):
             checkpoint.resolve(path, names=())

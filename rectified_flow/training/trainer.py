@@ -32,7 +32,6 @@ from rectified_flow.runs.run import Run
 from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
-from rectified_flow.training.costs import Throughput, forward_flops, items_of, summarize
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import (
     OPTIMIZER_FLAGS,
@@ -44,6 +43,7 @@ from rectified_flow.training.optimizers import (
     trained_parameters,
 )
 from rectified_flow.training.preview import draw_preview
+from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.state import TrainingState, constant_average
 from rectified_flow.training.stepper import Stepper, moved
 
@@ -132,8 +132,10 @@ class Trainer:
         parameters = trained_parameters(flow)
         to_device(flow, self.device, self.accelerator.mixed_precision)
         # A forward pass on one item: a flow learns its shape, and a mismatch shows before anything else happens.
-        with self.accelerator.autocast():
-            self.flops = forward_flops(flow, moved(Batches(dataset).__getitems__([0]), self.device))
+        was_training = flow.training
+        with torch.no_grad(), self.accelerator.autocast():
+            flow.eval()(**moved(Batches(dataset).__getitems__([0]), self.device))
+        flow.train(was_training)
         ema = constant_average(flow, config.ema_decay) if config.use_ema else None
         if config.compile:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
@@ -253,7 +255,7 @@ class Trainer:
     def _start(self, path: Path | None) -> Iterator[Batch]:
         """Report how the run starts, bring all processes to the same start, and return this rank's micro-batches."""
         data = data_description(self.dataset)
-        self.run.print(summarize(self.config, self.accelerator, self.flow, self.flops, data, self.length))
+        self.run.print(summarize(self.config, self.accelerator, self.flow, data, self.length))
         if path is not None:
             self.run.print(line("resume", f"step {self.state.step}, from {path}"))
         self.flow.train()

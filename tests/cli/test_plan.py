@@ -1,121 +1,271 @@
-"""The plan chooses settings that fit the time budget on this machine."""
+"""The plan is a function of counted facts and measured speeds: the choices of measured runs, and what limits them."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
 
 import pytest
-from accelerate import PartialState
 
-from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
-from rectified_flow.cli.training.plan import expected_distances
-from rectified_flow.cli.training.recipe import with_recipe
-from rectified_flow.cli.training.sizes import SIZES, STARTER_DIM, flags_of
+from rectified_flow.cli.plan import (
+    AUGMENT,
+    FORWARD_SHARE,
+    MEMORY_SHARE,
+    PREVIEW_CALLS,
+    STARTER_DIM,
+    WIDTHS,
+    Facts,
+    Plan,
+    Starter,
+    Trial,
+    Unmeasured,
+    for_pictures,
+    network_of,
+    plan,
+)
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
-from tests.cli.test_recipe import FAST, SLOW, chosen, save
-from tests.programs import planned
+from rectified_flow.training.speed import Speed
+
+EMOJI = Facts("rectified", 1400, "12m", 720, 32, (32, 32), augment=AUGMENT, starter="suited", precisions=("no", "bf16"))
+FLOWERS = replace(EMOJI, pictures=8192, starter="unsuited")
+HOUR = replace(FLOWERS, pictures=1400, budget="1h", seconds=3600)
+DISTILL = replace(HOUR, method="distill", network="the network of the teacher", samples=5000, calls=8)
+
+
+class Machine(dict[Trial, Speed]):
+    """The speeds of a machine: ``rate`` images/s at dim 32 and batch 8, faster in bf16 and in large batches."""
+
+    def __init__(self, rate: float, *, gain: float = 1.2, batch: float = 0.1, dim: int = 32, memory: float = 0) -> None:
+        super().__init__()
+        self.rate, self.gain, self.batch, self.dim, self.memory = rate, gain, batch, dim, memory
+
+    def __contains__(self, _: object) -> bool:
+        return True
+
+    def __missing__(self, trial: Trial) -> Speed:
+        rate = self.rate * (32 / (trial.dim or self.dim)) ** 1.5 * (trial.batch / 8) ** self.batch
+        memory = self.memory * (trial.dim or self.dim) * trial.batch
+        return Speed(rate * (self.gain if trial.precision == "bf16" else 1), memory)
+
+
+def images(made: Plan, batch: int = 0) -> int:
+    return int(made.settings["train_num_steps"]) * (batch or int(made.settings["global_batch_size"]))
+
+
+COMMON = {"dropout": 0.0, "num_epochs": None, "sample_steps": 16, "lr_decay": "cosine"}
+MUON = COMMON | {"optimizer": "muon", "learning_rate": 2e-3}
+PICTURES = MUON | {"time_options": ("stratified=True",)}
+
+
+def network(dim: int, *mults: int) -> dict[str, Any]:
+    return {"dim": dim, "dim_mults": mults, "network_options": ("blocks_per_level=1", "attention_sides=[8]")}
+
+
+def length(batch: int, steps: int, warmup: int, ema: float) -> dict[str, Any]:
+    return {"global_batch_size": batch, "train_num_steps": steps, "lr_warmup_steps": warmup, "ema_decay": ema}
+
+
+def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int) -> dict[str, int]:
+    names = ("sample_every", "num_samples", "save_every", "log_every")
+    return dict(zip(names, (sample_every, num_samples, save_every, log_every), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("facts", "machine", "settings"),
+    [
+        (
+            EMOJI,
+            Machine(33),
+            PICTURES | network(32, 1, 2, 3) | length(8, 3207, 64, 0.99376) | outputs(594, 36, 401, 25)
+            | {"init_from": "starter", "mixed_precision": "bf16"},
+        ),
+        (
+            FLOWERS,
+            Machine(33),
+            PICTURES | network(32, 1, 2, 3) | length(8, 3207, 64, 0.99376) | outputs(594, 36, 401, 25)
+            | {"mixed_precision": "bf16"},
+        ),
+        (
+            replace(EMOJI, budget="1h", seconds=3600, image_size=64, sides=(64, 64)),
+            Machine(17.75),
+            PICTURES | network(32, 1, 1, 2, 3) | length(8, 8626, 172, 0.99768) | outputs(320, 16, 320, 13)
+            | {"init_from": "starter", "mixed_precision": "bf16"},
+        ),
+        (
+            replace(EMOJI, pictures=200, budget="4h", seconds=14400, processes=2),
+            Machine(33 / 2**0.1),
+            PICTURES | network(48, 1, 2, 3) | length(16, 12500, 250, 0.9984) | outputs(162, 16, 162, 7)
+            | {"mixed_precision": "bf16", "augment": 0.15},
+        ),
+        (
+            replace(EMOJI, budget="2d", seconds=2 * 86400),
+            Machine(33),
+            PICTURES | network(64, 1, 2, 3) | length(128, 10937, 218, 0.99817) | outputs(17, 16, 17, 1)
+            | {"mixed_precision": "bf16", "augment": 0.15},
+        ),
+        (
+            replace(HOUR, pictures=60_000, augment=0, processes=8, device="cuda", precisions=(None,)),
+            Machine(4000 / 8**0.5, batch=0.5),
+            PICTURES | network(64, 1, 2, 3) | length(256, 35797, 715, 0.99944) | outputs(1326, 64, 1326, 50),
+        ),
+        (
+            replace(FLOWERS, method="mean_flow", pictures=1400, precisions=(None,)),
+            Machine(20),
+            COMMON | network(24, 1, 2, 3) | length(8, 2494, 49, 0.99198) | outputs(462, 16, 312, 19)
+            | {"learning_rate": 1e-3},
+        ),
+        (
+            DISTILL,
+            Machine(30, dim=64),
+            MUON | length(16, 2071, 41, 0.99034) | outputs(102, 9, 102, 4)
+            | {"mixed_precision": "bf16", "whole_fraction": 0.75, "flow_options": ("halves_fraction=0.5",)}
+            | {"teacher_samples": 4384},
+        ),
+        (
+            replace(DISTILL, method="reflow", samples=50_000, calls=32),
+            Machine(30, dim=64),
+            MUON | length(8, 3437, 68, 0.99418) | outputs(191, 9, 191, 8)
+            | {"mixed_precision": "bf16", "teacher_samples": 1363},
+        ),
+    ],
+)  # fmt: skip
+def test_the_choices_of_commit_c5b7768(facts: Facts, machine: Machine, settings: Mapping[str, Any]) -> None:
+    """That commit computed them for the same facts and speeds; the first two are measured runs of 12 minutes."""
+    if facts.network:
+        settings = {name: value for name, value in settings.items() if name != "dropout"}
+    assert plan(facts, machine).settings == settings
+
+
+def test_a_plan_names_the_speeds_that_it_needs_and_no_others() -> None:
+    speeds: dict[Trial, Speed] = {}
+    asked = []
+    while True:
+        try:
+            plan(EMOJI, speeds)
+            break
+        except Unmeasured as question:
+            asked.append(question.trial)
+            speeds[question.trial] = Machine(33)[question.trial]
+    assert asked == [Trial(48, 8, "no"), Trial(32, 8, "bf16"), Trial(32, 8, "no")], "64 cannot be better than 48"
+    assert plan(EMOJI, speeds) == plan(EMOJI, Machine(33))
 
 
 def test_a_longer_time_buys_a_wider_network_and_more_steps() -> None:
-    widths, images = [], []
-    for budget in ("2m", "12m", "1h", "4h", "1d"):
-        flags = chosen(2000, f"--budget {budget}", rate=SLOW)
-        widths.append(int(str(flags["dim"])))
-        images.append(int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])))
-        assert images[-1] == pytest.approx(0.9 * seconds_of(budget) * SLOW / widths[-1] ** 2, rel=0.02)
+    plans = [plan(replace(FLOWERS, seconds=seconds), Machine(33)) for seconds in (120, 720, 3600, 14400, 86400)]
+    widths = [made.settings["dim"] for made in plans]
     assert widths == sorted(widths)
     assert widths[0] < widths[-1]
-    assert images == sorted(images)
-    for words, smallest in (("", STARTER_DIM), ("--alpha", min(SIZES))):
-        slow, fast = (chosen(2000, f"--budget 12m {words}", rate=rate) for rate in (500.0, FAST * 1e6))
-        assert (slow["dim"], fast["dim"]) == (smallest, max(SIZES))
-        assert (slow["init_from"], fast["init_from"]) == (None if words else "starter", None)
+    assert [images(made) for made in plans] == sorted(images(made) for made in plans)
+    starters: list[tuple[Starter, int]] = [("suited", STARTER_DIM), ("unsuited", min(WIDTHS))]
+    for starter, narrowest in starters:
+        facts = replace(EMOJI, starter=starter)
+        slow, fast = (plan(facts, Machine(rate)).settings for rate in (0.6, 1e5))
+        assert (slow["dim"], fast["dim"]) == (narrowest, max(WIDTHS))
+        assert (slow.get("init_from"), fast.get("init_from")) == ("starter" if starter == "suited" else None, None)
+    assert plan(replace(EMOJI, starter="requested"), Machine(1e5)).settings["dim"] == STARTER_DIM
 
 
 @pytest.mark.parametrize(
-    ("gain", "words", "precision"), [(1.3, "", "bf16"), (1.05, "", "no"), (1.3, "--mixed_precision no", "no")]
-)
-def test_bf16_is_chosen_where_it_is_faster(gain: float, words: str, precision: str) -> None:
-    config = with_recipe(parse(TrainRectifiedFlow, "", f"--dataset_path pictures --budget 1h {words}".split()), 2000)
-    rates = {None: 10.0, "no": 10.0, "bf16": 10.0 * gain}
-    fastest = planned(config, 2000, lambda config: rates[config.run.mixed_precision])
-    assert fastest.run.mixed_precision == precision
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "precision", "batch"),
+    ("facts", "passes", "dim"),
     [
-        (TrainMeanFlow, "--teacher run", "bf16", 16),
-        (TrainMeanFlow, "", None, 8),
-        (TrainRectifiedFlow, "--reflow_from run", "bf16", 8),
+        (replace(EMOJI, pictures=760), 1000, 64),
+        (replace(EMOJI, pictures=760, augment=0), 400, 64),
+        (replace(EMOJI, pictures=5), 38_400, 48),  # 192,000 images are too few for 64
     ],
 )
-def test_paths_are_learned_in_bf16_and_larger_batches(
-    kind: type[TrainConfig], words: str, precision: str | None, batch: int
-) -> None:
-    """Mean flow on pictures stays in float32."""
-    config = with_recipe(parse(kind, "", f"--dataset_path pictures --budget 2m {words}".split()), 2000)
-    run = planned(config, 2000, lambda config: 13.0 if config.run.mixed_precision == "bf16" else 10.0).run
-    assert (run.mixed_precision, run.global_batch_size) == (precision, batch)
+def test_few_pictures_limit_the_length_and_the_width(facts: Facts, passes: int, dim: int) -> None:
+    """Only the images that will be processed count for the width, and only training pictures for the passes."""
+    made = plan(replace(facts, budget="30d", seconds=30 * 86400), Machine(500))
+    assert images(made) == pytest.approx(passes * facts.pictures, rel=0.01)
+    assert made.settings["dim"] == dim
+    sentence = "38,400 passes; after 1,000, samples become copies" if passes > 1000 else "longer runs memorise"
+    assert sentence in made.reasons["length"]
 
 
-def test_a_larger_batch_that_is_faster_buys_more_images() -> None:
-    config = with_recipe(
-        parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1h", "--dim", "32"]), 20_000
-    )
-    run = planned(config, 20_000, lambda config: 60.0 if config.run.global_batch_size == 8 else 90.0).run
-    assert run.train_num_steps == int(0.9 * 3600 * 90) // run.split_batch(1).total
+@pytest.mark.parametrize(
+    ("gain", "facts", "precision"),
+    [
+        (1.3, EMOJI, "bf16"),
+        (1.05, EMOJI, "no"),
+        (1.3, replace(EMOJI, precisions=("no",)), "no"),
+        (1.3, replace(EMOJI, precisions=(None,)), None),
+        (0.5, replace(DISTILL, precisions=("bf16",)), "bf16"),
+    ],
+)
+def test_bf16_is_chosen_where_it_is_faster(gain: float, facts: Facts, precision: str | None) -> None:
+    assert plan(facts, Machine(33, gain=gain)).settings.get("mixed_precision") == precision
 
 
-def test_times_are_stratified_unless_a_flag_sets_the_flow_or_its_times() -> None:
-    assert chosen(2000)["time_options"] == ["stratified=True"]
-    for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
-        assert "stratified=True" not in str(chosen(2000, words)["time_options"])
-    assert chosen(2000, kind=TrainMeanFlow)["time_options"] == []
+def test_a_network_or_a_batch_that_does_not_fit_into_the_memory_is_not_chosen() -> None:
+    """The memory of the machine below grows with the width and with the batch."""
+    day = replace(FLOWERS, seconds=86400, memory=48 * 8 / MEMORY_SHARE)
+    made = plan(day, Machine(500, memory=1))
+    assert (made.settings["dim"], made.settings["global_batch_size"]) == (48, 8)
+    assert "a step with --dim 64 does not fit into the memory" in made.reasons["network"]
+    with pytest.raises(UsageError, match=r"a step of 8 images needs about 128\.0 GB of memory: lower --image_size or"):
+        plan(replace(FLOWERS, memory=1e10), Machine(33, memory=1e9))
+    full = {Trial(None, 8, None): Speed(10.0)}
+    fixed = replace(FLOWERS, network="set by flags", precisions=(None,), seconds=1e6)
+    with pytest.raises(Unmeasured):
+        plan(fixed, full)
+    full |= {Trial(None, 256, None, AUGMENT): Speed(0.0, inf), Trial(None, 8, None, AUGMENT): Speed(10.0)}
+    assert plan(fixed, full).settings["global_batch_size"] == 8
+    with pytest.raises(UsageError, match="a step of 8 images does not fit into the memory: lower --image_size"):
+        plan(fixed, {Trial(None, 8, None): Speed(0.0, inf)})
 
 
-def test_the_distances_of_measured_runs_are_interpolated() -> None:
-    assert expected_distances(25_904, (32, 32)).endswith("34 on drawn flowers and 93 on emoji")
-    between = int((25_848 * 102_688) ** 0.5)
-    assert f"{(34.3 * 10.8) ** 0.5:.0f} on drawn flowers" in expected_distances(between, (32, 32)), "a power law"
-    assert expected_distances(115_000, (32, 32)).endswith("75 on emoji"), "no flowers were measured"
-    assert expected_distances(1_000, (32, 32)) == expected_distances(25_904, (64, 32)) == ""
+def test_too_few_images_are_announced_with_the_side_that_fits() -> None:
+    large = replace(EMOJI, image_size=512, sides=(512, 512), starter="unsuited")
+    made = plan(large, Machine(0.0455))
+    assert images(made) == 96
+    assert "96 images are too few" in made.reasons["warning"]
+    assert made.reasons["warning"].endswith("pass --image_size 64, or a longer --budget")
+    assert "pictures: pass a longer --budget" in plan(replace(EMOJI, seconds=30), Machine(3)).reasons["warning"]
+    assert "warning" not in plan(EMOJI, Machine(33)).reasons
+    sentence = r"--budget 12m is too short: a step of 8 images takes 32\.0 s on this machine; pass --image_size 32, or"
+    with pytest.raises(UsageError, match=sentence):
+        plan(replace(large, network="set by flags", precisions=(None,), seconds=100), Machine(0.25))
 
 
-def test_only_a_run_like_the_measured_ones_has_an_expected_distance(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen(2000, "--budget 12m --image_size 32", rate=40.0 * 32**2)
-    assert "compare     measured runs" in capsys.readouterr().out
-    chosen(2000, "--budget 12m --image_size 32 --optimizer adamw", rate=40.0 * 32**2)
-    assert "compare" not in capsys.readouterr().out
+def test_a_teachers_samples_take_at_most_a_share_of_the_budget() -> None:
+    facts = replace(DISTILL, seconds=600)
+    made = plan(facts, Machine(10, dim=32, gain=1, batch=0))
+    assert made.settings["teacher_samples"] == int(150 / (8 * FORWARD_SHARE / 10)), "8 calls, 0.35 of an image each"
+    assert images(made) == pytest.approx(0.9 * 450 * 10, rel=0.02)
+    assert plan(facts, Machine(1000)).settings["teacher_samples"] == 5000, "no more than the flag asks for"
+    drawn = plan(replace(facts, drawn=300), Machine(10, dim=32, gain=1, batch=0))
+    assert drawn.settings["teacher_samples"] == 300
+    assert images(drawn) == pytest.approx(0.9 * 600 * 10, rel=0.02), "they are there already"
+    assert plan(replace(facts, drawn=5), Machine(10)).settings["global_batch_size"] == 5
+    fixed = replace(facts, fixed=frozenset({"teacher_samples"}), samples=7000, seconds=60, budget="1m")
+    with pytest.raises(UsageError, match="would take all of --budget 1m: lower --teacher_samples"):
+        plan(fixed, Machine(10))
 
 
-def test_few_pictures_are_not_memorised_in_a_long_time(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, passes in (("", 1000), ("--augment 0", 400), ("--autoencoder haar", 400)):
-        flags = chosen(800, f"--budget 4d {words}", rate=FAST)
-        seen = int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"]))
-        assert seen == pytest.approx(passes * 800, rel=0.01)
-        assert f"at most {passes:,} passes" in capsys.readouterr().out
-    flags = chosen(10, "--budget 4d", rate=FAST)
-    assert int(str(flags["train_num_steps"])) * int(str(flags["global_batch_size"])) == pytest.approx(192_000, rel=0.01)
-
-
-def test_any_number_of_processes_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for processes in (1, 2, 3, 8):
-        monkeypatch.setattr(PartialState(), "num_processes", processes)
-        monkeypatch.setattr("rectified_flow.cli.training.plan.gather_object", lambda rates: rates * 3)
-        flags = chosen(5000, "--budget 1h", rate=FAST)
-        assert int(str(flags["global_batch_size"])) % processes == 0
-
-
-def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None:
-    """16 calls of 0.35 of a training image each; the first preview comes within two minutes if the share allows."""
-    for rate, budget in ((SLOW, "12m"), (SLOW, "1d"), (FAST, "1h"), (100.0, "1h")):
-        flags = chosen(5000, f"--budget {budget}", rate=rate)
-        speed = rate / int(str(flags["dim"])) ** 2
-        interval = int(str(flags["sample_every"])) * int(str(flags["global_batch_size"])) / speed
-        cost = int(str(flags["num_samples"])) * 16 * 0.35 / speed
+def test_previews_take_a_small_share() -> None:
+    """The first preview comes within two minutes if the share allows."""
+    for rate, seconds in ((20, 720), (20, 86400), (1000, 3600), (0.1, 3600)):
+        facts = replace(FLOWERS, network="set by flags", precisions=(None,), seconds=seconds)
+        settings = plan(facts, Machine(rate, batch=0)).settings
+        interval = settings["sample_every"] * settings["global_batch_size"] / rate
+        cost = settings["num_samples"] * PREVIEW_CALLS * FORWARD_SHARE / rate
         assert cost <= 0.051 * interval
-        assert int(str(flags["save_every"])) <= 0.13 * int(str(flags["train_num_steps"])), "no early checkpoint"
-        assert interval < 1.02 * max(120, cost / 0.05)
+        assert interval < 1.02 * max(120, cost / 0.05) + settings["global_batch_size"] / rate
+        assert settings["save_every"] <= max(1, 0.13 * settings["train_num_steps"]), "no early checkpoint"
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 8])
+def test_any_number_of_processes_divides_the_batch(processes: int) -> None:
+    made = plan(replace(EMOJI, processes=processes, seconds=3600), Machine(2000))
+    assert made.settings["global_batch_size"] % processes == 0
+
+
+def test_flags_are_never_changed() -> None:
+    everything = frozenset(plan(EMOJI, Machine(33)).settings)
+    assert plan(replace(EMOJI, fixed=everything, batch=24, network="set by flags"), Machine(33)).settings == {}
+    batch = plan(replace(EMOJI, batch=24, fixed=frozenset({"global_batch_size"})), Machine(33)).settings
+    assert "global_batch_size" not in batch
+    assert batch["train_num_steps"] * 24 == pytest.approx(0.9 * 720 * 33 * 1.2 * 3**0.1, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -129,29 +279,12 @@ def test_previews_take_a_small_share(capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_the_levels_fit_the_sides(sides: tuple[int, int], mults: list[int], attention: int) -> None:
-    flags = flags_of(16, sides)
+    flags = network_of(16, sides)
     assert (list(flags["dim_mults"]), flags["network_options"][1]) == (mults, f"attention_sides=[{attention}]")
 
 
-def test_a_step_that_does_not_fit_into_the_memory() -> None:
-    with pytest.raises(UsageError, match="does not fit into the memory of the GPU: lower --image_size or --batch_size"):
-        chosen(2000, rate=0.0)
-    config = parse(TrainRectifiedFlow, "", ["--dataset_path", "pictures", "--budget", "1d"])
-    run = planned(config, 2000, lambda config: FAST * ((config.run.global_batch_size or 0) <= 8)).run
-    assert run.global_batch_size == 8, "a larger batch does not fit"
-
-
-def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = f"--output_dir {tmp_path}"
-    with pytest.raises(UsageError, match="--extend needs a run, and"):
-        chosen(800, f"{run} --extend 30m")
-    began = chosen(800, f"{run} --budget 1h")
-    steps = int(str(began["train_num_steps"]))
-    save(tmp_path, 10, began)
-    assert chosen(800, f"{run} --extend 30m") == began
-    assert f"the run is unfinished: training to its last step, {steps:,}, only" in capsys.readouterr().out
-    save(tmp_path, steps, began)
-    longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
-    assert longer == pytest.approx(1.5 * steps, rel=0.01)
-    save(tmp_path, steps + 5, began | {"train_num_steps": longer})
-    assert chosen(800, f"{run} --extend 30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
+def test_fewer_pictures_get_more_help() -> None:
+    assert [for_pictures(count).get("augment", 0) for count in (100, 2000, 40_000)] == [0.15, 0.15, 0]
+    assert [for_pictures(count).get("holdout", 0) for count in (100, 200, 2000, 40_000)] == [0, 0.15, 0.05, 0.01]
+    for count in range(125, 30_000, 7):
+        assert for_pictures(count)["holdout"] * count >= 30, "fewer might be too few by chance, and refused"

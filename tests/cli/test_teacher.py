@@ -16,11 +16,10 @@ from rectified_flow import randomness
 from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.train import train_one_step, train_rectified_flow
-from rectified_flow.cli.training.recipe import with_recipe
+from rectified_flow.cli.training.planning import recorded_flags, with_recipe
 from rectified_flow.cli.training.rows import open_drawn
 from rectified_flow.cli.training.teacher import calls_for, inherited_flags, with_teacher_flags
 from rectified_flow.data.store import StoreDataset, StoreWriter
-from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -274,19 +273,12 @@ def test_a_teachers_paths_take_at_most_a_quarter_of_the_budget(
 
     def flags_at(rate: float, *words: str) -> TrainConfig:
         flags = ["--teacher", str(mine), "--output_dir", str(tmp_path / "run"), *words]
-        config = with_recipe(with_teacher_flags(parse(TrainMeanFlow, "", flags)), 1000)
-        return planned(config, 1000, lambda _: rate)
+        config = with_teacher_flags(parse(TrainMeanFlow, "", flags))
+        return planned(with_recipe(config, recorded_flags(config), 1000), 1000, lambda _: rate)
 
-    config = flags_at(10.0, "--budget", "10m")
-    assert config.teacher_data is not None
-    assert config.teacher_data.count == int(150 / (8 * 0.35 / 10)), "8 calls, 0.35 of a training image each"
-    assert (config.run.train_num_steps or 0) * 16 == pytest.approx(0.9 * 450 * 10, rel=0.02)
-    for words in ((), ("--teacher_paths", "7000")):
-        count = flags_at(1000.0, *words).teacher_data
-        assert count is not None
-        assert count.count == int((*words, "5000")[1] if words else 5000), "the default, or as the flag asks for"
-    with pytest.raises(UsageError, match="generating the paths would take all of --budget 1m: lower --teacher_paths"):
-        flags_at(10.0, "--budget", "1m", "--teacher_paths", "7000")
+    drawn = flags_at(10.0, "--budget", "10m").teacher_data
+    assert drawn is not None
+    assert drawn.count == int(150 / (8 * 0.35 / 10)), "8 calls, 0.35 of a training image each"
     run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
     shutil.rmtree(mine)
     again = flags_at(10.0)
@@ -301,7 +293,7 @@ def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) ->
     run_on_ranks(1, learn, teacher, tmp_path / "run", None, 3)
     shutil.rmtree(tmp_path / "run/checkpoints")
     words = f"--teacher {teacher} --output_dir {tmp_path}/run --budget 10m"
-    config = with_recipe(with_teacher_flags(parse(TrainMeanFlow, "", words.split())), 1000)
+    config = with_teacher_flags(parse(TrainMeanFlow, "", words.split()))
     run = planned(config, 1000, lambda config: 20.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert run.mixed_precision == "no"
 
@@ -315,7 +307,5 @@ def printed(config: TrainMeanFlow) -> str:
 def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
     config = taught(teacher, tmp_path, teacher_paths=1000, batch_size=8, dry_run=True)
     [said] = run_on_ranks(1, printed, config)
-    calls = 1000 * STEPS * 2
-    counted = f"generated before training with {calls:,} calls of the teacher's network"
-    assert f"paths       1,000 in 3 steps each, {counted}: 0.00 GB" in said
+    assert f"teacher     draws 1,000 samples before the training, {1000 * STEPS * 2:,} network calls" in said
     assert "budget      1h (--budget changes it): 1 x cpu trains" in said

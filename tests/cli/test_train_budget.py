@@ -1,6 +1,8 @@
 """A run in a given time: its plan is fixed when it starts, on any number of processes, and lateness is announced."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +15,12 @@ from PIL import Image
 from rectified_flow.cli.flags.model import STARTER_FOLDER
 from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.training.sizes import suits_starter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from rectified_flow.runs import checkpoint
 from rectified_flow.training import callbacks
 from rectified_flow.training.callbacks import Pace
-from tests.programs import constant_speed
+from tests.programs import assert_refused, constant_speed
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
 
@@ -42,6 +43,12 @@ def flags_of(run: Path) -> dict[str, Any]:
 def train(words: str, rate: float = 100.0, measured: bool = False) -> None:
     with constant_speed(rate, measured=measured):
         assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+
+
+def printed(words: str) -> str:
+    with redirect_stdout(StringIO()) as said:
+        train(words)
+    return said.getvalue()
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -108,27 +115,35 @@ def test_a_run_on_small_pictures_has_their_size(pictures: Path, tmp_path: Path) 
     assert len(losses(tmp_path / "run")) == 4
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_a_dry_run_prints_the_plan_and_writes_nothing(verbose: bool, pictures: Path, tmp_path: Path) -> None:
+    folders = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
+    [said] = run_on_ranks(1, printed, f"{folders} --image_size 8 --dry_run --budget 1s {'--verbose' * verbose}")
+    assert not (tmp_path / "run").exists()
+    assert ("\nlr_warmup_steps " in said) == verbose
+    assert said.index("held out    none of 20 pictures") < said.index("budget      1s") < said.index("warning     ")
+    assert said.index("warning     ") < said.index("processes   1 x cpu")
+
+
 @pytest.mark.parametrize(
-    ("flags", "suits"),
+    ("flags", "sentence"),
     [
-        ("--dataset_path pictures", True),
-        ("--dataset_path pictures --use_cfg --image_size 64 --no-horizontal_flip", True),
-        ("--dataset synthetic-flowers", False),
-        ("--dataset_path pictures --alpha", False),
-        ("--dataset_path pictures --prediction clean", False),
-        ("--dataset_path pictures --autoencoder haar", False),
-        ("--dataset_path pictures --init_from runs/other", False),
-        ("--dataset_path pictures --init_from None", False),
+        ("--optimizer nix", "--optimizer nix"),
+        ("--init_from {tmp}/nix", "there is no checkpoint at {tmp}/nix"),
+        ("--resume {tmp}/nix --output_dir {tmp}/new", "there is no checkpoint at {tmp}/nix"),
+        ("--holdout 0.99", "--holdout 0.99 leaves"),
+        ("--space_options nix=1", "--space_options has no effect without a registered --space"),
+        ("--stop_when_memorising", "--stop_when_memorising needs pictures to measure on"),
+        ("--image_size 9", "--image_size 9 is not divisible by 8"),
     ],
 )
-def test_runs_that_the_starter_suits(flags: str, suits: bool) -> None:
-    assert suits_starter(parse(TrainRectifiedFlow, "", flags.split())) == suits
-
-
-def test_a_dry_run_prints_the_plan_and_writes_nothing(pictures: Path, tmp_path: Path) -> None:
-    folders = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    run_on_ranks(1, train, f"{folders} --image_size 8 --dry_run --budget 1s")
-    assert not (tmp_path / "run").exists()
+@pytest.mark.parametrize("dry_run", ["", "--dry_run"])
+def test_a_dry_run_refuses_what_the_run_refuses(
+    dry_run: str, flags: str, sentence: str, pictures: Path, tmp_path: Path
+) -> None:
+    words = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache --image_size 8 --num_epochs 1 {dry_run} "
+    said = sentence.format(tmp=tmp_path)
+    assert_refused("train_oxford.py", 1, f"{words} --output_dir {tmp_path}/run {flags.format(tmp=tmp_path)}", said)
 
 
 class Clock:

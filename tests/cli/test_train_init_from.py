@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, NetworkConfig
+from rectified_flow.cli.plan import STARTER_DIM
 from rectified_flow.cli.train import start_from
-from rectified_flow.cli.training.sizes import STARTER_DIM
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.mean import MeanFlow

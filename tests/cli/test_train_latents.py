@@ -339,13 +339,3 @@ def printed(flags: str) -> str:
     with redirect_stdout(StringIO()) as output:
         assert program("train_oxford.py", flags.split())[0] == 0
     return output.getvalue()
-
-
-def test_a_dry_run_counts_encoding_cache_and_decoder(tmp_path: Path) -> None:
-    flags = f"--dataset synthetic-flowers --image_size 32 --autoencoder haar {SMALL} --dry_run"
-    [text] = run_on_ranks(1, printed, f"{flags} --output_dir {tmp_path}/run")
-    said = dict(row.split(maxsplit=1) for row in text.splitlines() if row)
-    assert said["latents"] == "48 x 8 x 8, 12.3 kB of disk for each picture, with its mirror image"
-    # Two levels, of 12 and 48 channels that each are sums of four, as a multiplication and an addition.
-    assert float(said["decoding"].split()[0]) == pytest.approx(2 * 2 * 4 * 3 * 32 * 32 / 1e9, rel=0.01)
-    assert float(said["encoding"].split()[0]) == pytest.approx(2 * 2 * 2 * 4 * 3 * 32 * 32 / 1e9, rel=0.01)

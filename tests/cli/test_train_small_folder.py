@@ -48,6 +48,8 @@ def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path:
         world_size, train, f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run"
     )
     assert "recipe      --augment 0.15, for 5 pictures" in first
+    assert "held out    none of 5 pictures" in first
+    assert "the run cannot warn when it memorises" in first
     assert len(losses(tmp_path / "run")) == 3
 
 

@@ -19,7 +19,7 @@ time_distribution time_options batch_size global_batch_size gradient_accumulatio
 optimizer optimizer_options learning_rate lr_warmup_steps lr_decay adam_betas weight_decay max_grad_norm max_bad_steps
 mixed_precision use_ema ema_decay seed init_from gradient_checkpointing compile output_dir checkpoint_dir
 resume save_every keep_checkpoints keep_every sample_every num_samples sample_steps log_every log_with rank_timeout
-budget extend dry_run look evaluate_every evaluation_samples feature_network stop_when_memorising config import
+budget extend dry_run verbose look evaluate_every evaluation_samples feature_network stop_when_memorising config import
 interrupted_exit_code source_path paired skip_unpaired degrade source_as source_noise
 condition_on condition_types text_encoder text_tokens
 native_size value_range transform show channels_last store_bits

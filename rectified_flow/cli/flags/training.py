@@ -101,7 +101,9 @@ class TrainProgramConfig(ProgramConfig):
     extend: str | None = None
     """Time by which to continue a run that has reached its last step."""
     dry_run: bool = False
-    """Print all flags, the plan of the run, and the memory and time of a step, and exit."""
+    """Check the flags, print the plan of the run with its time and memory, and exit."""
+    verbose: bool = False
+    """Print all flags with --dry_run, too."""
     look: bool = False
     """Open and describe the pictures, write some as the network sees them to OUTPUT_DIR/look.png, and exit."""
 

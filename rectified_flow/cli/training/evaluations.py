@@ -5,7 +5,8 @@ from math import ceil
 import numpy as np
 from accelerate import PartialState
 
-from rectified_flow.cli.flags.training import EvaluationConfig
+from rectified_flow.cli.flags.training import EvaluationConfig, TrainConfig
+from rectified_flow.cli.plan import FEWEST_TO_HOLD_OUT
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -23,23 +24,24 @@ MEASURED_SHARE = 0.05
 """Largest share of a run's computations for the held-out loss, unless a flag asks for its measurement."""
 
 
-def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, asked: bool, labelled: bool) -> Split | None:
+def hold_out_pictures(pictures: ImageDataset, config: TrainConfig, *, asked: bool) -> Split | None:
     """Return the split by ``--holdout``, or None if nothing is held out. Collective.
 
     Args:
         pictures: all pictures.
-        share: the share to hold out.
-        seed: seed of the run.
+        config: the flags of the run.
         asked: whether a flag, and not a recipe, requests held-out pictures.
-        labelled: the flow is trained on labels.
 
     Raises:
         UsageError: if a split that was asked for leaves too few pictures on a side.
     """
+    state, share = PartialState(), config.data.holdout
     if share == 0:
+        if len(pictures) < FEWEST_TO_HOLD_OUT and not asked:
+            text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
+            state.print(line("held out", text))
         return None
-    state = PartialState()
-    split = hold_out(pictures, share, seed)
+    split = hold_out(pictures, share, config.run.seed)
     if split.problem is not None:
         if asked:
             raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")
@@ -47,7 +49,7 @@ def hold_out_pictures(pictures: ImageDataset, share: float, seed: int, *, asked:
         return None
     state.print(line("held out", split))
     lost = np.setdiff1d(pictures.labels, [-1, *pictures.labels[split.training]])  # -1 is no class
-    if labelled and len(lost) > 0:
+    if config.network.use_cfg and len(lost) > 0:
         named = name_some([pictures.class_names[label] for label in lost])
         state.print(f"warning: no training pictures in {len(lost)} of the classes: {named}")
     return split

@@ -8,13 +8,13 @@ from accelerate import PartialState
 
 from rectified_flow.cli.flags.model import TeacherData
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow
-from rectified_flow.cli.training.recipe import flags_of_checkpoint
 from rectified_flow.cli.training.rows import Recipe, recipe_of
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import as_plain, checked, command_line, plain, refuse, replaced
 from rectified_flow.flows.solvers import CALLS_PER_STEP
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import flags_of_checkpoint
 
 Config = TypeVar("Config", bound=TrainConfig)
 FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path", "text_encoder")

@@ -1,4 +1,4 @@
-"""What suits the pictures and the time is chosen where no flag says otherwise, and stays on resuming."""
+"""Settings that suit the pictures and the time are chosen unless a flag sets them, and a resumed run keeps them."""
 
 from pathlib import Path
 
@@ -13,16 +13,18 @@ from rectified_flow.cli.flags.training import (
     TrainRectifiedFlow,
     seconds_of,
 )
-from rectified_flow.cli.training.recipe import (
+from rectified_flow.cli.training.planning import (
     CHOSEN,
     budget_of,
     check_length,
-    for_pictures,
+    chooses_network,
+    facts_of,
+    recorded_flags,
     with_recipe,
 )
 from rectified_flow.data.store import OriginalInfo
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import flag_types, parse, recorded
+from rectified_flow.flags import parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from tests.programs import planned
@@ -42,21 +44,13 @@ def chosen(
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
     config = parse(kind, "Train.", (data + words).split())
     check_length(config)
-    config = with_recipe(config, count)
+    config = with_recipe(config, recorded_flags(config), count)
     return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
 
 
-@pytest.mark.parametrize("kind", [TrainRectifiedFlow, TrainMeanFlow])
-def test_fewer_pictures_get_more_help(kind: type[TrainConfig]) -> None:
-    few, some, more, many = (chosen(count, "--train_num_steps 9", kind=kind) for count in (100, 200, 2000, 40_000))
-    assert few["augment"] == some["augment"] == more["augment"] == 0.15
-    assert many["augment"] == 0
-    assert [chosen(count, "--budget 12m", kind=kind)["augment"] for count in (100, 2000)] == [0.15, 0], "few passes"
-    assert (few["holdout"], some["holdout"], more["holdout"], many["holdout"]) == (0, 0.15, 0.05, 0.01)
-    for count in range(1, 30_000, 7):
-        flags = for_pictures(count)
-        assert flags.keys() <= set(flag_types(kind))
-        assert count < 125 or flags["holdout"] * count >= 30, "fewer might be too few by chance, and refused"
+def test_augmentation_is_chosen_by_the_passes_if_there_is_a_budget() -> None:
+    assert chosen(2000, "--train_num_steps 9")["augment"] == 0.15
+    assert [chosen(count, "--budget 12m")["augment"] for count in (100, 2000)] == [0.15, 0], "few passes"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +66,7 @@ def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, s
     """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
     originals = OriginalInfo(width=[4, largest[0]], height=[4, largest[1]], enlarged=0, duplicates=0)
     config = parse(TrainRectifiedFlow, "Train.", f"--dataset_path pictures {words}".split())
-    assert with_recipe(config, 2000, originals).data.image_size == side
+    assert with_recipe(config, None, 2000, originals).data.image_size == side
 
 
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
@@ -81,7 +75,7 @@ def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     def trained(program: RectifiedFlowProgramConfig) -> TrainConfig:
         config = TrainRectifiedFlow(data, run=run, program=program)
         check_length(config)
-        return planned(with_recipe(config, 2000), 2000, lambda config: 1e3)
+        return planned(with_recipe(config, None, 2000), 2000, lambda config: 1e3)
 
     assert trained(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
     with pytest.raises(UsageError, match="--train_num_steps"):
@@ -195,3 +189,75 @@ def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) ->
 def save(run: Path, step: int, flags: dict[str, object]) -> None:
     """A checkpoint of a run with these flags."""
     checkpoint.save(run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: {"run": {}, "flags": flags}})
+
+
+def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = f"--output_dir {tmp_path}"
+    with pytest.raises(UsageError, match="--extend needs a run, and"):
+        chosen(800, f"{run} --extend 30m")
+    began = chosen(800, f"{run} --budget 1h")
+    steps = int(str(began["train_num_steps"]))
+    save(tmp_path, 10, began)
+    assert chosen(800, f"{run} --extend 30m") == began
+    assert f"the run is unfinished: training to its last step, {steps:,}, only" in capsys.readouterr().out
+    save(tmp_path, steps, began)
+    longer = int(str(chosen(800, f"{run} --extend 30m")["train_num_steps"]))
+    assert longer == pytest.approx(1.5 * steps, rel=0.01)
+    save(tmp_path, steps + 5, began | {"train_num_steps": longer})
+    assert chosen(800, f"{run} --extend 30m")["train_num_steps"] == longer, "killed on the way, it is extended once"
+
+
+def test_a_run_without_a_plan_prints_its_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen(800, "--train_num_steps 60")
+    assert "time        4.9 images/s, 13 s a step, 13 minutes in all" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"a step of 64 images does not fit into the memory .*: lower --batch_size"):
+        chosen(800, "--train_num_steps 60", rate=0)
+
+
+def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
+    assert chosen(2000)["time_options"] == ["stratified=True"]
+    for words in ("--time_distribution uniform", "--time_options shift=2.0", "--flow Guest"):
+        assert "stratified=True" not in str(chosen(2000, words)["time_options"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "expected"),
+    [
+        (
+            TrainRectifiedFlow,
+            "",
+            {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None},
+        ),
+        (TrainRectifiedFlow, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
+        (TrainRectifiedFlow, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
+        (TrainRectifiedFlow, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
+        (TrainRectifiedFlow, "--autoencoder haar", {"starter": "unsuited", "augment": 0}),
+        *(
+            (TrainRectifiedFlow, words, {"starter": "unsuited"})
+            for words in ("--alpha", "--prediction clean", "--init_from runs/other", "--init_from None")
+        ),
+        (TrainMeanFlow, "", {"method": "mean_flow", "precisions": (None,), "starter": "unsuited", "calls": 0}),
+        (
+            TrainMeanFlow,
+            "--teacher run",
+            {"method": "distill", "samples": 5000, "calls": 8, "precisions": ("no", "bf16")},
+        ),
+        (TrainRectifiedFlow, "--reflow_from run --reflow_pairs 9", {"method": "reflow", "samples": 9, "calls": 32}),
+    ],
+)
+def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
+    PartialState()
+    config = parse(kind, "", f"--dataset_path pictures {words}".split())
+    facts = facts_of(config, 800, "1h", None, "")
+    assert {name: getattr(facts, name) for name in expected} == expected
+    assert (facts.seconds, facts.processes, facts.device) == (3600, 1, "cpu")
+
+
+def test_levels_are_checked_early_unless_the_plan_chooses_them() -> None:
+    for words, chooses in (
+        ("", True),
+        ("--dim 8", False),
+        ("--train_num_steps 5", False),
+        ("--reflow_from run", False),
+    ):
+        assert chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split())) == chooses

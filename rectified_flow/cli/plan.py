@@ -1,0 +1,328 @@
+"""The plan of a run: settings that suit its data, its time and the speed of this machine, with the reason for each.
+
+:func:`plan` is a pure function: facts are counted, and speeds are measured, before it is called. Where it needs another
+speed, it raises :class:`Unmeasured`. docs/measurements/budget.md and small_data.md have the measurements.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, gcd, inf, log2
+from typing import Any, Literal, NamedTuple
+
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import command_line
+from rectified_flow.runs.checkpoint import EARLY
+from rectified_flow.training.speed import Speed
+
+Method = Literal["rectified", "mean_flow", "distill", "reflow"]
+Starter = Literal["unsuited", "suited", "requested"]
+
+FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
+FEWEST_TO_HOLD_OUT, HELD_OUT = 125, 30  # of 125 pictures, the 30 that a measurement needs are a quarter
+PASSES, AUGMENTED_PASSES = 400, 1000  # over 64 pictures of 16 px until 1% of the samples are copies (small_data.md)
+UNAUGMENTED_PASSES = 50  # no copies of 64 to 1,400 pictures without augmentation (small_data.md)
+MIN_LIMIT = 192_000  # images; a network learns too little in a shorter run on any number of pictures (small_data.md)
+MIN_IMAGES = 4_000  # the shortest measured run whose samples look like pictures had 4,800 images (budget.md)
+WIDTHS = {16: 0, 24: 4_000, 32: 16_000, 48: 60_000, 64: 250_000}  # images from which --dim is better than the last one
+STARTER_DIM, STARTER_SIDE = 32, 32  # of the starter; from this side on, 85% of the weights come from it (budget.md)
+MAX_LEVELS, MIN_SIDE = 5, 8  # levels of the network, and the side of the lowest one, which has attention [px]
+SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}  # with Muon: Fréchet distance 128, not 213 (budget.md)
+BY_METHOD: dict[Method, dict[str, Any]] = {
+    "rectified": {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},  # distance -5% (budget.md)
+    "mean_flow": {**SHORT, "learning_rate": 1e-3},  # Muon was measured on distillation data only (budget.md)
+    "distill": {"optimizer": "muon", **SHORT, "whole_fraction": 0.75, "flow_options": ("halves_fraction=0.5",)},
+    "reflow": {"optimizer": "muon", **SHORT},  # distance -9% on the data of a teacher (budget.md)
+}
+MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_GPU = 8, 16, 32  # 8 is better than 32 (budget.md); GPU: not measured
+MAX_BATCH, MIN_STEPS = 256, 7000  # a larger batch needs at least so many steps (budget.md, "Batch size")
+BF16_GAIN = 1.1  # speed of bf16 on a CPU above which bf16 is chosen; measured gains are 1.3 or none (budget.md)
+FEWEST_STEPS = 10  # no setting makes fewer steps useful
+EMA_SHARE = 0.05  # time constant of the average of the weights, as a share of the steps (budget.md, first table)
+TRAINED_SHARE = 0.9  # of the time, which previews and checkpoints share: 11.8 to 12.3 of 12 minutes (budget.md)
+SAMPLES_SHARE = {"distill": 1 / 4, "reflow": 1 / 3}  # of the time, at most, for the data of a teacher (budget.md)
+FORWARD_SHARE = 0.35  # of a training step (benchmarks/step_parts.py)
+MEMORY_SHARE = 0.8  # of the free memory, which libraries, previews and copies for checkpoints share
+PREVIEW_SECONDS, PREVIEW_SHARE, LOG_SECONDS = 120.0, 0.05, 5.0  # between previews; their share; between log lines
+PREVIEWS, PREVIEW_CALLS = (64, 36, 16, 9, 4), 16  # samples in a preview, and the network calls for each
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that a plan depends on, all counted or given by flags."""
+
+    method: Method
+    pictures: int
+    """Number of training pictures, without those that are held out."""
+    budget: str
+    """The time in words, such as ``12m``."""
+    seconds: float
+    image_size: int
+    sides: tuple[int, ...]
+    """Sides of the data that the network works on, pictures or latents."""
+    fixed: frozenset[str] = frozenset()
+    """Flags that the user has set, and the alternatives to them."""
+    memory: float = inf
+    """Free memory of a process [bytes]."""
+    processes: int = 1
+    device: str = "cpu"
+    batch: int | None = None
+    """The global batch size, if flags set it."""
+    augment: float = 0.0
+    """The probability of augmentations in a run that is long enough to memorise its pictures."""
+    network: str = ""
+    """The origin of the network, if the plan does not choose it."""
+    starter: Starter = "unsuited"
+    precisions: tuple[str | None, ...] = (None,)
+    """The precisions to choose from, the safest one first; None is the default of the device."""
+    samples: int = 0
+    """Number of samples of a teacher that are wanted."""
+    drawn: int | None = None
+    """Number of samples of a teacher that exist already."""
+    calls: int = 0
+    """Calls of the teacher's network for a sample."""
+
+    @property
+    def min_batch(self) -> int:
+        """The smallest global batch size that a plan chooses."""
+        on_cpu = MIN_BATCH_OF_PATHS if self.method == "distill" else MIN_BATCH
+        return self.processes * (MIN_BATCH_OF_GPU if self.device == "cuda" else on_cpu)
+
+    @property
+    def passes(self) -> int:
+        """Number of passes over the pictures after which the network memorises them."""
+        return AUGMENTED_PASSES if self.augment else PASSES
+
+    @property
+    def limit(self) -> float:
+        """The largest number of images of a run; unlimited for the data of a teacher."""
+        return inf if self.calls else max(MIN_LIMIT, self.passes * self.pictures)
+
+
+class Trial(NamedTuple):
+    """A training whose speed matters to a plan."""
+
+    dim: int | None
+    """Width of the network; None if the plan does not choose the network."""
+    batch: int
+    precision: str | None
+    augment: float = 0.0
+
+
+class Unmeasured(Exception):  # noqa: N818 -- a question, not an error
+    """A plan needs the speed of a trial that has not been measured."""
+
+    def __init__(self, trial: Trial) -> None:
+        super().__init__(trial)
+        self.trial = trial
+
+
+class Plan(NamedTuple):
+    """The settings of a run by flag, and the reasons by topic."""
+
+    settings: dict[str, Any]
+    reasons: dict[str, str]
+
+
+def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
+    """Choose the settings of a run that takes the time of the facts.
+
+    Args:
+        facts: what is known of the data, the flags and the machine.
+        speeds: the measured speeds, of all processes together.
+
+    Raises:
+        Unmeasured: if the plan depends on the speed of another trial.
+        UsageError: if the time is too short, or a step does not fit into the memory.
+    """
+    dim, why_network = _choose_width(facts, speeds)
+    trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, speeds, dim))
+    speed = _speed(speeds, trial)
+    if not speed.fits(MEMORY_SHARE * facts.memory):
+        needed = f"needs about {speed.memory / 1e9:.1f} GB of memory" if speed.rate else "does not fit into the memory"
+        raise UsageError(f"a step of {trial.batch:,} images {needed}: lower --image_size or --batch_size")
+    samples, seconds = _choose_samples(facts, speed)
+    fitting = TRAINED_SHARE * seconds * speed.rate
+    if not facts.calls and fitting > UNAUGMENTED_PASSES * facts.pictures:
+        trial = trial._replace(augment=facts.augment)
+    larger = trial._replace(batch=_choose_batch(facts, min(fitting, facts.limit), samples))
+    trial = larger if _speed(speeds, larger).fits(MEMORY_SHARE * facts.memory) else trial
+    speed = _speed(speeds, trial)
+    fitting = TRAINED_SHARE * seconds * speed.rate
+    steps = int(min(fitting, facts.limit) / trial.batch)
+    step = trial.batch / speed.rate
+    if steps < FEWEST_STEPS:
+        raise UsageError(
+            f"--budget {facts.budget} is too short: a step of {trial.batch} images takes {step:.1f} s on this machine; "
+            + _remedy(facts, fitting)
+        )
+    settings = settings_of(facts, trial) | intervals(step, speed.rate, facts.seconds, steps)
+    settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
+    settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
+    settings |= {"teacher_samples": samples} if facts.calls else {}
+    settings = {name: value for name, value in settings.items() if name not in facts.fixed}
+    reasons = _reasons(facts, settings, speed, why_network, trial.batch, steps, fitting, samples)
+    return Plan(settings, reasons)
+
+
+def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
+    """Return the settings that determine the speed of a trial."""
+    settings: dict[str, Any] = {**BY_METHOD[facts.method], "global_batch_size": trial.batch}
+    settings |= {} if trial.dim is None else network_of(trial.dim, facts.sides)
+    settings |= {"mixed_precision": trial.precision} if trial.precision else {}
+    settings |= {"augment": trial.augment} if trial.augment else {}
+    settings |= {"init_from": "starter"} if facts.starter == "suited" and trial.dim == STARTER_DIM else {}
+    return {name: value for name, value in settings.items() if name not in facts.fixed}
+
+
+def network_of(dim: int, sides: Sequence[int]) -> dict[str, Any]:
+    """Return the flags of a network, whose levels halve the sides while these stay whole and large enough."""
+    levels = 1
+    while levels < MAX_LEVELS and min(sides) // 2**levels >= MIN_SIDE and gcd(*sides) % 2**levels == 0:
+        levels += 1
+    options = ("blocks_per_level=1", f"attention_sides=[{min(sides) // 2 ** (levels - 1)}]")
+    mults = (*[1] * (levels - 3), *(1, 2, 3)[:levels])
+    return {"dim": dim, "dim_mults": mults, "network_options": options, "dropout": 0.0}
+
+
+def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
+    """Return the flags of the data that suit a number of pictures."""
+    few = count < FEW
+    flags: dict[str, Any] = {"augment": AUGMENT} if few and augmentable else {}
+    if count >= FEWEST_TO_HOLD_OUT:
+        flags["holdout"] = proposed_share(count, least=0.05 if few else 0.01)
+    return flags
+
+
+def proposed_share(count: int, least: float = 0.05) -> float:
+    """Return the value of ``--holdout`` that holds out enough of ``count`` pictures, between ``least`` and 0.5."""
+    return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
+
+
+def more_steps(seconds: float, rate: float, batch: int) -> int:
+    """Return the number of steps by which a finished run continues for a time."""
+    return max(1, int(TRAINED_SHARE * seconds * rate / batch))
+
+
+def intervals(step: float, rate: float, seconds: float, steps: int) -> dict[str, Any]:
+    """Return the intervals of previews, checkpoints and log lines, and a number of samples that costs little.
+
+    Args:
+        step: time of a step [s].
+        rate: images per second of the training.
+        seconds: time of the run [s].
+        steps: steps of the run.
+    """
+    interval = min(PREVIEW_SECONDS, seconds / 4)
+    sample = PREVIEW_CALLS * FORWARD_SHARE / rate  # time of a sample
+    count = next((each for each in PREVIEWS if each * sample <= PREVIEW_SHARE * interval), PREVIEWS[-1])
+    every = max(1, round(max(interval, count * sample / PREVIEW_SHARE) / step))
+    return {
+        "num_samples": count,
+        "sample_steps": PREVIEW_CALLS,
+        "sample_every": every,
+        "save_every": min(every, max(1, round(EARLY * steps))),  # for an early checkpoint
+        "log_every": min(50, max(1, round(LOG_SECONDS / step))),
+    }
+
+
+def _speed(speeds: Mapping[Trial, Speed], trial: Trial) -> Speed:
+    if trial not in speeds:
+        raise Unmeasured(trial)
+    return speeds[trial]
+
+
+def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | None, str]:
+    """Return the widest network that will process enough images, and the reason."""
+    if facts.network:
+        return None, facts.network
+    if facts.starter == "requested":
+        return STARTER_DIM, "the network of the starter"
+    chosen, *wider = [dim for dim in WIDTHS if facts.starter == "unsuited" or dim >= STARTER_DIM]
+    for dim in wider:
+        speed = _speed(speeds, Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0]))
+        if not speed.fits(MEMORY_SHARE * facts.memory):
+            return chosen, f"a step with --dim {dim} does not fit into the memory"
+        images = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit)
+        if images < WIDTHS[dim]:
+            return chosen, f"--dim {dim} would process {images:,.0f} images, and needs {WIDTHS[dim]:,}"
+        chosen = dim
+    return chosen, "the largest size"
+
+
+def _choose_precision(facts: Facts, speeds: Mapping[Trial, Speed], dim: int | None) -> str | None:
+    """Return the first precision, or another one that is clearly faster."""
+    safest, *others = facts.precisions
+    batch = _choose_batch(facts, 0, facts.samples)
+    for other in others:
+        if _speed(speeds, Trial(dim, batch, other)).rate > BF16_GAIN * _speed(speeds, Trial(dim, batch, safest)).rate:
+            return other
+    return safest
+
+
+def _choose_batch(facts: Facts, images: float, samples: int) -> int:
+    """Return the largest power of two with which ``images`` are enough steps, and which the processes can share."""
+    if facts.batch is not None:
+        return facts.batch
+    batch = min(max(2 ** int(log2(max(1.0, images / MIN_STEPS))), facts.min_batch), MAX_BATCH)
+    if facts.calls:
+        batch = max(facts.processes, min(batch, samples // facts.processes * facts.processes))
+    return ceil(batch / facts.processes) * facts.processes
+
+
+def _choose_samples(facts: Facts, speed: Speed) -> tuple[int, float]:
+    """Return the number of samples that a teacher draws, and the time that is left for training [s]."""
+    if not facts.calls or facts.drawn is not None:
+        return facts.drawn or 0, facts.seconds
+    seconds = facts.calls * FORWARD_SHARE / speed.rate  # of a sample
+    count, fitting = facts.samples, int(SAMPLES_SHARE[facts.method] * facts.seconds / seconds)
+    if "teacher_samples" not in facts.fixed:
+        count = max(facts.min_batch, min(count, fitting))
+    if count * seconds >= facts.seconds:
+        refusal = f"generating {count:,} samples of the teacher would take all of --budget {facts.budget}"
+        raise UsageError(f"{refusal}: lower --teacher_samples")
+    return count, facts.seconds - count * seconds
+
+
+def _reasons(
+    facts: Facts,
+    settings: Mapping[str, Any],
+    speed: Speed,
+    why_network: str,
+    batch: int,
+    steps: int,
+    fitting: float,
+    samples: int,
+) -> dict[str, str]:
+    """Return the plan in words, by topic."""
+
+    def words(*names: str) -> str:
+        return " ".join(command_line({name: settings[name] for name in names if name in settings}))
+
+    images = steps * batch
+    why = "as many as fit into the time" if fitting <= facts.limit else "since longer runs memorise the pictures"
+    if images > 1.01 * facts.passes * facts.pictures and not facts.calls:
+        why = f"{images / facts.pictures:,.0f} passes; after {facts.passes:,}, samples become copies of the pictures"
+    network = words("dim", "dim_mults", "network_options", "init_from")
+    rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay")
+    texts = {
+        "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains "
+        f"{speed.rate:,.1f} images/s in about {speed.memory / 1e9:.1f} GB of memory for each process",
+        "length": f"{steps:,} steps of {batch} = {images:,} images, {why}",
+        "network": f"{network}; {why_network}" if network else why_network,
+        "training": f"{words(*rates, 'augment', 'mixed_precision', 'time_options', 'flow_options')} (docs/budget.md)",
+        "outputs": f"{words('sample_every', 'num_samples', 'save_every')}; intervals in steps",
+    }
+    if facts.calls and facts.drawn is None:
+        texts["teacher"] = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
+    if images < MIN_IMAGES and not facts.calls:
+        text = f"{images:,} images are too few for samples that look like pictures"
+        texts["warning"] = f"{text}: {_remedy(facts, images)}"
+    return texts
+
+
+def _remedy(facts: Facts, images: float) -> str:
+    """Return what to change if so few images fit into the time; a quarter of the pixels takes a quarter of the time."""
+    side = facts.image_size
+    while images < MIN_IMAGES and side % 2 == 0 and side > MIN_SIDE:
+        side, images = side // 2, 4 * images
+    return f"pass --image_size {side}, or a longer --budget" if images >= MIN_IMAGES else "pass a longer --budget"

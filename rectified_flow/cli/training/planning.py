@@ -1,0 +1,364 @@
+"""From the flags and the data of a run to its settings: facts are counted, speeds are measured, the plan is printed.
+
+Flags that the user sets are never changed. The chosen flags are recorded, so a resumed run has the same ones.
+"""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import ceil, inf
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from rectified_flow.cli.data import build_space
+from rectified_flow.cli.flags.model import STARTER_FOLDER
+from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.parts import build_flow
+from rectified_flow.cli.plan import (
+    MIN_SIDE,
+    STARTER_SIDE,
+    Facts,
+    Method,
+    Plan,
+    Starter,
+    Trial,
+    Unmeasured,
+    for_pictures,
+    more_steps,
+    plan,
+    settings_of,
+)
+from rectified_flow.cli.training.rows import recipe_of
+from rectified_flow.cli.training.teacher import calls_for
+from rectified_flow.condition import ConditionSpecs
+from rectified_flow.data.store import OriginalInfo
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.errors import DamageError, UsageError
+from rectified_flow.flags import checked, command_line, plain, refuse, replaced
+from rectified_flow.flows.flow import Flow
+from rectified_flow.load import autocast
+from rectified_flow.networks.unet import to_device
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
+from rectified_flow.runs.folder import flags_of_checkpoint
+from rectified_flow.spaces.space import Space
+from rectified_flow.system.machine import free_memory, memory
+from rectified_flow.system.terminal import duration, line, lines
+from rectified_flow.training.accelerator import build_accelerator, choose_precision
+from rectified_flow.training.optimizers import find_optimizer
+from rectified_flow.training.speed import Speed, measure_speed, summarize
+
+DEFAULT_BUDGET = "1h"
+"""Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
+CHOSEN = (
+    *("space", "image_size", "augment", "holdout", "teacher_paths", "reflow_pairs"),
+    *("global_batch_size", "num_epochs", "train_num_steps", "mixed_precision"),
+    *("dim", "dim_mults", "dropout", "network_options", "init_from"),
+    *("optimizer", "learning_rate", "lr_warmup_steps", "lr_decay", "ema_decay", "time_options"),
+    *("whole_fraction", "flow_options"),
+    *("sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
+)
+"""Flags that a recipe may set, ``num_epochs``, which ``train_num_steps`` replaces, and the kind of the data."""
+LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
+BATCH_FLAGS = {"global_batch_size", "batch_size", "gradient_accumulation_steps"}
+NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
+ALTERNATIVES = (
+    LENGTH_FLAGS,
+    BATCH_FLAGS,
+    {*NETWORK_FLAGS},
+    {"optimizer", "learning_rate", "optimizer_options"},
+    {"flow", "time_distribution", "time_options"},
+    {"flow", "flow_options"},
+)
+"""Groups of alternative flags. If the user sets one flag of a group, the recipe sets none of that group."""
+
+
+def check_length(config: TrainConfig) -> None:
+    """Check that at most one flag gives the length of the run.
+
+    Raises:
+        UsageError: if ``--budget``, ``--extend`` or ``--one_step`` is given together with a flag for the length or with
+            ``--config``, ``--extend`` with another of the three, or ``--budget`` with ``--resume PATH``.
+    """
+    times = {"budget": config.program.budget, "extend": config.program.extend, "one_step": config.program.one_step}
+    for other in sorted(config.given & {*LENGTH_FLAGS, "config", "extend"}):
+        others = {name: value for name, value in times.items() if name != other}
+        refuse(others, f"and --{other} exclude each other: pass one")
+    if config.run.origin is not None:
+        budget = {"budget": config.program.budget}
+        refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
+
+
+def with_recipe(
+    config: TrainConfig, begun: dict[str, Any] | None, count: int, originals: OriginalInfo | None = None
+) -> TrainConfig:
+    """Return the flags of a run on ``count`` pictures, and print the chosen ones.
+
+    Args:
+        config: the flags so far.
+        begun: the flags that the run began with, or None if it begins now.
+        count: number of pictures, before some are held out.
+        originals: properties of the pictures before they were resized, if known.
+    """
+    if not may_choose(config):
+        return config
+    if begun is not None:
+        return _with_recorded(config, begun)
+    fixed, flags = fixed_flags(config), dict[str, Any]()
+    if config.teacher_data is None:
+        flags = for_pictures(count, augmentable=config.data.autoencoder is None)
+        if budget_of(config) is not None and not config.program.look:
+            flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
+        if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
+            multiple = max(MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
+            visible = max if config.data.crop == "none" else min
+            side = ceil(visible(originals.width[1], originals.height[1]) / multiple) * multiple
+            flags |= {"image_size": side} if side < config.data.image_size else {}
+        flags = {name: value for name, value in flags.items() if name not in fixed}
+    if flags:
+        words = " ".join(command_line(flags))
+        text = f"{words}, for {count:,} pictures; flags override them (docs/small_data.md)"
+        PartialState().print(line("recipe", text))
+    return replaced(config, flags)
+
+
+def fixed_flags(config: TrainConfig, alternatives: Iterable[set[str]] = ALTERNATIVES) -> set[str]:
+    """Return the names of the flags that the user has set, and of the alternatives to them."""
+    fixed = set(config.given)
+    for names in alternatives:
+        fixed |= names if fixed & names else set()
+    return fixed
+
+
+def budget_of(config: TrainConfig) -> str | None:
+    """Return the time that the run is to take, half of it with ``--one_step``; None if a flag gives the length."""
+    if not may_choose(config) or config.given & LENGTH_FLAGS:
+        return None
+    budget = config.program.budget or DEFAULT_BUDGET
+    return f"{float(budget[:-1]) / 2:g}{budget[-1]}" if config.program.one_step else budget
+
+
+def may_choose(config: TrainConfig) -> bool:
+    """Return whether flags may be chosen: with a folder of pictures, a teacher, ``--budget`` or ``--extend``.
+
+    Without a time, nothing is chosen for other data, or for a config that was built in Python. With ``--config``,
+    nothing is chosen.
+    """
+    own = config.data.dataset_path is not None or config.teacher_data is not None
+    chooses = own and config.program.given is not None
+    asked = config.program.budget is not None or config.program.extend is not None or config.program.one_step
+    return (chooses or asked) and config.program.config is None
+
+
+def recorded_flags(config: TrainConfig) -> dict[str, Any] | None:
+    """Return the flags of :data:`CHOSEN` that the run began with; None for a new run."""
+    found = checkpoint.list_checkpoints(config.run.checkpoints)
+    if not found and config.run.origin is not None:
+        with suppress(UsageError):  # the trainer reports an unusable checkpoint
+            found = [checkpoint.resolve(config.run.origin, (checkpoint.CONFIG_FILE,))]
+    for newest in reversed(found):
+        path = newest / checkpoint.CONFIG_FILE
+        with suppress(DamageError):  # the trainer reports a damaged checkpoint
+            flags = flags_of_checkpoint(newest)
+            return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
+    return None
+
+
+def with_plan(
+    config: TrainConfig,
+    begun: dict[str, Any] | None,
+    pictures: int,
+    conditions: ConditionSpecs,
+    space: Space | None = None,
+) -> TrainConfig:
+    """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print its plan. Collective.
+
+    Args:
+        config: the flags so far, as returned by :func:`with_recipe`.
+        begun: the flags that the run began with, which has its plan already, or None if it begins now.
+        pictures: number of training pictures.
+        conditions: conditions of the data.
+        space: the space of the data, if it is not that of pictures.
+
+    Raises:
+        UsageError: if the time is too short, a step exceeds the memory, or there is no run to extend.
+    """
+    time = budget_of(config)
+    if config.program.extend is not None:
+        return _extended(config, conditions, space)
+    if begun is not None:
+        return config
+    if time is None:
+        print_speed(config, pictures, conditions, space)
+        return config
+    config, why_network = _with_network(config)
+    facts = facts_of(config, pictures, time, space, why_network)
+    made = planned(
+        facts, lambda trial: training_speed(_with_settings(config, settings_of(facts, trial)), conditions, space)
+    )
+    PartialState().print(lines(made.reasons))
+    return _with_settings(config, made.settings)
+
+
+def planned(facts: Facts, measure: Callable[[Trial], Speed]) -> Plan:
+    """Return the plan of a run, and measure the speeds that it depends on."""
+    speeds: dict[Trial, Speed] = {}
+    while True:
+        try:
+            return plan(facts, speeds)
+        except Unmeasured as question:
+            speeds[question.trial] = measure(question.trial)
+
+
+def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None, why_network: str) -> Facts:
+    """Return the facts that the plan of a run depends on. Collective."""
+    state, fixed, taught = PartialState(), fixed_flags(config), config.teacher_data
+    stored = None if taught is None else on_main(state, lambda: recipe_of(taught))
+    method: Method = "rectified" if isinstance(config, TrainRectifiedFlow) else "mean_flow"
+    if taught is not None:
+        method = "distill" if taught.rows == "paths" else "reflow"
+        fixed |= {"teacher_samples"} if taught.count_flag in config.given else set()
+    precisions: tuple[str | None, ...] = ("no", "bf16")
+    if state.device.type != "cpu" or "ACCELERATE_MIXED_PRECISION" in os.environ or method == "mean_flow":
+        precisions = (None,)
+    elif "mixed_precision" in fixed:
+        precisions = (config.run.mixed_precision,)
+    elif stored is not None:
+        precisions = ("bf16" if stored.precision == "bf16" else "no",)
+    augment = for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
+    sides = ((space.shape if space else None) or config.data.framing.shape)[1:]
+    return Facts(
+        method,
+        pictures,
+        time,
+        seconds_of(time),
+        config.data.image_size,
+        sides,
+        frozenset(fixed),
+        memory=min(gather_object([free_memory()])) if state.device.type == "cpu" else inf,  # a GPU reports it itself
+        processes=state.num_processes,
+        device=state.device.type,
+        batch=None if fixed.isdisjoint(BATCH_FLAGS) else config.run.split_batch(state.num_processes).total,
+        augment=config.data.augment if "augment" in fixed else augment,
+        network="the network of the teacher" if taught else why_network,
+        starter=_starter_of(config, sides),
+        precisions=precisions,
+        samples=taught.count if taught else 0,
+        drawn=stored.pairs if stored else None,
+        calls=calls_for(taught) if taught else 0,
+    )
+
+
+def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> Speed:
+    """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective."""
+    state, taught = PartialState(), config.teacher_data
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        flow = build_flow(config, conditions, space or build_space(config.data))
+    precision = choose_precision(config.run, state.device)
+    to_device(flow, state.device, precision).train()
+    count = config.run.split_batch(state.num_processes).per_process
+    optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
+    points = taught.path_points if taught else 0
+    speed = measure_speed(flow, optimizer, count, points, lambda: autocast(precision, state.device))
+    rates, memories = zip(*gather_object([speed]), strict=True)
+    return Speed(state.num_processes * min(rates), max(memories))
+
+
+def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space | None) -> None:
+    """Print the time and the memory of a run without a plan. Collective.
+
+    Raises:
+        UsageError: if a step does not fit into the memory of this machine.
+    """
+    state, speed = PartialState(), training_speed(config, conditions, space)
+    batch = config.run.split_batch(state.num_processes)
+    if not speed.fits(memory() if state.device.type == "cpu" else inf):
+        needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
+        remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
+        raise UsageError(f"{needed}: {remedy}")
+    step, steps = batch.total / speed.rate, config.run.total_steps(batch, length)
+    time = f"{speed.rate:,.1f} images/s, {duration(step)} a step, {duration(step * steps)} in all"
+    state.print(lines({"time": time, "memory": f"about {speed.memory / 1e9:,.2f} GB for each process"}))
+
+
+def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
+    """Print the size of a run, and with ``--verbose`` all flags."""
+    accelerator = build_accelerator(config.run)
+    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
+    accelerator.print(summarize(config.run, accelerator, flow, data, length))
+    for name, value in plain(config).items() if config.program.verbose else ():
+        accelerator.print(f"{name:<28} {value}")
+
+
+def chooses_network(config: TrainConfig) -> bool:
+    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
+    is_free = budget_of(config) is not None and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
+    return is_free and config.teacher_data is None
+
+
+def _with_recorded(config: TrainConfig, recorded: dict[str, Any]) -> TrainConfig:
+    """Return the flags of a run that resumes with the settings it began with, unless a flag overrides them."""
+    state, given = PartialState(), fixed_flags(config, (LENGTH_FLAGS, BATCH_FLAGS))
+    kept = {name: value for name, value in recorded.items() if name not in given}
+    if kept.get("global_batch_size"):  # the number of processes may have changed
+        whole = kept["global_batch_size"] // state.num_processes * state.num_processes
+        kept["global_batch_size"] = max(whole, state.num_processes)
+    state.print(line("recipe", "the settings recorded at the start of the run; flags override them"))
+    return replaced(config, kept)
+
+
+def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> TrainConfig:
+    """Return the flags of a finished run with as many more steps as fit into the time of ``--extend``. Collective.
+
+    An unfinished run is only trained to its last step.
+
+    Raises:
+        UsageError: if there is no run, or its length is not a number of steps.
+    """
+    run, state, time = config.run, PartialState(), config.program.extend or ""
+    saved = on_main(state, lambda: checkpoint.list_checkpoints(run.checkpoints))
+    steps = run.train_num_steps or DEFAULT_TRAIN_NUM_STEPS
+    if not saved:
+        raise UsageError(f"--extend needs a run, and {run.checkpoints} has no checkpoint: pass --budget instead")
+    if run.num_epochs is not None:
+        raise UsageError("--extend needs a run whose length is a number of steps: raise --num_epochs instead")
+    if checkpoint.step_of(saved[-1]) < steps:
+        text = f"the run is unfinished: training to its last step, {steps:,}, only; pass --extend again afterwards"
+        state.print(line("extend", text))
+        return config
+    batch = run.split_batch(state.num_processes).total
+    more = more_steps(seconds_of(time), training_speed(config, conditions, space).rate, batch)
+    text = f"{more:,} steps of {batch} images in {time}, from step {steps:,} to {steps + more:,}"
+    state.print(line("extend", text))
+    return replaced(config, {"train_num_steps": steps + more})
+
+
+def _with_settings(config: TrainConfig, settings: dict[str, object]) -> TrainConfig:
+    renamed = {"teacher_samples": config.teacher_data.count_flag} if config.teacher_data else {}
+    return replaced(config, {renamed.get(name, name): value for name, value in settings.items()})
+
+
+def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """Take the network of the run of ``--init_from``, and return the origin of the network if it is known."""
+    origin = config.network.origin
+    if not fixed_flags(config).isdisjoint(NETWORK_FLAGS):
+        return config, "set by flags"
+    if origin is None or origin == STARTER_FOLDER or config.teacher_data is not None:
+        return config, ""
+    flags = checkpoint.read(origin, flags_of_checkpoint, PartialState(), [checkpoint.CONFIG_FILE])
+    names = {*NETWORK_FLAGS, "dropout"} & flags.keys() - config.given
+    network = checked(type(config), {name: flags[name] for name in names}, origin)
+    return replaced(config, network), f"the network of {config.network.init_from}" if flags else ""
+
+
+def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> Starter:
+    """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
+    if config.network.origin == STARTER_FOLDER:
+        return "requested"
+    data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
+    own_pictures = data.dataset_path is not None and data.space is None
+    suits = isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike and min(sides) >= STARTER_SIDE
+    return "suited" if suits and config.teacher_data is None else "unsuited"

@@ -1,0 +1,170 @@
+"""The speed of a training: measured on some steps before it begins, and counted while it runs."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf, prod
+from typing import NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.randomness import BatchRows, deterministic
+from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.resume import precision_name
+from rectified_flow.system.terminal import lines
+from rectified_flow.training.optimizers import BuildOptimizer
+
+PIXELS = 2**14  # of a measured batch on a CPU: 8 pictures of 32 px and 4 of 64 px, whose step takes some 0.1 s
+STEPS = 3  # measured; the first one also allocates memory
+BYTES_PER_WEIGHT = 20  # float32 weight, gradient, two moments and average
+
+
+class Speed(NamedTuple):
+    """Images per second of a training, 0 if it does not fit into the memory of a GPU, and the bytes that it needs."""
+
+    rate: float
+    memory: float = 0.0
+
+    def fits(self, memory: float) -> bool:
+        """Return whether a step fits into so many bytes."""
+        return self.rate > 0 and self.memory <= memory
+
+
+def measure_speed(
+    flow: Flow,
+    build: BuildOptimizer,
+    count: int,
+    points: int = 0,
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Speed:
+    """Time steps of this process on a batch of ``count`` images, and read the memory at the peak.
+
+    On a CPU, the steps are made on fewer and smaller images, and both figures are scaled by the number of pixels: time
+    and memory of a convolution are in proportion to it, and a full memory would end the program. On a GPU, the speed
+    depends on the size of the batch.
+
+    Args:
+        flow: returns the loss; its weights are changed.
+        build: builds the optimizer.
+        count: images of the batch.
+        points: number of points of an item's path; 0 if it has none.
+        autocast: the precision of a forward pass.
+    """
+    device, sides = flow.device, list((flow.space.shape or (0,))[1:])
+    rows, small = count, sides
+    if device.type == "cpu":
+        divisor = 2 * flow.network.downsampling if isinstance(flow.network, Unet) else inf
+        while 2 * prod(small) > PIXELS and not any(side % divisor for side in small):
+            small = [side // 2 for side in small]
+        rows = min(count, max(2, PIXELS // prod(small)))
+    scale = count * prod(sides) / (rows * prod(small))
+    batch = {name: torch.cat([value] * rows) for name, value in blank_item(flow, points, small).items()}
+    optimizer = build([(name, p) for name, p in flow.named_parameters() if p.requires_grad])
+    weights = {p.untyped_storage().data_ptr() for p in flow.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        kept[storage.data_ptr()] = 0 if storage.data_ptr() in weights else storage.nbytes()
+        return value
+
+    def step() -> float:
+        flow.zero_grad()
+        began = _now()
+        with autocast():
+            loss = flow(**batch)
+        loss.backward()
+        computed = _now()
+        optimizer.step()
+        return scale * (computed - began) + _now() - computed
+
+    with deterministic(BatchRows(0, 0, rows, slice(None)), device):
+        try:
+            with saved_tensors_hooks(keep, lambda value: value):
+                step()
+            seconds = min(step() for _ in range(STEPS - 1))
+        except torch.OutOfMemoryError:
+            return Speed(0.0, inf)
+    state = BYTES_PER_WEIGHT * sum(p.numel() for p in flow.parameters())
+    return Speed(count / seconds, state + scale * sum(kept.values()))
+
+
+def blank_item(flow: Flow, points: int, sides: list[int]) -> dict[str, Tensor]:
+    """Return a batch of one item of zeros, with a path of so many points if these are not 0."""
+    space = flow.space
+    zeros = torch.zeros(1, (space.shape or (0,))[0], *sides, device=flow.device)
+    batch = {space.key: space.to_stored(zeros)}
+    if flow.takes_source:
+        batch[SOURCE] = zeros.half() if points else batch[space.key]
+    if points:
+        batch["path"] = zeros[:, None].expand(-1, points, -1, -1, -1).half()
+    return batch
+
+
+def _now() -> float:
+    """Return the time when the device has finished its work [s]."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+class Throughput:
+    """The images per second of training proper; pauses do not count."""
+
+    def __init__(self) -> None:
+        self._images_seen = 0
+        self._started = time.perf_counter()
+
+    def restart(self, images_seen: int) -> float:
+        """Return the rate since the last restart, at ``images_seen`` images, and start to count again."""
+        now = time.perf_counter()
+        rate = (images_seen - self._images_seen) / max(1e-9, now - self._started)
+        self._images_seen, self._started = images_seen, now
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the time that is spent inside the block."""
+        entered = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - entered
+
+
+def summarize(config: TrainingConfig, accelerator: Accelerator, flow: nn.Module, data: str, length: int) -> str:
+    """Describe device, data, network, batch, length and output of a run.
+
+    Args:
+        config: the run's flags.
+        accelerator: the run's Accelerator.
+        flow: the module to train.
+        data: a description of the dataset.
+        length: number of items.
+    """
+    batch = config.split_batch(accelerator.num_processes)
+    count = sum(parameter.numel() for parameter in flow.parameters())
+    trained = sum(parameter.numel() for parameter in flow.parameters() if parameter.requires_grad)
+    images = config.total_steps(batch, length) * batch.total
+    frozen = f" ({trained / 1e6:.1f} M trained)" if trained < 0.999 * count else ""
+    return lines(
+        {
+            "processes": f"{accelerator.num_processes} x {accelerator.device.type}, {precision_name(accelerator)}",
+            "data": data,
+            "network": f"{count / 1e6:.1f} M parameters{frozen}",
+            "batch": batch,
+            "run": f"{images // batch.total} steps = {images} {items_of(flow)} = {images / length:.1f} epochs",
+            "output": config.output_dir,
+        }
+    )
+
+
+def items_of(flow: nn.Module) -> str:
+    """Return the name of a flow's items in the plural: ``images``, or the key of its space."""
+    space = getattr(flow, "space", None)
+    if getattr(space, "picture_shape", None) is not None:
+        return "images"
+    return getattr(space, "key", "items")

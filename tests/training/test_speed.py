@@ -1,0 +1,65 @@
+"""The speed of a training and its memory, measured on small batches and scaled to the batch."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rectified_flow.flows.flow import Flow
+from rectified_flow.flows.mean import MeanFlow
+from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.networks.unet import Unet
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.training import speed
+from rectified_flow.training.speed import Speed, measure_speed
+
+
+def flow_of(side: int, kind: type[RectifiedFlow] = RectifiedFlow, dim: int = 16) -> Flow:
+    network = Unet(dim, (1, 2), image_size=side, attention_sides=(), blocks_per_level=1)
+    return kind(network, space=Pixels((3, side, side)))
+
+
+def measured(flow: Flow, count: int, bf16: bool = False) -> Speed:
+    autocast: Callable[[], Any] = contextlib.nullcontext
+    if bf16:
+        autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    return measure_speed(flow, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), count, autocast=autocast)
+
+
+@pytest.mark.parametrize("kind", [RectifiedFlow, MeanFlow])
+def test_memory_grows_with_images_pixels_and_width_and_bf16_halves_it(kind: type[RectifiedFlow]) -> None:
+    """Measured on at most 2**14 pixels, so that a batch that exceeds the memory is measured, too."""
+    few, many, large = (measured(flow_of(side, kind), count).memory for side, count in ((32, 4), (32, 400), (320, 4)))
+    weights = 20 * sum(p.numel() for p in flow_of(32, kind).parameters())
+    assert many - weights == pytest.approx(100 * (few - weights), rel=0.1)
+    assert large - weights == pytest.approx(100 * (few - weights), rel=0.1)
+    assert measured(flow_of(32, kind, dim=32), 4).memory > 1.5 * few
+    assert measured(flow_of(32, kind), 4, bf16=True).memory < 0.85 * few
+    assert measured(flow_of(512, kind), 10**6).memory > 1e13
+
+
+def test_the_memory_is_that_of_the_tensors_kept_for_the_backward_pass() -> None:
+    class Exponential(Flow):
+        def __init__(self) -> None:
+            super().__init__(torch.nn.Linear(1, 100, bias=False), space=Pixels((1, 1, 1)))
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return self.network(images.flatten(1).float()).exp().sum()
+
+    assert measured(Exponential(), 6).memory == 20 * 100 + 6 * (1 + 100) * 4, "its inputs, and the values of exp"
+
+
+def test_the_time_is_that_of_the_fastest_step_and_the_update_is_not_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 9.0, 9.5, 10.0, 12.0, 12.5, 20.0, 23.0, 23.1])  # start, gradient and update of three steps
+    monkeypatch.setattr(speed, "_now", lambda: next(clock))
+    assert measured(flow_of(32), 64).rate == pytest.approx(64 / (4 * 2.0 + 0.5)), "16 of 64 images were measured"
+
+
+def test_a_full_memory_has_no_speed() -> None:
+    class Full(RectifiedFlow):
+        def forward(self, *_: Any, **__: Any) -> torch.Tensor:
+            raise torch.OutOfMemoryError
+
+    assert not measured(flow_of(8, Full), 2).fits(float("inf"))
