@@ -234,12 +234,9 @@ class Column:
 
     def numbers(self, rows: Sequence[int], draws: Sequence[int]) -> list[int]:
         """Return the number of the value of each row, or -1; see :meth:`read`."""
-        numbers = []
-        for row, draw in zip(rows, draws, strict=True):
-            begin, end = self.first[row : row + 2].tolist()
-            count = end - begin
-            numbers.append(-1 if count == 0 else begin + draw % count)
-        return numbers
+        spans = (self.first[row : row + 2].tolist() for row in rows)
+        pairs = zip(spans, draws, strict=True)
+        return [begin + draw % (end - begin) if end > begin else -1 for (begin, end), draw in pairs]
 
 
 def identity_of(kind: Condition) -> dict[str, Any]:
@@ -290,20 +287,17 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
     Raises:
         UsageError: if there is no such column, it has no values, or a value does not suit its kind.
     """
-    if not table.columns:
-        raise UsageError(
-            f"--condition_on {' '.join(wanted)} needs columns, and {source} has none: write a metadata.csv with the "
-            f"columns {FILE_NAME} and {wanted[0]} beside the pictures"
-        )
+    has = ", ".join(table.columns) or f"none; write a metadata.csv with a column {FILE_NAME} beside the pictures"
     every = list(wanted) == ["all"]
     columns = list(table.columns) if every else list(dict.fromkeys(wanted))
     for column in columns:
         if column not in table.columns:
-            raise UsageError(f"--condition_on {column} does not exist in {source}: pass {', '.join(table.columns)}")
+            raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
     for column in types:
         if column not in columns:
             raise UsageError(f"--condition_types {column} is missing from --condition_on: add it there")
-    kinds = [find("condition_types", WrittenCondition, name) for name in names(WrittenCondition)]
+    registered = [find("condition_types", WrittenCondition, name) for name in names(WrittenCondition)]
+    kinds = {kind.column_type: kind for kind in registered}
     chosen = list[ColumnSpec]()
     for column in columns:
         rows = table.read(column)
@@ -315,7 +309,7 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
         if spec is not None and not (every and spec.has_identifiers):
             chosen.append(spec)
     if not chosen:
-        raise UsageError(f"--condition_on all finds no suitable column in {source}: name one of {', '.join(columns)}")
+        raise UsageError(f"--condition_on all finds no suitable column in {source}: its columns are {has}")
     twice = [name for name, count in Counter(each.name for each in chosen).items() if count > 1]
     if twice:
         raise UsageError(f"--condition_on has two columns for the condition {twice[0]}: rename one")
@@ -328,19 +322,18 @@ def _is_nested(value: Any) -> bool:
     return isinstance(value, dict) or not all(isinstance(each, str | None) for each in several)
 
 
-def _spec(column: str, rows: Rows, named: str | None, kinds: Sequence[type[WrittenCondition]]) -> ColumnSpec | None:
+def _spec(column: str, rows: Rows, named: str | None, kinds: Mapping[str, type[WrittenCondition]]) -> ColumnSpec | None:
     """Return a column as the named kind, or the one that its values suit; None if it has no values, or no kind."""
-    if named is not None and named not in [kind.column_type for kind in kinds]:
-        known = ", ".join(kind.column_type for kind in kinds)
-        raise UsageError(f"--condition_types {column}={named} is no type: pass {known}")
+    if named not in (None, *kinds):
+        raise UsageError(f"--condition_types {column}={named} is no type: pass {', '.join(kinds)}")
     for value, place in rows:
         if _is_nested(value):
             raise UsageError(f"--condition_on {column} is neither a value nor a list of texts in {place}: leave it out")
     cells = [(_texts_of(value), place) for value, place in rows]
     texts = [text for cell, _place in cells for text in cell]
-    suitable = [kind for kind in kinds if kind.suits(texts) and all(len(cell) < 2 for cell, _place in cells)]
-    found = [kind for kind in kinds if kind.column_type == named] if named else suitable
-    kind = next(iter(found or [kind for kind in kinds if kind.is_text]), None)
+    suitable = [kind for kind in kinds.values() if kind.suits(texts) and all(len(cell) < 2 for cell, _place in cells)]
+    texts_only = [kind for kind in kinds.values() if kind.is_text]
+    kind = kinds[named] if named else next(iter(suitable + texts_only), None)
     if kind is None:
         return None
     normal = [[each for text in cell if (each := _normal_text(text, kind, column, place))] for cell, place in cells]

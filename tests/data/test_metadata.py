@@ -323,7 +323,7 @@ REFUSED: dict[str, tuple[str, str | bytes, dict[str, object], str]] = {
         "csv",
         lines_of(HEADER, *rows_of()),
         {"names": ("colour",)},
-        "colour does not exist in pictures: pass text, size",
+        "colour does not exist in pictures: its columns are text, size",
     ),
     "no such type": (
         "csv",
@@ -364,7 +364,7 @@ def test_bad_metadata_is_named(folder: Path, case: str) -> None:
 
 
 def test_metadata_that_is_no_file(folder: Path) -> None:
-    with pytest.raises(UsageError, match="needs columns, and pictures has none: write a metadata"):
+    with pytest.raises(UsageError, match="text does not exist in pictures: its columns are none; write a metadata"):
         opened(folder, "text")
     os.mkfifo(folder / "metadata.csv")
     with pytest.raises(UsageError, match=r"metadata\.csv cannot be read .*not a regular file"):
