@@ -32,6 +32,10 @@ ROWS = {
     ),
     "own_dataset": ("dataset, condition", "--dataset ramps --image_size 8 --dim 8 --dim_mults 1 --use_cfg"),
     "own_pictures": ("source of images", "--dataset squares --image_size 8 --dim 8 --dim_mults 1 --use_cfg"),
+    "own_condition": (
+        "kind of column",
+        "--dataset dials --image_size 8 --dim 8 --dim_mults 1 --condition_on turn --condition_types turn=angle",
+    ),
     "own_autoencoder": (
         "autoencoder",
         f"{NO_UNET} --dim 8 --dim_mults 1 --autoencoder Folded --autoencoder_options unit=0.5",
@@ -121,7 +125,7 @@ def test_it_is_sampled_by_the_program(runs: tuple[str, Path], tmp_path: Path) ->
     assert pictures[0].ndim == 3
     assert len({picture.tobytes() for picture in pictures}) == 3
     grid = Image.open(folder / "straight/samples/step_00000008.png")
-    if guest != "own_degradation":  # whose preview shows the sources, too
+    if guest not in ("own_degradation", "own_condition"):  # whose previews show the sources, and the angles, too
         assert grid.size == Image.open(tmp_path / "grid.png").size, "a preview shows what sample.py draws"
 
 

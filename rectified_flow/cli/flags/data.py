@@ -166,7 +166,7 @@ class ColumnConfig(Flags):
     condition_types: Annotated[
         tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
     ] = ()
-    """Types of columns, if their values are misjudged: caption, label or number."""
+    """Types of columns, if their values are misjudged: caption, label, number, or a registered one."""
     text_encoder: Annotated[str | None, default_is("bag of words")] = None
     """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
     text_tokens: Natural = 0
