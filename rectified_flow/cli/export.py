@@ -56,45 +56,35 @@ def export(config: ExportConfig) -> None:
     if is_page:
         _check_page(call)
     encoder = _companion(call.kinds, is_page)
-    page: dict[str, bytes] = {}
-    if is_page:
-        # a preview of a flow from pictures shows pictures of the data, which need not be public
-        page = page_sources(None if trained.flow.takes_source else newest_samples(trained.run_folder))
+    # a preview of a flow from pictures shows pictures of the data, which need not be public
+    thumbnail = None if trained.flow.takes_source else newest_samples(trained.run_folder)
+    files = page_sources(thumbnail) if is_page else {}
     folder = flags.output_dir or trained.run_folder / "exported"
-    names = [MODEL_FILE, DESCRIPTION, *(encoder.files if encoder else ()), *page]
-    claim(prepare_folder("output_dir", folder), names)
+    claim(prepare_folder("output_dir", folder), [MODEL_FILE, DESCRIPTION, *(encoder.files if encoder else ()), *files])
     description = describe(call)
     if is_page:
         description |= {"hash": model_hash(trained.flow), "metadata": PACKET if flags.metadata else None}
-    inputs = [f"{name} {each['type']} {each['shape']}".replace("'", "") for name, each in description["inputs"].items()]
+    report: dict[str, object] = {"model": trained, "output": description["output"]}
     with progress_bar(total=2 + bool(encoder), desc="converting the network", unit="stage", leave=False) as bar:
         expected = {count: call(**call.example(count)) for count in CHECKED_BATCHES}
-        content = to_onnx(call, call.example(2), {0: Dim("batch")}, in_half=flags.half)
-        files = {MODEL_FILE: content}
+        files[MODEL_FILE] = to_onnx(call, call.example(2), {0: Dim("batch")}, in_half=flags.half)
         bar.update()
         bar.set_description("checking the program")
-        run = load(content)
-        difference = check(
-            ((run(call.example(count))[0], each) for count, each in expected.items()), "flow", flags.half
-        )
-        report: dict[str, object] = {
-            "model": trained,
-            "program": f"{folder / MODEL_FILE}, {len(content) / 1e6:.1f} MB",
-            "inputs": ", ".join(inputs),
-            "output": description["output"],
-            "difference": f"at most {difference:.1e} of the greatest output, batches of 1 and 3",
-        }
+        run = load(files[MODEL_FILE])
+        pairs = ((run(call.example(count))[0], each) for count, each in expected.items())
+        difference = f"difference at most {check(pairs, 'flow', flags.half):.1e}, batches of 1 and 3"
+        report["program"] = f"{folder / MODEL_FILE}, {len(files[MODEL_FILE]) / 1e6:.1f} MB, {difference}"
         bar.update()
         if encoder:
             bar.set_description("converting the text encoder")
             texts = [text for kind in call.kinds.values() for text in kind.examples]
-            more, difference = encoder.write(texts, flags.half)
+            more, found = encoder.write(texts, flags.half)
             files |= more
             size = f"{len(more[encoder.files[0]]) / 1e6:.1f} MB, from {encoder.name}"
-            report["encoder"] = f"{folder / encoder.files[0]}, {size}, difference at most {difference:.1e}"
+            report["encoder"] = f"{folder / encoder.files[0]}, {size}, difference at most {found:.1e}"
             bar.update()
     with writing(f"the exported program in --output_dir {folder}"):
-        for name, written in finished(page | files, description).items():
+        for name, written in finished(files, description).items():
             replace_file(folder / name, written)
     if is_page:
         report["page"] = f"{folder / 'index.html'}, to be served: python -m http.server --directory {folder}"

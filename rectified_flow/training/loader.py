@@ -36,7 +36,7 @@ def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -
     loader = DataLoader(
         Batches(dataset),
         batch_sampler=stream,
-        collate_fn=Parcel if config.num_workers else dict,
+        collate_fn=SharedBatch if config.num_workers else dict,
         num_workers=config.num_workers,
         multiprocessing_context=config.multiprocessing_context,
         persistent_workers=config.persistent_workers,
@@ -54,7 +54,7 @@ def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -
             batches._shutdown_workers()  # type: ignore[attr-defined]  # an error's traceback may keep them
 
 
-class Parcel:
+class SharedBatch:
     """A batch that a loader process hands over, and that arrives as the batch itself.
 
     It is pickled here, which puts its tensors into shared memory. Left to the thread that writes into the queue, an

@@ -91,7 +91,7 @@ def test_a_rectified_flow_with_labels_as_onnx(tmp_path: Path, capsys: pytest.Cap
     assert (said["kind"], said["classes"], said["no_label"]) == ("rectified", ["cat", "dog"], 2)
     assert (said["steps"], said["solver"], said["velocity_at_data"]) == (16, "ab2", False)
     assert (said["channels"], said["range"], said["output"], said["source"]) == (3, [-1, 1], "velocity", None)
-    assert "difference  at most" in capsys.readouterr().out
+    assert "difference at most" in capsys.readouterr().out
 
 
 @torch.no_grad()
