@@ -1,5 +1,6 @@
 """sample.py: numbered samples of a trained flow, shared between processes."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -126,12 +127,12 @@ def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
     Raises:
         UsageError: if two files would have the same name.
     """
-    space = flow.space
     names = [*request.names]
-    if isinstance(space, Fields):
-        names += [measured_name(name, space) for name in names]
-    if len(set(names)) < len(names):
-        raise UsageError("--from_images would have two results of the same name; rename a file")
+    if isinstance(flow.space, Fields):
+        names += [measured_name(name, flow.space) for name in names]
+    [(name, count)] = Counter([*names, "grid.png"]).most_common(1)
+    if count > 1:
+        raise UsageError(f"--from_images has two files for the result {name}: rename one")
     return names
 
 

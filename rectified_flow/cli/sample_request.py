@@ -2,8 +2,7 @@
 
 import inspect
 import re
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -189,26 +188,24 @@ def written_conditions(flags: PicturesConfig, flow: Flow, source: Path) -> dict[
     """Return the conditions that the flags give, as written and used in turn; examples of captions if none is given."""
     kinds, written = chosen(flow.conditions), dict[str, list[str]]()
     captions = [name for name, kind in kinds.items() if isinstance(kind, WrittenCondition) and kind.is_text]
-    prompts = _read_prompts(flags.prompts) if flags.prompts else [] if flags.prompt is None else [flags.prompt]
-    if prompts:
-        flag = "prompts" if flags.prompts else "prompt"
-        if not captions:
-            raise UsageError(
-                f"--{flag} has no effect: {source} was trained without captions; train with --condition_on"
-            )
-        written[captions[0]] = prompts
-    if flags.classes is not None:
-        labels = [(name, kind) for name in ("labels", *kinds) if isinstance(kind := kinds.get(name), Labels)]
-        if not labels:
-            raise UsageError(f"--classes has no effect: {source} was trained without labels; train with --use_cfg")
-        written[labels[0][0]] = _values_of(flags.classes, labels[0][1])
+    labels = [name for name in ("labels", *kinds) if isinstance(kinds.get(name), Labels)]
+    for flag, names, value in (
+        ("prompts", captions, None if flags.prompts is None else _read_prompts(flags.prompts)),
+        ("prompt", captions, flags.prompt),
+        ("classes", labels, flags.classes),
+    ):
+        if value is not None and not names:
+            raise UsageError(f"--{flag} has no effect: {source} was trained without such a condition (--condition_on)")
+        if value is not None:
+            kind = _kind_of(names[0], kinds, source, f"--{flag}")
+            written[names[0]] = _values_of(value, kind) if isinstance(value, str) else value
     for option in (each for some in flags.set_ for each in some):
         name, _, text = option.partition("=")
         if name in written:
             raise UsageError(f"--set {option} is the second value of {name}: separate several values by commas")
         written[name] = _values_of(text, _kind_of(name, kinds, source, f"--set {option}"))
-    if not written and captions and not flags.grid and flags.from_images is None:
-        examples = {name: kinds[name].examples for name in captions}  # type: ignore[attr-defined]
+    if not written and not flags.grid and flags.from_images is None:
+        examples = {name: _kind_of(name, kinds, source, name).examples for name in captions}
         written = {name: list(each) for name, each in examples.items() if each}
     return written
 
@@ -241,12 +238,9 @@ def _parse(name: str, values: list[str], kind: WrittenCondition) -> Tensor:
         raise UsageError(f"{flag} {error}") from error
     if isinstance(kind, Number):
         low, high = kind.quantiles[0], kind.quantiles[-1]
-        for value, text in zip(parsed.tolist(), values, strict=True):
+        for value in parsed.tolist():
             if not low <= value <= high:
-                end = low if value < low else high
-                tqdm.write(
-                    f"warning: {name}={text} is outside of the training range {low:g} to {high:g}: {end:g} is used"
-                )
+                tqdm.write(f"warning: {name}={value:g} is clamped to the training range {low:g} to {high:g}")
     return parsed
 
 
@@ -312,42 +306,42 @@ def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[di
 
 def find_inputs(path: Path, space: Space) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
-    suffixes: Collection[str] = IMAGE_SUFFIXES
+    suffixes, ours = set(IMAGE_SUFFIXES), tuple[str, ...]()
     if isinstance(space, Fields):
-        suffixes = {space.files["suffix"], space.files["suffix"].replace(".tif", ".tiff")}
+        suffixes, ours = {(suffix := space.files["suffix"]), suffix.replace(".tif", ".tiff")}, (PREVIEW, "grid.png")
+    if path.is_file():
+        return [path]
     found = find_files(path) if path.is_dir() else []
-    ours = [file for file in found if isinstance(space, Fields) and file.name.endswith((PREVIEW, "grid.png"))]
-    files = [path] if path.is_file() else [file for file in found if file.suffix.lower() in suffixes]
-    files = [file for file in files if file not in ours]
-    if not files and isinstance(space, Fields) and path.is_dir():
-        raise UsageError(
-            f"--from_images {path} has no {space.files['suffix']} files like the training data: pass another folder"
-        )
+    files = [file for file in found if file.suffix.lower() in suffixes and not file.name.endswith(ours)]
     if not files:
-        raise UsageError(f"--from_images {path} is neither a picture nor a folder of pictures: pass another path")
+        raise UsageError(
+            f"--from_images {path} is neither a file nor a folder of files like the training data: "
+            f"{', '.join(sorted(suffixes))}"
+        )
     return files
 
 
 def load_inputs(files: Sequence[Path], space: Space) -> Tensor:
     """Read pictures as uint8 ``[n, c, h, w]`` of the shape of a space, or measurements as float32."""
     channels, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
-    rows = []
-    for file in files:
-        try:
-            if isinstance(space, Fields):
-                values = read_field(file, space.files["channels_last"])
-                known = (space.sources or space).files["dtype"]
-                if values.dtype.name != known:
-                    raise ValueError(f"its values are {values.dtype.name}, not {known}")
-                values = fit_field(values, (width, height))
-                rows.append(torch.from_numpy(values.astype(np.float32)))
-            else:
-                rows.append(pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA)))
-        except Exception as error:  # every decoder fails in its own way
-            raise UsageError(f"--from_images {file} cannot be read ({first_line(error)}): remove it") from error
-        if len(rows[-1]) != channels:
-            raise UsageError(f"--from_images {file} has {len(rows[-1])} channels, not {channels}: remove it")
-    return torch.stack(rows)
+
+    def read(file: Path) -> Tensor:
+        if not isinstance(space, Fields):
+            return pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA))
+        values = read_field(file, space.files["channels_last"])
+        known = (space.sources or space).files["dtype"]
+        if values.dtype.name != known or len(values) != channels:
+            raise ValueError(f"it has {len(values)} channels of {values.dtype.name}, not {channels} of {known}")
+        return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
+
+    return torch.stack([_read("from_images", file, read) for file in files])
+
+
+def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
+    try:
+        return read(path)
+    except Exception as error:  # every decoder fails in its own way
+        raise UsageError(f"--{flag} {path} cannot be read ({first_line(error)}): remove it") from error
 
 
 def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor | None:
@@ -355,15 +349,10 @@ def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor 
     if path is None:
         return None
     _, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
-    try:
-        image = open_picture(path)
-        size = upright_size(image)
-        mask = pil_to_tensor(fit(image, (width, height))).amax(dim=0) > HALF
-    except Exception as error:  # every decoder fails in its own way
-        raise UsageError(f"--mask {path} cannot be read ({first_line(error)}): pass a picture") from error
+    mask = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height))).amax(dim=0) > HALF)
+    size = upright_size(open_picture(path))
     for file in () if isinstance(space, Fields) else files:
-        other = upright_size(open_picture(file))
-        if other != size:
+        if (other := upright_size(open_picture(file))) != size:
             sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
             raise UsageError(f"--mask {path} {sizes}: pass a mask of the same size")
     if not mask.any():
@@ -372,15 +361,7 @@ def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor 
 
 
 def names_of_results(path: Path, files: Sequence[Path], variants: int) -> list[str]:
-    """Return names of the results of ``files``, all of the first variant before those of the next.
-
-    Raises:
-        UsageError: if two results would have the same name, or that of the grid.
-    """
+    """Return names of the results of ``files``, all of the first variant before those of the next."""
     folder = path if path.is_dir() else path.parent
     stems = ["-".join(file.relative_to(folder).with_suffix("").parts) for file in files]
-    names = [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]
-    twice = [name for name, count in Counter([*names, "grid.png"]).items() if count > 1]
-    if twice:
-        raise UsageError(f"--from_images {path} has two pictures for the result {twice[0]}: rename one")
-    return names
+    return [f"{stem}{f'-{number + 1}' * (variants > 1)}.png" for number in range(variants) for stem in stems]

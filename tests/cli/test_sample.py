@@ -236,7 +236,7 @@ REFUSED = [
     ("--guidance_scale nan", "--guidance_scale is nan"),
     ("--guidance_interval 0.8 0.2", "--guidance_interval 0.8 0.2 is empty"),
     ("--save_pretrained /proc/nothing", "--save_pretrained /proc/nothing cannot be written"),
-    ("--from_images {tmp}/nowhere", "is neither a picture nor a folder of pictures"),
+    ("--from_images {tmp}/nowhere", "is neither a file nor a folder of files"),
     ("--output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
 ]
 
@@ -264,7 +264,7 @@ def test_what_the_model_cannot_do(mean_run: Path, tmp_path: Path) -> None:
     plain = build_flow({**labelled, "network": network, "guidance_scale": 1.0}, "a test")
     files = {checkpoint.MODEL_FILE: plain.network.state_dict()}
     checkpoint.save(tmp_path / "checkpoints", 1, files, {FLOW_FILE: describe(plain)})
-    assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without labels")
+    assert_refused("sample.py", 1, f"--checkpoint {tmp_path} --classes cat", "was trained without such a condition")
 
 
 def test_pictures_of_an_earlier_call_are_not_mixed_in(run: Path, tmp_path: Path) -> None:

@@ -267,7 +267,7 @@ def test_other_measurements_are_refused(folder: Path, runs: Path, program_flags:
         "sample.py",
         1,
         f"--checkpoint {runs}/one --from_images {folder}/floats --output_dir {tmp_path}/x",
-        "has no .tif files like the training data: pass another folder",
+        "is neither a file nor a folder of files",
     )
 
 

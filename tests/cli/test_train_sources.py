@@ -301,7 +301,7 @@ def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: P
         ("--from_images {0}/from --reverse --path strip", "--path has no effect"),
         ("--from_images {0}/from --output_dir {0}/from", "has the pictures of --from_images"),
         ("--variants 2", "--variants has no effect without --from_images"),
-        ("--from_images {0}/nowhere", "neither a picture nor a folder of pictures"),
+        ("--from_images {0}/nowhere", "neither a file nor a folder of files"),
     ],
 )
 def test_flags_of_samples_that_do_not_fit_are_refused(
