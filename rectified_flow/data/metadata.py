@@ -295,7 +295,7 @@ def choose_columns(table: Table, wanted: Sequence[str], types: Mapping[str, str]
             raise UsageError(f"--condition_on {column} does not exist in {source}: its columns are {has}")
     for column in types:
         if column not in columns:
-            raise UsageError(f"--condition_types {column} is missing from --condition_on: add it there")
+            raise UsageError(f"--condition_types {column} is not in --condition_on, with {', '.join(columns) or has}")
     registered = [find("condition_types", WrittenCondition, name) for name in names(WrittenCondition)]
     kinds = {kind.column_type: kind for kind in registered}
     chosen = list[ColumnSpec]()

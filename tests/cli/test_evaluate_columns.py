@@ -103,4 +103,9 @@ def test_columns_that_have_changed(run: Path, pictures: Path, tmp_path: Path) ->
     shutil.copytree(pictures, tmp_path / "pictures")
     (tmp_path / "pictures/metadata.jsonl").unlink()
     flags = f"--checkpoint {run} --dataset_path {tmp_path}/pictures --cache_dir {tmp_path}/cache"
-    assert_refused("evaluate.py", 1, flags, "cannot be read again: --condition_on all needs columns")
+    assert_refused(
+        "evaluate.py",
+        1,
+        flags,
+        "cannot be read again: --condition_types story is not in --condition_on, with none; write",
+    )
