@@ -148,20 +148,16 @@ def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
     trial = larger if _speed(speeds, larger).fits(MEMORY_SHARE * facts.memory) else trial
     speed = _speed(speeds, trial)
     fitting = TRAINED_SHARE * seconds * speed.rate
-    steps = int(min(fitting, facts.limit) / trial.batch)
-    step = trial.batch / speed.rate
+    steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
     if steps < FEWEST_STEPS:
-        raise UsageError(
-            f"--budget {facts.budget} is too short: a step of {trial.batch} images takes {step:.1f} s on this machine; "
-            + _remedy(facts, fitting)
-        )
+        text = f"a step of {trial.batch} images takes {step:.1f} s on this machine; {_remedy(facts, fitting)}"
+        raise UsageError(f"--budget {facts.budget} is too short: {text}")
     settings = settings_of(facts, trial) | intervals(step, speed.rate, facts.seconds, steps)
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
-    settings = {name: value for name, value in settings.items() if name not in facts.fixed}
-    reasons = _reasons(facts, settings, speed, why_network, trial.batch, steps, fitting, samples)
-    return Plan(settings, reasons)
+    reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)
+    return Plan({name: value for name, value in settings.items() if name not in facts.fixed}, reasons)
 
 
 def settings_of(facts: Facts, trial: Trial) -> dict[str, Any]:
@@ -196,11 +192,6 @@ def for_pictures(count: int, *, augmentable: bool = True) -> dict[str, Any]:
 def proposed_share(count: int, least: float = 0.05) -> float:
     """Return the value of ``--holdout`` that holds out enough of ``count`` pictures, between ``least`` and 0.5."""
     return min(0.5, max(least, ceil(100 * HELD_OUT / count) / 100))
-
-
-def more_steps(seconds: float, rate: float, batch: int) -> int:
-    """Return the number of steps by which a finished run continues for a time."""
-    return max(1, int(TRAINED_SHARE * seconds * rate / batch))
 
 
 def intervals(step: float, rate: float, seconds: float, steps: int) -> dict[str, Any]:
@@ -284,40 +275,34 @@ def _choose_samples(facts: Facts, speed: Speed) -> tuple[int, float]:
 
 
 def _reasons(
-    facts: Facts,
-    settings: Mapping[str, Any],
-    speed: Speed,
-    why_network: str,
-    batch: int,
-    steps: int,
-    fitting: float,
-    samples: int,
+    facts: Facts, settings: Mapping[str, Any], speed: Speed, why_network: str, batch: int, fitting: float
 ) -> dict[str, str]:
     """Return the plan in words, by topic."""
 
     def words(*names: str) -> str:
-        return " ".join(command_line({name: settings[name] for name in names if name in settings}))
+        chosen = [name for name in names if name in settings and name not in facts.fixed]
+        return " ".join(command_line({name: settings[name] for name in chosen}))
 
-    images = steps * batch
-    why = "as many as fit into the time" if fitting <= facts.limit else "since longer runs memorise the pictures"
-    if images > 1.01 * facts.passes * facts.pictures and not facts.calls:
+    images, samples = settings["train_num_steps"] * batch, settings.get("teacher_samples", 0)
+    limited, copies = fitting > facts.limit, images > 1.01 * facts.passes * facts.pictures and not facts.calls
+    why = "since longer runs memorise the pictures" if limited else "as many as fit into the time"
+    if copies:
         why = f"{images / facts.pictures:,.0f} passes; after {facts.passes:,}, samples become copies of the pictures"
     network = words("dim", "dim_mults", "network_options", "init_from")
-    rates = ("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay")
+    rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
+    few = f"{images:,} images are too few for samples that look like pictures: {_remedy(facts, images)}"
+    draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
     texts = {
         "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains "
         f"{speed.rate:,.1f} images/s in about {speed.memory / 1e9:.1f} GB of memory for each process",
-        "length": f"{steps:,} steps of {batch} = {images:,} images, {why}",
+        "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,
-        "training": f"{words(*rates, 'augment', 'mixed_precision', 'time_options', 'flow_options')} (docs/budget.md)",
+        "training": f"{rates} {words('mixed_precision', 'time_options', 'flow_options')} (docs/budget.md)",
         "outputs": f"{words('sample_every', 'num_samples', 'save_every')}; intervals in steps",
+        "teacher": draws if samples and facts.drawn is None else "",
+        "warning": few if images < MIN_IMAGES and not facts.calls else "",
     }
-    if facts.calls and facts.drawn is None:
-        texts["teacher"] = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
-    if images < MIN_IMAGES and not facts.calls:
-        text = f"{images:,} images are too few for samples that look like pictures"
-        texts["warning"] = f"{text}: {_remedy(facts, images)}"
-    return texts
+    return {topic: text for topic, text in texts.items() if text}
 
 
 def _remedy(facts: Facts, images: float) -> str:

@@ -140,7 +140,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
         planning.print_speed(config, len(items), flow.conditions, flow.space)
         planning.print_dry_run(config, flow, len(items))
         return True
-    callbacks: list[Callback] = [Pace(None)]
+    callbacks: list[Callback] = []
     if evaluation.evaluate_every:
         callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
     return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
@@ -208,7 +208,7 @@ def _train_on_pictures(
         planning.print_dry_run(config, flow, trained if taught is None else taught.count)
         return True
     dataset = _open_rows(config, flow, pictures, state)
-    callbacks: list[Callback] = [Pace(None if budget is None else seconds_of(budget))]
+    callbacks: list[Callback] = [] if budget is None else [Pace(seconds_of(budget))]
     held_out: ImageDataset | None = None
     preview_data: StoreDataset | None = None if taught is None else pictures  # a teacher's data have no texts
     if split is not None:

@@ -1,4 +1,4 @@
-"""Callbacks: measurements at intervals, and a warning about long runs."""
+"""Callbacks: measurements at intervals, and a warning about late runs."""
 
 import time
 from abc import abstractmethod
@@ -14,56 +14,38 @@ from rectified_flow.system.signals import Interrupted
 from rectified_flow.system.terminal import duration
 from rectified_flow.training.trainer import Callback, Trainer
 
-LATE = 1.1
-"""Predicted time of a run, as a multiple of its budget, above which the user is warned."""
-LONGEST_RUN, LONGEST_STEP = 86_400.0, 20.0
-"""Times of a run and of a step on a CPU above which the user is warned [s]."""
+LATE = 1.1  # predicted time of a run, as a multiple of its budget, above which the user is warned
 
 
 class Pace(Callback):
-    """A callback that warns once if a run will exceed its budget, or will take very long on a CPU.
+    """A callback that warns once if a new run will exceed its budget.
 
     Args:
-        budget: time planned for the run [s], or None; ignored if the run is resumed.
+        budget: time planned for the run [s].
     """
 
-    def __init__(self, budget: float | None) -> None:
+    def __init__(self, budget: float) -> None:
         self.budget = budget
-        self._first_step, self._has_warned = 0, False
-        self._began = self._began_second = 0.0
+        self._began: float | None = None
+        self._first = 0.0
 
     def on_start(self, trainer: Trainer) -> None:
-        """Start the clock."""
-        self._first_step, self._began = trainer.state.step, time.perf_counter()
+        """Start the clock, unless the run resumes."""
+        self._began = time.perf_counter() if trainer.state.step == 0 else None
 
     def on_step(self, trainer: Trainer) -> None:
-        """Estimate the remaining time, and warn if it is too long."""
-        now, done = time.perf_counter(), trainer.state.step - self._first_step
+        """Estimate the time of the run after a twentieth of its steps, and warn if it is too long."""
+        now, done, total = time.perf_counter(), trainer.state.step, trainer.total_steps
         if done == 1:
-            self._began_second = now  # the first step also allocates memory and may compile
-        if self._has_warned or done < 2:
+            self._first = now  # the first step also allocates memory and may compile
+        if self._began is None or done < max(5, total // 20):
             return
-        step = (now - self._began_second) / (done - 1)
-        rest = step * (trainer.total_steps - trainer.state.step)
-        if self.budget is not None and self._first_step == 0:
-            whole, enough = now - self._began + rest, max(5, trainer.total_steps // 20)
-            if done >= enough and whole > LATE * self.budget:
-                self._warn(
-                    trainer,
-                    f"this run will take about {duration(whole)} instead of the planned {duration(self.budget)}, "
-                    f"as a step takes {duration(step)} on average: stop other programs on this machine, or start a new "
-                    "run with a longer --budget",
-                )
-        elif self.budget is None and trainer.device.type == "cpu" and (rest > LONGEST_RUN or step > LONGEST_STEP):
-            self._warn(
-                trainer,
-                f"the remaining steps will take about {duration(rest)} on this CPU, {duration(step)} a step: for a run "
-                "of an hour, start a new one with --budget 1h in place of the flags for length and network",
-            )
-
-    def _warn(self, trainer: Trainer, text: str) -> None:
-        self._has_warned = True
-        trainer.run.print(f"warning: {text}")
+        step = (now - self._first) / (done - 1)
+        whole = now - self._began + step * (total - done)
+        if whole > LATE * self.budget:
+            self._began = None
+            text = f"this run will take about {duration(whole)} instead of the planned {duration(self.budget)}"
+            trainer.run.print(f"warning: {text}: stop other programs, or start a new run with a longer --budget")
 
 
 class Measurement(Callback):

@@ -13,24 +13,11 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 
+from rectified_flow.cli import plan
 from rectified_flow.cli.data import build_space
 from rectified_flow.cli.flags.model import STARTER_FOLDER
 from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow, seconds_of
 from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.plan import (
-    MIN_SIDE,
-    STARTER_SIDE,
-    Facts,
-    Method,
-    Plan,
-    Starter,
-    Trial,
-    Unmeasured,
-    for_pictures,
-    more_steps,
-    plan,
-    settings_of,
-)
 from rectified_flow.cli.training.rows import recipe_of
 from rectified_flow.cli.training.teacher import calls_for
 from rectified_flow.condition import ConditionSpecs
@@ -109,11 +96,11 @@ def with_recipe(
         return _with_recorded(config, begun)
     fixed, flags = fixed_flags(config), dict[str, Any]()
     if config.teacher_data is None:
-        flags = for_pictures(count, augmentable=config.data.autoencoder is None)
+        flags = plan.for_pictures(count, augmentable=config.data.autoencoder is None)
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
         if originals is not None and config.data.autoencoder is None and config.data.aspect_ratio == "1:1":
-            multiple = max(MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
+            multiple = max(plan.MIN_SIDE, 2 ** (len(config.network.dim_mults) - 1))
             visible = max if config.data.crop == "none" else min
             side = ceil(visible(originals.width[1], originals.height[1]) / multiple) * multiple
             flags |= {"image_size": side} if side < config.data.image_size else {}
@@ -197,27 +184,27 @@ def with_plan(
     config, why_network = _with_network(config)
     facts = facts_of(config, pictures, time, space, why_network)
     made = planned(
-        facts, lambda trial: training_speed(_with_settings(config, settings_of(facts, trial)), conditions, space)
+        facts, lambda trial: training_speed(_with_settings(config, plan.settings_of(facts, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
     return _with_settings(config, made.settings)
 
 
-def planned(facts: Facts, measure: Callable[[Trial], Speed]) -> Plan:
+def planned(facts: plan.Facts, measure: Callable[[plan.Trial], Speed]) -> plan.Plan:
     """Return the plan of a run, and measure the speeds that it depends on."""
-    speeds: dict[Trial, Speed] = {}
+    speeds: dict[plan.Trial, Speed] = {}
     while True:
         try:
-            return plan(facts, speeds)
-        except Unmeasured as question:
+            return plan.plan(facts, speeds)
+        except plan.Unmeasured as question:
             speeds[question.trial] = measure(question.trial)
 
 
-def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None, why_network: str) -> Facts:
+def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None, why_network: str) -> plan.Facts:
     """Return the facts that the plan of a run depends on. Collective."""
     state, fixed, taught = PartialState(), fixed_flags(config), config.teacher_data
     stored = None if taught is None else on_main(state, lambda: recipe_of(taught))
-    method: Method = "rectified" if isinstance(config, TrainRectifiedFlow) else "mean_flow"
+    method: plan.Method = "rectified" if isinstance(config, TrainRectifiedFlow) else "mean_flow"
     if taught is not None:
         method = "distill" if taught.rows == "paths" else "reflow"
         fixed |= {"teacher_samples"} if taught.count_flag in config.given else set()
@@ -228,9 +215,9 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None,
         precisions = (config.run.mixed_precision,)
     elif stored is not None:
         precisions = ("bf16" if stored.precision == "bf16" else "no",)
-    augment = for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
+    augment = plan.for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
     sides = ((space.shape if space else None) or config.data.framing.shape)[1:]
-    return Facts(
+    return plan.Facts(
         method,
         pictures,
         time,
@@ -330,7 +317,8 @@ def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | No
         state.print(line("extend", text))
         return config
     batch = run.split_batch(state.num_processes).total
-    more = more_steps(seconds_of(time), training_speed(config, conditions, space).rate, batch)
+    rate = training_speed(config, conditions, space).rate
+    more = max(1, int(plan.TRAINED_SHARE * seconds_of(time) * rate / batch))
     text = f"{more:,} steps of {batch} images in {time}, from step {steps:,} to {steps + more:,}"
     state.print(line("extend", text))
     return replaced(config, {"train_num_steps": steps + more})
@@ -354,11 +342,11 @@ def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
     return replaced(config, network), f"the network of {config.network.init_from}" if flags else ""
 
 
-def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> Starter:
+def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
     """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
     if config.network.origin == STARTER_FOLDER:
         return "requested"
     data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
     own_pictures = data.dataset_path is not None and data.space is None
-    suits = isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike and min(sides) >= STARTER_SIDE
+    suits = isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike and min(sides) >= plan.STARTER_SIDE
     return "suited" if suits and config.teacher_data is None else "unsuited"
