@@ -2,6 +2,7 @@
 
 from rectified_flow.condition import Labels as Labels
 from rectified_flow.condition import Picture as Picture
+from rectified_flow.data.build import ImageSource as ImageSource
 from rectified_flow.data.latents import LatentDataset as LatentDataset
 from rectified_flow.data.latents import encode_pictures as encode_pictures
 from rectified_flow.data.open import open_dataset as open_dataset

@@ -13,10 +13,9 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import open_picture
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, open_picture
 
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".gif", ".mov", ".mkv"})
 METADATA_FILE, CAPTION_FILE = "metadata.jsonl", "caption.txt"

@@ -12,11 +12,11 @@ from torch.utils.data import Dataset
 
 from rectified_flow.cli.flags.data import FIELDS, ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import ConditionSpecs, WrittenCondition, as_number
-from rectified_flow.data.build import ImageSource, stored_type
+from rectified_flow.data.build import ImageSource
+from rectified_flow.data.fields import stored_type
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
-from rectified_flow.data.open import find_source, open_dataset, read_table
+from rectified_flow.data.open import find_source, open_images, read_table, space_of_folder
 from rectified_flow.data.pairs import pair_by_name
-from rectified_flow.data.sources.field_folder import FieldFolder, holds_fields
 from rectified_flow.data.store import FieldInfo, ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
@@ -49,7 +49,7 @@ def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSourc
     if config.dataset_path is None and config.dataset in names("dataset"):
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
         opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
-        return (None, opened) if hasattr(opened, "load") else (opened, None)
+        return (None, opened) if isinstance(opened, ImageSource) else (opened, None)
     named = {"dataset_options": config.dataset_options}
     refuse(named, f"has no effect: --dataset {config.dataset} is not a registered dataset; leave it out")
     return None, find_source(**data_arguments_of(config)) if config.is_fields else None
@@ -65,7 +65,7 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
     Raises:
         UsageError: if they cannot be found, read or stored.
     """
-    return open_dataset(**data_arguments_of(config), source=source)
+    return open_images(source, **data_arguments_of(config))
 
 
 def data_arguments_of(config: DataConfig) -> dict[str, Any]:
@@ -85,14 +85,14 @@ def with_field_flags(config: DataConfig, *, may_choose: bool = True) -> DataConf
     """
     folder = config.dataset_path
     is_free = may_choose and config.space is None
-    if is_free and folder is not None and folder.is_dir() and holds_fields(folder):
-        config = replace(config, space=FIELDS)
+    if is_free and folder is not None and folder.is_dir() and (space := space_of_folder(folder)):
+        config = replace(config, space=space)
     if config.is_fields:
         refuse({"autoencoder": config.autoencoder}, f"encodes pictures, and {folder} has measurements: leave it out")
     if not config.is_fields:
         refuse(config.of_fields, "is for measurements: pass --space Fields with it")
     if config.native_size:
-        width, height = cast(FieldFolder, find_source(**data_arguments_of(config))).size
+        width, height = cast(Any, find_source(**data_arguments_of(config))).native_size
         common = gcd(width, height)
         ratio = f"{width // common}:{height // common}"
         return replace(config, image_size=min(width, height), aspect_ratio=ratio, native_size=False)

@@ -16,7 +16,7 @@ from rectified_flow.cli.measures.fields import FIELDS_FILE, check_field_flags, m
 from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
 from rectified_flow.cli.parts import guidance_of, open_trained
 from rectified_flow.data.build import ImageSource
-from rectified_flow.data.open import data_arguments, open_dataset
+from rectified_flow.data.open import data_arguments, open_images
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -201,7 +201,7 @@ def training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | Re
         channels, height, width = shape
         ratio = f"{width}:{height}"
         arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
-    pictures = open_dataset(**arguments | moved)
+    pictures = open_images(**arguments | moved)
     data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
     return _with_conditions(pictures, data, measure, trained)
 

@@ -18,7 +18,7 @@ from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import ConditionSpecs, Labels, Number, WrittenCondition, chosen
 from rectified_flow.data.fields import read_field
 from rectified_flow.data.resizing import fit_field
-from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, find_files
+from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
 from rectified_flow.flags import refuse
@@ -29,7 +29,7 @@ from rectified_flow.spaces.degradations import Degradation, Mask
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB, RGBA
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.pictures import fit, open_picture, upright_size
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
 HALF = 127

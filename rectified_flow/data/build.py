@@ -5,26 +5,19 @@ therefore gets a store of its own.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, astuple
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from rectified_flow.data.framing import Framing, StoreBits
-from rectified_flow.data.resizing import fit_field
-from rectified_flow.data.store import (
-    IMAGES_FILE,
-    FieldInfo,
-    OriginalInfo,
-    StoreWriter,
-    dtype_of,
-    row_size,
-)
+from rectified_flow.data.metadata import Table
+from rectified_flow.data.store import IMAGES_FILE, OriginalInfo, StoreWriter, row_size
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import usable_path
@@ -33,36 +26,71 @@ from rectified_flow.system.pictures import fit, upright_size
 from rectified_flow.system.terminal import progress_bar
 
 KIND = "image store"
-STORE_VERSION = 3
+STORE_VERSION = 4
 REMEDY = "pass a writable folder with --cache_dir"
+Row = np.ndarray[Any, np.dtype[Any]]
 
 
-class ImageSource(Protocol):
-    """A source of images that are to be decoded into a store.
+class PictureRows:
+    """The rows of a store of pictures: uint8, RGB or RGBA. Other data have rows of their own with these members."""
 
-    Optional: ``notes``, lines to print when it is decoded, and ``read_table()``, which returns the columns beside the
-    images (:class:`rectified_flow.data.metadata.Table`). A source of measurements also has ``format``
-    (:class:`rectified_flow.data.fields.FieldFormat`), and its images are arrays ``[c, h, w]``.
-    """
+    def __init__(self, framing: Framing) -> None:
+        self.framing = framing
+        self.file, self.shape = IMAGES_FILE, framing.stored_shape
+        self.key: tuple[Any, ...] = ()
+
+    def fit(self, image: Any) -> tuple[Row, tuple[int, int]]:
+        """Return the row ``[c, h, w]`` of a Pillow image, and the width and height of the image [px]."""
+        size, framing = upright_size(image), self.framing
+        image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
+        return np.asarray(image).transpose(2, 0, 1), size
+
+    def add(self, row: Row) -> None:
+        """Take note of a row that is written."""
+
+    def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
+        """Return further entries of ``info.json`` for the rows of a source with images of some sizes [px]."""
+        return {}
+
+
+class ImageSource:
+    """A source of images that are to be decoded into a store."""
 
     name: str
     """Display name: a hub id or a path."""
+    fingerprint: str
+    """A string that changes whenever the images change."""
+    class_names: Sequence[str] = ()
+    """Class names by label; empty if the images have no labels."""
+    notes: Sequence[str] = ()
+    """Lines to print when the images are decoded."""
 
-    @property
-    def fingerprint(self) -> str:
-        """A string that changes whenever the images change."""
-
-    @property
-    def class_names(self) -> list[str]:
-        """Class names by label; empty if the images have no labels."""
-
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
     def load(self, index: int) -> tuple[Any, int]:
         """Return an image, decoded or not, and its label (-1 for none). Any exception means a broken image."""
+        raise NotImplementedError
 
     def describe(self, index: int) -> str:
         """Describe one image so that a user can find it."""
+        return f"image {index} of {self.name}"
+
+    def name_of(self, index: int) -> str:
+        """Return the name of one image among those of the source."""
+        return str(index)
+
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return the width and height of one image [px]."""
+        return upright_size(self.load(index)[0])
+
+    def read_table(self) -> Table:
+        """Return the columns beside the images."""
+        return Table({}, [""] * len(self))
+
+    def rows(self, framing: Framing, store_bits: StoreBits) -> PictureRows:
+        """Return how the images become rows of a store."""
+        return PictureRows(framing)
 
 
 def default_cache_dir() -> Path:
@@ -100,10 +128,8 @@ def open_store(
             folder is not writable.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
-    row = row_of(source, framing, store_bits)
-    shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images)
-    if hasattr(source, "format"):
-        shaped_by += (row, astuple(source.format))
+    rows = source.rows(framing, store_bits)
+    shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key)
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
@@ -112,115 +138,58 @@ def open_store(
     if not store.is_whole:  # a whole store is read without a lock, even from a read-only cache
         with store.locked(REMEDY):
             if not store.is_whole:  # another process may have built it meanwhile
-                _build(path, source, framing, row, skip_broken_images)
+                _build(path, source, rows, skip_broken_images)
     return path
 
 
-def row_of(source: ImageSource, framing: Framing, store_bits: StoreBits = 32) -> tuple[str, tuple[int, ...]]:
-    """Return the file of a store's rows, and the shape of a row."""
-    if not hasattr(source, "format"):
-        return IMAGES_FILE, framing.stored_shape
-    kind = stored_type(source.format.dtype, store_bits)
-    return f"{Path(IMAGES_FILE).stem}.{kind}", (source.format.channels, *framing.stored_size[::-1])
-
-
-def stored_type(dtype: str, store_bits: StoreBits) -> str:
-    """Return the stored type: integers of up to 16 bits keep theirs, others become float16 or float32."""
-    given = np.dtype(dtype)
-    if given.kind in "iu" and given.itemsize <= 2:
-        return dtype
-    return "float16" if store_bits == 16 or dtype == "float16" else "float32"
-
-
-Decoded = tuple[np.ndarray[Any, Any], int, tuple[int, int]]
-"""The row of the store ``[c, h, w]``, the class or -1, and width and height before the image was resized [px]."""
-
-
-def _build(
-    path: Path, source: ImageSource, framing: Framing, row: tuple[str, tuple[int, ...]], skip_broken_images: bool
-) -> None:
+def _build(path: Path, source: ImageSource, rows: PictureRows, skip_broken_images: bool) -> None:
     """Decode all images into the store, and measure the originals on the way."""
-    name, shape = row
-    store = StoreWriter(path, len(source), {name: shape}, KIND)
-    what, needed = f"{store.length} images of --image_size {framing.size_text}", row_size(name, shape)
+    framing = rows.framing
+    store = StoreWriter(path, len(source), {rows.file: rows.shape}, KIND)
+    what = f"{store.length} images of --image_size {framing.size_text}"
     remedy = "lower --image_size, or pass a --cache_dir with more room"
-    require_disk(store.length * needed, path.parent, what, remedy)
-    labels, broken, values = list[int](), list[str](), ValueRange(shape[0])
-    sizes, contents, enlarged = set[tuple[int, int]](), set[bytes](), 0
+    require_disk(store.length * row_size(rows.file, rows.shape), path.parent, what, remedy)
+    labels, broken, enlarged = list[int](), list[str](), 0
+    sizes, contents = set[tuple[int, int]](), set[bytes]()
     with store.building():
         # Not through a memory map: on a full disk, a write to a memory map crashes the process.
-        with (store.stage / name).open("wb") as file:
-            for index, decoded in enumerate(_decode_all(source, framing, dtype_of(name), skip_broken_images)):
+        with (store.stage / rows.file).open("wb") as file:
+            for index, decoded in enumerate(_decode_all(source, rows, skip_broken_images)):
                 if decoded is None:
                     broken.append(source.describe(index))
                     continue
-                image, label, size = decoded
-                pixels = image.tobytes()
+                row, size, label = decoded
+                pixels = row.tobytes()
                 file.write(pixels)
                 labels.append(label)
                 sizes.add(size)
                 contents.add(blake2b(pixels, digest_size=16).digest())
                 enlarged += framing.enlarges(*size)
-                if hasattr(source, "format"):
-                    values.add(image)
+                rows.add(row)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-        for note in getattr(source, "notes", ()):
+        for note in source.notes:
             tqdm.write(note)
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
         width, height = ([min(sides), max(sides)] for sides in zip(*sizes, strict=True))
-        fields: dict[str, Any] = {}
-        if hasattr(source, "format"):
-            # The size of a pixel, a tag of the files, is no longer true if fields are resized.
-            kept = source.format if sizes == {framing.stored_size} else replace(source.format, pixel_size=None)
-            fields["fields"] = asdict(values.info(source.name, asdict(kept)))
         store.complete(
             np.asarray(labels, dtype=np.int64),
             source=source.name,
             image_size=min(framing.width, framing.height),
-            class_names=source.class_names if min(labels) >= 0 else [],
+            class_names=list(source.class_names) if min(labels) >= 0 else [],
             skipped=broken,
             framing=asdict(framing),
             originals=asdict(OriginalInfo(width, height, enlarged, duplicates=len(labels) - len(contents))),
-            **fields,
+            **rows.info(source.name, sizes),
         )
 
 
-class ValueRange:
-    """The least and greatest known value of each channel, and the number of unknown ones."""
-
-    def __init__(self, channels: int) -> None:
-        self.low, self.high, self.missing = np.full(channels, np.inf), np.full(channels, -np.inf), 0
-
-    def add(self, image: np.ndarray[Any, Any]) -> None:
-        """Add the values of an image ``[c, h, w]``."""
-        flat = image.reshape(len(image), -1)
-        unknown = np.isnan(flat)
-        self.missing += int(unknown.sum())
-        self.low = np.minimum(self.low, np.where(unknown, np.inf, flat).min(axis=1))
-        self.high = np.maximum(self.high, np.where(unknown, -np.inf, flat).max(axis=1))
-
-    def info(self, name: str, files: dict[str, Any]) -> FieldInfo:
-        """Return the properties of all fields of a source.
-
-        Args:
-            name: the name of the source.
-            files: the format of its files.
-
-        Raises:
-            UsageError: if a channel has no known values, or a single one.
-        """
-        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
-            if not least < most:
-                found = "no known value" if least > most else f"the value {least:g} everywhere"
-                raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
-        return FieldInfo(self.low.tolist(), self.high.tolist(), self.missing, files)
+Decoded = tuple[Row, tuple[int, int], int]
+"""The row of an image, its width and height before it was resized [px], and its class or -1."""
 
 
-def _decode_all(
-    source: ImageSource, framing: Framing, dtype: np.dtype[Any], skip_broken_images: bool
-) -> Iterator[Decoded | None]:
+def _decode_all(source: ImageSource, rows: PictureRows, skip_broken_images: bool) -> Iterator[Decoded | None]:
     """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
 
     def decode(index: int) -> Decoded | None:
@@ -229,13 +198,7 @@ def _decode_all(
             classes = len(source.class_names)
             if not -1 <= label < classes:
                 raise UsageError(f"its label is {label}, outside the {classes} classes numbered from 0")
-            if isinstance(image, np.ndarray):
-                size = image.shape[2], image.shape[1]
-                values = fit_field(image, framing.stored_size, pad=framing.crop == "none")
-                return _narrowed(values, dtype), label, size
-            size = upright_size(image)
-            image = fit(image, framing.stored_size, alpha=framing.alpha, pad=framing.crop == "none")
-            return np.asarray(image).transpose(2, 0, 1), label, size
+            return *rows.fit(image), label
         except Exception as error:  # decoders raise exceptions of many types
             if skip_broken_images:
                 return None
@@ -250,16 +213,3 @@ def _decode_all(
             for result in pool.map(decode, range(start, min(start + 256, len(source)))):
                 yield result
                 bar.update()
-
-
-def _narrowed(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return values in the type in which they are stored.
-
-    Raises:
-        ValueError: if a value becomes infinite.
-    """
-    with np.errstate(over="ignore"):
-        stored = values.astype(dtype)
-    if np.isinf(stored).any():
-        raise ValueError(f"its values reach {np.nanmax(np.abs(values)):.3g}, too large for {dtype.name}")
-    return stored

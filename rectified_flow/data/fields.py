@@ -10,6 +10,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from io import BytesIO
@@ -22,6 +23,7 @@ import numpy as np
 from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
+from rectified_flow.data.framing import StoreBits
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import open_regular, printable
 
@@ -38,6 +40,8 @@ LOSSLESS = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBit
 """Compressions of a TIFF file that are read, by their number in the file."""
 REDUCED, MASK, PALETTE = 1, 4, 3
 """Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette in TIFF and PNG."""
+NODATA = 42113
+"""Number of GDAL's tag of the value that stands for "unknown"."""
 PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
 """Number of channels by the number of the colour type in the header of a PNG file."""
 
@@ -79,6 +83,8 @@ class Header:
     """None if the file does not say which axis is that of the channels."""
     pixel_size: PixelSize | None = None
     pages: bool = False
+    integers: str | None = None
+    """The type in the file, if it has a mark for unknown values and they are read as float."""
 
     @property
     def leaves_open(self) -> bool:
@@ -122,6 +128,14 @@ class Header:
 
 Opened = tuple[Header, Callable[[], Array]]
 """The header of a file, and a function that reads the values in the shape of the header, while the file is open."""
+
+
+def stored_type(dtype: str, store_bits: StoreBits) -> str:
+    """Return the stored type: integers of up to 16 bits keep theirs, others become float16 or float32."""
+    given = np.dtype(dtype)
+    if given.kind in "iu" and given.itemsize <= 2:
+        return dtype
+    return "float16" if store_bits == 16 or dtype == "float16" else "float32"
 
 
 def read_header(file: Path) -> Header:
@@ -337,14 +351,29 @@ def _open_tiff(stream: IO[bytes], size: int) -> Opened:
         if each.compression != 1:
             room = _room(size)
     shape = (len(pages), *page.shape) if len(pages) > 1 else page.shape
-    dtype = _check(shape, page.dtype, room)
+    dtype, unknown = _check(shape, page.dtype, room), _nodata(found[0].tags)
+    integers = dtype if unknown is not None and page.dtype.kind != "f" else None
+    if integers:
+        dtype = "float32" if page.dtype.itemsize <= 2 else "float64"  # holds NaN and each of the integers
 
     def read() -> Array:
         planes = [each.asarray(maxworkers=1) for each in pages]
-        return np.stack(planes) if len(planes) > 1 else planes[0]
+        values: Array = np.stack(planes) if len(planes) > 1 else planes[0]
+        if unknown is None:
+            return values
+        with np.errstate(over="ignore"):
+            mark = page.dtype.type(unknown) if page.dtype.kind == "f" else unknown  # rounded as the values are
+        return np.where(values == mark, np.nan, values).astype(dtype)
 
     last = page.axes == "YXS"
-    return Header(".tif", dtype, shape, last, _pixel_size(page.tags), len(pages) > 1), read
+    return Header(".tif", dtype, shape, last, _pixel_size(page.tags), len(pages) > 1, integers), read
+
+
+def _nodata(tags: Any) -> float | None:
+    """Return the value that stands for "unknown" in a GeoTIFF file; None without such a tag."""
+    with suppress(TypeError, ValueError):  # absent, or no number
+        return float(str(tags.valueof(NODATA)).strip("\0 "))
+    return None
 
 
 def _pixel_size(tags: Any) -> PixelSize | None:

@@ -72,8 +72,8 @@ class Table:
         return [(values[row], self.places[row]) for row in (range(len(values)) if self.rows is None else self.rows)]
 
     def subset(self, rows: Sequence[int]) -> "Table":
-        """Return the table of some rows."""
-        return replace(self, rows=rows)
+        """Return the table of some of its rows."""
+        return replace(self, rows=rows if self.rows is None else [self.rows[row] for row in rows])
 
 
 def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:

@@ -1,24 +1,27 @@
 """Open a dataset from the values of flags, and read the metadata and the file names of its pictures."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from accelerate import PartialState
 
 from rectified_flow.data.build import ImageSource, open_store
-from rectified_flow.data.fields import FIELD_SUFFIXES
 from rectified_flow.data.framing import Crop, Framing, StoreBits
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.sources.field_folder import FieldFolder
+from rectified_flow.data.sources import field_folder as _registers_field_folder  # noqa: F401
+from rectified_flow.data.sources.folder import FileFolder, PictureFolder, find_files
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
-from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, ImageFolder, find_files
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive, as_plain
+from rectified_flow.registry import find, names
 from rectified_flow.system.files import check_document, printable, usable_path
+from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
 
 
@@ -36,15 +39,16 @@ def open_dataset(
     fields: bool = False,
     channels_last: bool | None = None,
     store_bits: StoreBits = 32,
+    exclude: Sequence[str] = (),
     source: ImageSource | None = None,
 ) -> ImageDataset:
     """Open a dataset as images of ``image_size`` px, decoding the images first if they are not in a store yet.
 
     Args:
-        dataset: ``synthetic-flowers`` or a hub id; unused if ``dataset_path`` is given.
+        dataset: ``synthetic-flowers``, a hub id or a folder; unused if ``dataset_path`` is given.
         dataset_path: a folder of images, or of a dataset in one of the hub's layouts.
         image_size: short side in pixels.
-        split: split of a hub dataset.
+        split: split of a dataset of the hub, or of a folder with a subfolder per split.
         cache_dir: folder for decoded images; by default the user's cache folder.
         skip_broken_images: skip images that cannot be decoded instead of raising.
         aspect_ratio: width:height.
@@ -54,67 +58,128 @@ def open_dataset(
         fields: read the files of the folder as measurements, in their own type, instead of as uint8 pictures.
         channels_last: whether the last axis of the arrays is that of the channels; by default their shape decides.
         store_bits: most bits of a stored value of measurements.
+        exclude: images to leave out: paths relative to the folder, or numbers of rows.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 
     Raises:
         UsageError: if a path is empty, the ratio does not suit the size, or the images cannot be found, read or stored.
     """
-    arguments = {name: as_plain(value) for name, value in locals().items() if name != "source"}  # the only locals
-    empty = "" in (dataset_path, cache_dir)  # an empty path would mean the current folder
-    if empty:
+    arguments = {name: value for name, value in locals().items() if name != "source"}  # the only locals
+    if dataset_path is None and os.path.isdir(dataset):
+        arguments |= {"dataset": "", "dataset_path": dataset}
+    try:
+        return open_images(source, **arguments)
+    except UsageError as error:
+        raise type(error)(re.sub(r"--(?=[a-z])", "", str(error))) from error  # a flag has the name of its parameter
+
+
+def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset:
+    """Open a dataset by the arguments of :func:`open_dataset`; errors speak of flags."""
+    arguments = {name: as_plain(value) for name, value in given.items()}
+    if "" in (arguments.get("dataset_path"), arguments.get("cache_dir")):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
-    folder, cache = (None if path is None else Path(path) for path in (dataset_path, cache_dir))
-    framing = Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
-    if source is None:
-        source = find_source(**arguments)
-    how: dict[str, Any] = {"skip_broken_images": skip_broken_images, "store_bits": store_bits}
-    store = open_store(source, framing, cache_dir=cache, **how)
+    how = {name: arguments[name] for name in ("skip_broken_images", "store_bits") if name in arguments}
+    cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
+    source = find_source(**arguments) if source is None else _without(source, **arguments)
+    store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
     return ImageDataset(store, arguments)
 
 
-def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
-    """Return the columns beside pictures, a row for each picture of the store.
+def _framing(
+    image_size: int, aspect_ratio: str = "1:1", alpha: bool = False, crop: Crop = "center", **_others: Any
+) -> Framing:
+    """Return the framing that arguments of :func:`open_dataset` ask for."""
+    return Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
+
+
+class Subset(ImageSource):
+    """A source without some of its images.
 
     Args:
-        pictures: the pictures, all of the store.
+        source: all images.
+        exclude: names of the images to leave out.
+
+    Raises:
+        UsageError: if an image does not exist, or none is left.
+    """
+
+    def __init__(self, source: ImageSource, exclude: Sequence[str]) -> None:
+        found = [source.name_of(row) for row in range(len(source))]
+        unknown = [name for name in exclude if name not in {*found}]
+        if unknown:
+            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {source.name}: correct the list")
+        self.source, self.kept = source, [row for row, name in enumerate(found) if name not in {*exclude}]
+        if not self.kept:
+            raise UsageError(f"--exclude leaves no image of {source.name}: shorten the list")
+        self.name, self.class_names = source.name, source.class_names
+        self.fingerprint = f"{source.fingerprint} without {sorted(exclude)}"
+        self.notes = [*source.notes, f"left out {len(exclude)} images by --exclude"]
+        self.rows = source.rows  # type: ignore[method-assign]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def load(self, index: int) -> tuple[Any, int]:
+        """Return an image and its label."""
+        return self.source.load(self.kept[index])
+
+    def describe(self, index: int) -> str:
+        """Describe an image."""
+        return self.source.describe(self.kept[index])
+
+    def name_of(self, index: int) -> str:
+        """Return the name of an image among all of the source."""
+        return self.source.name_of(self.kept[index])
+
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return the width and height of an image [px]."""
+        return self.source.size_of(self.kept[index])
+
+    def read_table(self) -> Table:
+        """Return the columns beside the images."""
+        return self.source.read_table().subset(self.kept)
+
+
+def _without(source: ImageSource, exclude: Sequence[str] = (), **_others: Any) -> ImageSource:
+    return Subset(source, exclude) if exclude else source
+
+
+def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tuple[ImageSource, list[int]]:
+    """Return the source of pictures, and the numbers of its images that are in the store.
+
+    Args:
+        pictures: pictures, some or all of a store.
         source: their source; by default that of the arguments of :func:`open_dataset` that opened them.
 
     Raises:
-        UsageError: if a metadata file is damaged, or the pictures have changed since they were decoded.
+        UsageError: if the images have changed since they were decoded.
     """
     given, broken = pictures.arguments, {*pictures.info.skipped}
-    if source is None:
-        source = find_source(**given)
-    table = source.read_table() if hasattr(source, "read_table") else Table({}, [""] * len(source))
+    source = find_source(**given) if source is None else _without(source, **given)
     rows = [row for row in range(len(source)) if source.describe(row) not in broken]
-    if len(rows) != len(pictures):
-        found = f"{source.name} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
+    if len(rows) != pictures.info.length:
+        found = f"{source.name} has {len(rows)} intact pictures, and had {pictures.info.length} when they were decoded"
         raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
+    return source, rows
+
+
+def read_table(pictures: ImageDataset, source: ImageSource | None = None) -> Table:
+    """Return the columns beside pictures, a row for each picture of the store; see :func:`stored_rows`."""
+    source, rows = stored_rows(pictures, source)
+    table = source.read_table()
     for note in table.notes:
         PartialState().print(escaped(f"note: {note}"))
     return table.subset(rows)
 
 
 def picture_names(pictures: ImageDataset) -> list[str]:
-    """Return the path of each picture in its folder; for pictures of other sources the number of its row.
-
-    Args:
-        pictures: pictures, some or all of a store, with the arguments of :func:`open_dataset` that opened them.
-    """
+    """Return the path of each picture in its folder; for pictures of other sources the number of its row."""
     names = [str(row) for row in range(pictures.info.length)]
-    folder, broken = pictures.arguments.get("dataset_path"), {*pictures.info.skipped}
-    if folder is not None and find_dataset_file(Path(folder)) is None:
-        path = Path(folder).resolve()
-        every = [file for file in find_files(path) if file.suffix.lower() in suffixes_of(pictures)]
-        files = [file for file in every if printable(file) not in broken]
-        if len(files) == len(names):  # else the folder has changed since its pictures were decoded
-            names = [printable(file.relative_to(path)) for file in files]
+    with suppress(UsageError):  # the folder has changed since its pictures were decoded
+        if pictures.arguments.get("dataset_path") is not None:
+            source, rows = stored_rows(pictures)
+            names = [source.name_of(row) for row in rows]
     return names if pictures.rows is None else [names[row] for row in pictures.rows]
-
-
-def suffixes_of(pictures: ImageDataset) -> frozenset[str]:
-    """Return the suffixes of the files from which pictures, or measurements, were read."""
-    return IMAGE_SUFFIXES if pictures.info.fields is None else FIELD_SUFFIXES
 
 
 def data_arguments(document: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
@@ -143,21 +208,54 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     Raises:
         UsageError: if it does not exist, or measurements are to be read from something else than a folder of files.
     """
-    skip = arguments.get("skip_broken_images", False)
-    if dataset_path is not None:
-        folder = usable_path("--dataset_path", Path(dataset_path)).resolve()
-        if not folder.is_dir():
-            raise UsageError(f"--dataset_path {folder} is not a folder")
-        if arguments.get("fields"):
-            return FieldFolder(folder, channels_last=arguments.get("channels_last"), skip_unreadable=skip)
-        is_table = find_dataset_file(folder) is not None
-        split = arguments.get("split", "train")
-        return HuggingFaceSource(folder, split) if is_table else ImageFolder(folder, skip_unreadable=skip)
-    if arguments.get("fields"):
+    split, fields = arguments.get("split", "train"), arguments.get("fields", False)
+    if dataset_path is None and fields:
         raise UsageError("--space Fields reads a folder of files: pass it with --dataset_path")
-    if dataset == SYNTHETIC_FLOWERS:
-        ratio, crop = arguments.get("aspect_ratio", "1:1"), arguments.get("crop", "center")
-        return SyntheticFlowers(2 * max(Framing.of(arguments["image_size"], ratio, crop=crop).stored_size))
-    if os.path.isdir(dataset):
+    source: ImageSource
+    if dataset_path is not None:
+        source = _find_folder(Path(dataset_path), fields, split, arguments)
+    elif dataset == SYNTHETIC_FLOWERS:
+        source = SyntheticFlowers(2 * max(_framing(**arguments).stored_size))
+    elif os.path.isdir(dataset):
         raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
-    return HuggingFaceSource(dataset, arguments.get("split", "train"))
+    else:
+        source = HuggingFaceSource(dataset, split)
+    return _without(source, **arguments)
+
+
+def _find_folder(path: Path, fields: bool, split: str, arguments: Mapping[str, Any]) -> ImageSource:
+    """Return the source of a folder."""
+    folder = usable_path("--dataset_path", path).resolve()
+    if not folder.is_dir():
+        what = content_of(folder) if folder.is_file() else None
+        raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
+    if not fields and find_dataset_file(folder) is not None:
+        return HuggingFaceSource(folder, split)
+    how = {"skip_unreadable": arguments.get("skip_broken_images", False), "split": split}
+    if fields:
+        return folder_reader("Fields")(folder, **how, channels_last=arguments.get("channels_last"))
+    source = PictureFolder(folder, **how)
+    for reader, _most, odd in _claims(folder):
+        if odd:
+            found = f"{len(odd)} {reader.kind} are read as pictures, such as {printable(odd[0])}"
+            source.notes.append(f"{found}: pass --space {reader.space} to read {reader.kind}")
+    return source
+
+
+def folder_reader(space: str) -> Any:
+    """Return the class that reads the files of a space from folders."""
+    return next(each for name in names("reader") if (each := find("space", "reader", name)).space == space)
+
+
+def space_of_folder(folder: Path) -> str | None:
+    """Return the space of most files in a folder; None for pictures."""
+    return next((reader.space for reader, is_most, _ in _claims(folder) if is_most), None)
+
+
+def _claims(folder: Path) -> Iterator[tuple[type[FileFolder], bool, list[Path]]]:
+    """Yield each class that reads folders, with its claim on the files of a folder."""
+    unreadable = list[OSError]()  # reported when the files are read
+    files = find_files(folder, unreadable.append)
+    for name in names("reader"):
+        reader = find("space", "reader", name)
+        yield reader, *reader.claim(files)

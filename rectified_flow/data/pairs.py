@@ -4,12 +4,12 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from rectified_flow.data.open import suffixes_of
-from rectified_flow.data.sources.huggingface import find_dataset_file
-from rectified_flow.data.sources.image_folder import find_files
+from rectified_flow.data.build import ImageSource
+from rectified_flow.data.open import stored_rows
+from rectified_flow.data.sources.folder import FileFolder
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.system.files import printable
+from rectified_flow.system.terminal import size_text
 
 
 def pair_by_name(
@@ -20,49 +20,70 @@ def pair_by_name(
     Args:
         target: the folder and the pictures to generate.
         source: the folder and the pictures to start from.
-        skip_unpaired: leave out pictures without a partner, and print their number.
+        skip_unpaired: leave out pictures without a partner of the same shape, and print their number.
 
     Raises:
-        UsageError: if pictures have no partner, and ``skip_unpaired`` is off or none has one.
+        UsageError: if pictures have no partner, or one of another shape, and ``skip_unpaired`` is off or none has one.
     """
-    pictures, sources = target[1], source[1]
-    mine, theirs = names_of(*target), names_of(*source)
-    partners = [theirs.get(name, -1) for name in mine]
-    alone = [name for name, partner in zip(mine, partners, strict=True) if partner < 0]
-    alone += [name for name in theirs if name not in mine]
+    (images, mine), (others, theirs) = _names_of(*target), _names_of(*source)
     where = f"--source_path {source[0]} and --dataset_path {target[0]}"
-    if max(partners) < 0:
+    both = [name for name in mine if name in theirs]
+    alone = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
+    if not both:
         raise UsageError(
             f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
         )
-    if alone:
-        found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}"
-        if not skip_unpaired:
-            raise UsageError(f"{found}: add the partner, or pass --skip_unpaired")
+    unlike = list[str]()
+    if not _is_alike(_one_size(target[1]), _one_size(source[1])):
+        sizes = {name: (images.size_of(mine[name]), others.size_of(theirs[name])) for name in both}
+        unlike = [name for name in both if not _is_alike(*sizes[name])]
+    found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}" if alone else ""
+    remedy = "add the partner"
+    if unlike:
+        shapes = " and ".join(size_text(*size) for size in sizes[unlike[0]])
+        found = f"{len(unlike)} of {len(both)} pairs in {where} differ in shape, such as {unlike[0]} ({shapes})"
+        remedy = "crop both pictures alike"
+    if found and (not skip_unpaired or len(unlike) == len(both)):
+        raise UsageError(f"{found}: {remedy}, or pass --skip_unpaired")
+    if found:
         PartialState().print(f"note: {found}; they are left out")
-    paired = pictures.with_source(sources, partners)
+    numbers = {name: row for row, name in enumerate(theirs) if name not in {*unlike}}
+    partners = [numbers.get(name, -1) for name in mine]
+    paired = target[1].with_source(source[1], partners)
     return paired.subset([row for row, partner in enumerate(partners) if partner >= 0])
 
 
-def names_of(folder: Path, pictures: ImageDataset) -> dict[str, int]:
-    """Return the rows of a store by the names of its files, without suffixes and relative to the folder.
+def _names_of(folder: Path, pictures: ImageDataset) -> tuple[ImageSource, dict[str, int]]:
+    """Return the source of pictures, and its images in the store by their names without suffixes.
 
     Raises:
         UsageError: if the pictures are not files in a folder, or two files differ in their suffixes alone.
     """
-    if not folder.is_dir() or find_dataset_file(folder) is not None:
+    source, rows = stored_rows(pictures)
+    if not isinstance(source, FileFolder):
         raise UsageError(f"--paired pairs files of two folders by name, and {folder} is a dataset: export its pictures")
-    folder, broken, rows = folder.resolve(), {*pictures.info.skipped}, dict[str, int]()
-    for file in find_files(folder, lambda _unreadable: None):
-        name = str(file.relative_to(folder).with_suffix(""))
-        if file.suffix.lower() not in suffixes_of(pictures) or printable(file) in broken:
-            continue
-        if name in rows:
-            raise UsageError(
-                f"--paired needs different names, and another file differs from {file} by its suffix alone"
-            )
-        rows[name] = len(rows)
-    if len(rows) != len(pictures):
-        found = f"{folder} has {len(rows)} intact pictures, and had {len(pictures)} when they were decoded"
-        raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
-    return rows
+    names = dict[str, int]()
+    for row in rows:
+        name = str(Path(source.name_of(row)).with_suffix(""))
+        if name in names:
+            found = f"another file differs from {source.describe(row)} by its suffix alone"
+            raise UsageError(f"--paired needs different names, and {found}")
+        names[name] = row
+    return source, names
+
+
+Size = tuple[int, int]
+
+
+def _one_size(pictures: ImageDataset) -> Size | None:
+    """Return the width and height of all pictures before they were resized [px]; None if they differ."""
+    sides = pictures.info.originals
+    is_one = sides is not None and sides.width[0] == sides.width[1] and sides.height[0] == sides.height[1]
+    return (sides.width[0], sides.height[0]) if sides is not None and is_one else None
+
+
+def _is_alike(one: Size | None, other: Size | None) -> bool:
+    """Return whether two sizes have the same ratio of width to height, up to one pixel."""
+    if one is None or other is None:
+        return False
+    return abs(one[0] * other[1] - one[1] * other[0]) <= max(*one, *other)

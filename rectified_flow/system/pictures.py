@@ -4,20 +4,46 @@ import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageDraw, ImageFont, ImageOps, PngImagePlugin
+from PIL import ExifTags, Image, ImageCms, ImageDraw, ImageFont, ImageOps, PngImagePlugin, UnidentifiedImageError
 from torch import Tensor
 
 from rectified_flow.system.files import open_regular, writing
 from rectified_flow.system.outputs import write_output
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF")
+FORMATS = ["JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "AVIF"]
 """Formats that are opened, whatever a file is called: an EPS file, for one, would start another program."""
+IMAGE_SUFFIXES = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif"}
+OTHER_SUFFIXES = {".psd", ".svg", ".dng", ".cr2", ".nef", ".arw", ".dcm", ".jp2", ".exr", ".zip", ".tar"}
+"""Suffixes of files that may hold pictures and are not read."""
+PLUGINS = {"HEIF": ("pillow_heif.HeifImagePlugin", ".heic", ".heif"), "JXL": ("pillow_jxl", ".jxl")}
+PLUGIN_HINT = "pip install pillow-heif pillow-jxl-plugin to read heic and jxl"
+for _format, (_module, *_suffixes) in PLUGINS.items():
+    try:
+        import_module(_module)  # registers the format with Pillow
+        FORMATS.append(_format)
+        IMAGE_SUFFIXES.update(_suffixes)
+    except ImportError:
+        OTHER_SUFFIXES.update(_suffixes)
+CONTENTS = (
+    (0, b"version https://git-lfs", "a Git LFS pointer; git lfs pull fetches the file"),
+    (0, b"PK\3\4", "a zip archive; unpack it"),
+    (0, b"\x1f\x8b", "a gzip archive; unpack it"),
+    (257, b"ustar", "a tar archive; unpack it"),
+    (128, b"DICM", "a DICOM file; convert it to PNG or TIFF"),
+    *((4, b"ftyp" + kind, f"a HEIC picture; {PLUGIN_HINT}") for kind in (b"heic", b"heix", b"mif1", b"msf1")),
+    *((0, mark, f"a JPEG XL picture; {PLUGIN_HINT}") for mark in (b"\0\0\0\x0cJXL ", b"\xff\x0a")),
+    (0, b"<", "text such as a web page"),
+)
+"""Files that are taken for pictures: the place of a mark, the mark, and what to do."""
+SRGB = ImageCms.createProfile("sRGB")
+
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY
 """A PNG may hold a long text, such as the settings of the program that made it; all texts have a limit together."""
 TURNED = (5, 6, 7, 8)
@@ -41,7 +67,31 @@ def open_picture(source: Path | IO[bytes]) -> Image.Image:
     """
     if isinstance(source, Path):
         open_regular(source).close()
-    return Image.open(source, formats=FORMATS)
+    try:
+        return Image.open(source, formats=FORMATS)
+    except UnidentifiedImageError as error:
+        raise OSError(content_of(source) or str(error)) from error
+
+
+def content_of(source: Path | IO[bytes]) -> str | None:
+    """Return the content of a file that is no picture, and what to do; None if it is unknown."""
+    with open_regular(source) if isinstance(source, Path) else source as file:
+        file.seek(0)
+        head = file.read(512)
+    known = next((found for at, mark, found in CONTENTS if head.startswith(mark, at)), None)
+    return known if head else "the file is empty"
+
+
+def to_srgb(image: Image.Image) -> Image.Image:
+    """Return an image in the colours of sRGB if its file has another colour profile; a damaged profile is ignored."""
+    with suppress(KeyError, OSError, TypeError, ImageCms.PyCMSError):
+        profile = ImageCms.ImageCmsProfile(BytesIO(image.info["icc_profile"]))
+        if "sRGB" not in ImageCms.getProfileDescription(profile):  # else rounding alone would change the pixels
+            if image.mode in ("P", "PA"):
+                image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+            mode = "RGBA" if image.mode == "RGBA" else "RGB"
+            return ImageCms.profileToProfile(image, profile, SRGB, outputMode=mode) or image
+    return image
 
 
 def over_white(image: Image.Image) -> Image.Image:
@@ -74,6 +124,7 @@ def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: 
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
         raise ValueError(f"pixels of mode {image.mode} have no known range")
+    image = to_srgb(image)
     image = image.convert("RGBA") if alpha else over_white(image)
     image = _padded(image, size) if pad else ImageOps.fit(image, size, Image.Resampling.LANCZOS)
     if not alpha:

@@ -12,8 +12,7 @@ import tifffile
 import torch
 from PIL import Image
 
-from rectified_flow.data.open import open_dataset
-from rectified_flow.data.sources.field_folder import holds_fields
+from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.load import load_flow
 from rectified_flow.spaces.fields import Fields
 from tests.programs import assert_refused, program, quick_program
@@ -275,8 +274,8 @@ def test_a_stray_array_does_not_make_pictures_measurements(folder: Path, tmp_pat
     (tmp_path / "photos").mkdir()
     for number in range(3):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"photos/{number}.jpg")
-    assert not holds_fields(tmp_path / "photos")
+    assert not space_of_folder(tmp_path / "photos")
     np.save(tmp_path / "photos/features.npy", np.zeros((3, 16)))
-    assert not holds_fields(tmp_path / "photos")
-    assert holds_fields(folder / "floats")
-    assert holds_fields(folder / "counts")
+    assert not space_of_folder(tmp_path / "photos")
+    assert space_of_folder(folder / "floats")
+    assert space_of_folder(folder / "counts")

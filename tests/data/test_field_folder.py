@@ -17,12 +17,12 @@ import tifffile
 from PIL import Image
 
 from rectified_flow.data.fields import TYPES, is_measured, read_header
+from rectified_flow.data.open import space_of_folder
 from rectified_flow.data.sources.field_folder import (
     FieldFolder,
     FieldFormat,
     encode_field,
     fit_field,
-    holds_fields,
     read_field,
 )
 from rectified_flow.errors import UsageError
@@ -83,7 +83,7 @@ def test_a_field_is_written_and_read_to_the_bit(tmp_path: Path, how: FieldFormat
     assert read.tobytes() == values.tobytes()
     assert read.flags.c_contiguous
     assert read.flags.writeable
-    assert (folder.format, folder.size) == (how, (10, 8))
+    assert (folder.format, folder.native_size) == (how, (10, 8))
     assert FieldFormat(**dataclasses.asdict(folder.format)) == how
 
 
@@ -121,7 +121,7 @@ def test_copies_and_masks_among_the_pages_are_no_channels(tmp_path: Path) -> Non
     with tifffile.TiffWriter(picture) as file:
         file.write(np.zeros((8, 8, 3), np.uint8), photometric="rgb")
         file.write(np.zeros((4, 4, 3), np.uint8), photometric="rgb", subfiletype=1)
-    assert not holds_fields(picture.parent)
+    assert not space_of_folder(picture.parent)
 
 
 def test_the_size_of_pixels_is_the_only_tag_that_is_copied(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int,
     folder = FieldFolder(tmp_path)
     assert len(folder.load(0)[0]) == folder.format.channels == channels
     plural = "s" * (channels > 1)
-    size = f"{folder.size[0]} x {folder.size[1]}"
+    size = f"{folder.native_size[0]} x {folder.native_size[1]}"
     assert folder.notes == [f"read .npy files of shape {shape} as {channels} channel{plural} of {size}"]
 
 
@@ -193,7 +193,7 @@ def test_sizes_may_differ_and_the_first_shape_decides(tmp_path: Path) -> None:
     save(tmp_path / "2.npy", np.zeros((3, 4, 5), np.float32))  # in doubt by itself
     folder = FieldFolder(tmp_path)
     assert [folder.load(index)[0].shape for index in range(2)] == [(3, 16, 20), (3, 4, 5)]
-    assert folder.size == (20, 16)
+    assert folder.native_size == (20, 16)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_subfolders_are_classes_and_metadata_are_columns(tmp_path: Path) -> None
     assert folder.class_names == ["dry", "wet"]
     assert [folder.load(index)[1] for index in range(len(folder))] == [0, 1, 1]
     assert [value for value, _ in folder.read_table().read("depth")] == [None, "3.5", None]
-    assert folder.notes[0] == f"ignored 1 jpg files in {tmp_path.name}: unsupported formats"
+    assert folder.notes[0] == "left out 1 jpg files of other formats, such as photo.jpg"
     assert folder.describe(0) == str(tmp_path / "dry/1.npy")
     save(tmp_path / "stray.npy", np.zeros((4, 4), np.float32))
     assert "no classes: 1 fields are in no subfolder, such as stray.npy" in FieldFolder(tmp_path).notes
@@ -390,7 +390,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UsageError, match=f"needs {package}: pip install tifffile imagecodecs"):
         FieldFolder(tmp_path, skip_unreadable=True)
-    assert holds_fields(tmp_path)
+    assert space_of_folder(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -415,18 +415,18 @@ def test_measurements_are_told_from_pictures(tmp_path: Path, name: str, values: 
     else:
         Image.fromarray(values).save(tmp_path / name)
     (tmp_path / "0.png").write_bytes(b"broken")
-    assert holds_fields(tmp_path) == measured
+    assert bool(space_of_folder(tmp_path)) == measured
     save(tmp_path / "more/0.npy", SMALL)
-    assert holds_fields(tmp_path) == measured, "a stray array beside pictures"
+    assert bool(space_of_folder(tmp_path)) == measured, "a stray array beside pictures"
     for number in (1, 2):
         save(tmp_path / f"more/{number}.npy", SMALL)
-    assert holds_fields(tmp_path)
+    assert space_of_folder(tmp_path)
 
 
 def test_a_folder_of_pages_or_of_nothing(tmp_path: Path) -> None:
-    assert not holds_fields(tmp_path)
+    assert not space_of_folder(tmp_path)
     (tmp_path / "a.tif").write_bytes(tiff(np.zeros((2, 4, 4), np.uint8)))
-    assert holds_fields(tmp_path)
+    assert space_of_folder(tmp_path)
 
 
 def test_a_field_of_the_right_size_is_returned_as_it_is() -> None:

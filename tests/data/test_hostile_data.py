@@ -17,8 +17,8 @@ from PIL import Image
 
 from rectified_flow.data.build import default_cache_dir, open_store
 from rectified_flow.data.open import open_dataset
+from rectified_flow.data.sources.folder import PictureFolder, files_fingerprint
 from rectified_flow.data.sources.huggingface import HuggingFaceSource
-from rectified_flow.data.sources.image_folder import ImageFolder, files_fingerprint
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import DamageError, UsageError
@@ -71,7 +71,7 @@ def test_a_folder_behind_a_link_may_have_a_name_that_is_not_utf8(tmp_path: Path)
     save_picture(tmp_path / LATIN / "1.png")
     (tmp_path / "cafe").symlink_to(tmp_path / LATIN)
     assert open_dataset("", tmp_path / "cafe", image_size=4).description == "caf\\udce9: 1 images of 4 px"
-    with pytest.raises(UsageError, match=r"--dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
+    with pytest.raises(UsageError, match=r"^dataset_path .*/caf\\udce9 cannot be used \(its name is not UTF-8\)"):
         open_dataset("", tmp_path / LATIN, image_size=4)
 
 
@@ -100,7 +100,7 @@ def test_only_regular_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
             server.bind(odd.name)
         else:
             odd.symlink_to("/dev/zero" if kind == "device" else odd)
-        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip"):
+        with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -109,7 +109,7 @@ def test_a_picture_that_may_not_be_read_is_named_or_skipped(tmp_path: Path, monk
     for name in ("1.png", "2.png"):
         save_picture(tmp_path / "pics" / name)
     with refusing(monkeypatch, "2.png"):
-        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): change its rights, or pass --skip_broken"):
+        with pytest.raises(UsageError, match=r"2\.png \(Permission denied\): change its rights, or pass skip_broken"):
             open_dataset("", tmp_path / "pics", image_size=4)
         assert len(open_dataset("", tmp_path / "pics", image_size=4, skip_broken_images=True)) == 1
 
@@ -205,8 +205,8 @@ def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refusal:
         open_dataset("", tmp_path, image_size=4)
     assert str(refusal.value) == (
-        f"--dataset_path {tmp_path} has no image column, only text, size: pass a folder of pictures, or convert a "
-        "column of encoded pictures by datasets' cast_column(NAME, datasets.Image())"
+        f"dataset_path {tmp_path} has no image column, only text, size: pass a folder of pictures, or a table with a "
+        "column of encoded pictures"
     )
     save_picture(tmp_path / "1.png")
     with pytest.raises(UsageError, match=r"train on the 1 image files there, move words\.parquet out of the folder"):
@@ -215,24 +215,24 @@ def test_a_table_of_something_else_than_pictures(tmp_path: Path) -> None:
 
 def test_a_link_in_a_circle_has_a_fingerprint_of_its_own(tmp_path: Path) -> None:
     save_picture(tmp_path / "1.png")
-    before = ImageFolder(tmp_path).fingerprint
+    before = PictureFolder(tmp_path).fingerprint
     (tmp_path / "2.png").symlink_to("2.png")
-    assert ImageFolder(tmp_path).fingerprint != before
+    assert PictureFolder(tmp_path).fingerprint != before
 
 
 def test_pictures_of_other_kinds_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_picture(tmp_path / "pictures/1.png")
-    for name in ("2.HEIC", "3.heic", "4.gif", "5.txt"):
+    for name in ("2.PSD", "3.psd", "4.cr2", "5.txt"):
         (tmp_path / "pictures" / name).write_bytes(b"not read")
-    open_store(ImageFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
-    assert "ignored 2 heic, 1 gif files in pictures: unsupported formats" in "".join(capsys.readouterr())
+    open_store(PictureFolder(tmp_path / "pictures"), 8, cache_dir=tmp_path / "cache")
+    assert "left out 2 psd, 1 cr2 files of other formats, such as 2.PSD" in "".join(capsys.readouterr())
     save_picture(tmp_path / "pictures/a/6.png")
-    source = ImageFolder(tmp_path / "pictures")
+    source = PictureFolder(tmp_path / "pictures")
     assert source.class_names == []
     assert source.notes[1] == "no classes: 1 pictures are in no subfolder, such as 1.png"
     (tmp_path / "pictures/1.png").unlink()
-    source = ImageFolder(tmp_path / "pictures")
+    source = PictureFolder(tmp_path / "pictures")
     assert (source.class_names, len(source.notes)) == (["a"], 1)
     (tmp_path / "pictures/a/6.png").unlink()
-    with pytest.raises(UsageError, match=r"holds no images .*, but 2 heic, 1 gif files of unsupported formats"):
-        ImageFolder(tmp_path / "pictures")
+    with pytest.raises(UsageError, match=r"holds no pictures .*; left out 2 psd, 1 cr2 files"):
+        PictureFolder(tmp_path / "pictures")

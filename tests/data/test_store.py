@@ -18,7 +18,7 @@ from PIL import Image
 
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import open_store
-from rectified_flow.data.sources.image_folder import ImageFolder
+from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.data.sources.synthetic_flowers import SPECIES, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
@@ -175,9 +175,9 @@ def test_a_folder_that_changed_is_another_store(tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
     Image.new("RGB", (8, 8), "red").save(folder / "a.png")
-    first = open_store(ImageFolder(folder), 4, cache_dir=tmp_path)
+    first = open_store(PictureFolder(folder), 4, cache_dir=tmp_path)
     Image.new("RGB", (8, 8), "blue").save(folder / "b.png")
-    second = open_store(ImageFolder(folder), 4, cache_dir=tmp_path)
+    second = open_store(PictureFolder(folder), 4, cache_dir=tmp_path)
     assert len(ImageDataset(first)) == 1
     assert len(ImageDataset(second)) == 2
 
@@ -189,7 +189,7 @@ def test_equal_pictures_have_equal_fingerprints(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), "red").save(tmp_path / name / "a.png")
     os.utime(tmp_path / "there/a.png", (0, 0))
     Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
-    here, there, other = (ImageDataset(open_store(ImageFolder(tmp_path / name), 4)) for name in ("here", "there", ""))
+    here, there, other = (ImageDataset(open_store(PictureFolder(tmp_path / name), 4)) for name in ("here", "there", ""))
     assert here.path != there.path
     assert here.fingerprint == there.fingerprint != other.fingerprint
 
@@ -200,8 +200,8 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
     whole = (tmp_path / "2.png").read_bytes()
     (tmp_path / "2.png").write_bytes(whole[: len(whole) - 25])
     with pytest.raises(UsageError, match=r"broken image .*/2\.png \(.+\): remove it, or pass --skip_broken_images"):
-        open_store(ImageFolder(tmp_path), 4)
-    dataset = ImageDataset(open_store(ImageFolder(tmp_path), 4, skip_broken_images=True))
+        open_store(PictureFolder(tmp_path), 4)
+    dataset = ImageDataset(open_store(PictureFolder(tmp_path), 4, skip_broken_images=True))
     assert len(dataset) == 4
     assert dataset.images.shape == (4, 3, 4, 4)
     assert dataset.images[:, 0, 0, 0].tolist() == [0, 50, 150, 200]
@@ -211,7 +211,7 @@ def test_broken_images_are_named_or_skipped(tmp_path: Path) -> None:
 def test_all_images_broken(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"nothing")
     with pytest.raises(UsageError, match="none of the 1 images"):
-        open_store(ImageFolder(tmp_path), 4, skip_broken_images=True)
+        open_store(PictureFolder(tmp_path), 4, skip_broken_images=True)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -2,10 +2,10 @@
 
 from PIL import Image
 
-from rectified_flow import register
+from rectified_flow import ImageSource, register
 
 
-class Squares:
+class Squares(ImageSource):
     """Pictures by number; any exception of ``load`` means a broken picture."""
 
     name, fingerprint = "squares", "squares, version 1"

@@ -12,7 +12,7 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.data import check_fields
 from rectified_flow.cli.flags.sampling import EvaluateConfig, SolverConfig
-from rectified_flow.data.open import open_dataset, picture_names
+from rectified_flow.data.open import open_images, picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.join import check_equal
@@ -136,7 +136,7 @@ def _groups(
             groups[name] = Pictures(some, picture_names(some))
     for path in config.samples.likelihood or ():
         try:
-            given = open_dataset(**dataset.arguments | {"dataset": "", "dataset_path": path})
+            given = open_images(**dataset.arguments | {"dataset": "", "dataset_path": path})
         except UsageError as error:
             raise UsageError(str(error).replace("--dataset_path", "--likelihood")) from error
         check_fields(space, given, f"--likelihood {path}")

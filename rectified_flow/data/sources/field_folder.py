@@ -1,11 +1,16 @@
 """A folder of fields: measured values in files, with or without a subfolder per class."""
 
+import re
 from collections import Counter
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from rectified_flow.data.build import PictureRows, Row
 from rectified_flow.data.fields import (
     FIELD_SUFFIXES,
     Array,
@@ -16,15 +21,70 @@ from rectified_flow.data.fields import (
     read_field,
     read_header,
     read_values,
+    stored_type,
 )
+from rectified_flow.data.framing import Framing, StoreBits
 from rectified_flow.data.resizing import fit_field
-from rectified_flow.data.sources.image_folder import IMAGE_SUFFIXES, OTHER_SUFFIXES, FileFolder, find_files, is_image
+from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.store import IMAGES_FILE, FieldInfo, dtype_of
 from rectified_flow.errors import UsageError, first_line
+from rectified_flow.registry import register
 from rectified_flow.system.files import printable
+from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 
-__all__ = ["FIELD_SUFFIXES", "FieldFolder", "FieldFormat", "encode_field", "fit_field", "holds_fields", "read_field"]
+__all__ = ["FIELD_SUFFIXES", "FieldFolder", "FieldFormat", "encode_field", "fit_field", "read_field"]
+SAMPLED = 256
+"""Number of pictures whose headers decide whether a folder holds measurements."""
 
 
+class FieldRows(PictureRows):
+    """The rows of a store of measurements, in their own type, with the range of their values."""
+
+    def __init__(self, framing: Framing, how: FieldFormat, store_bits: StoreBits) -> None:
+        super().__init__(framing)
+        self.format, kind = how, stored_type(how.dtype, store_bits)
+        self.file = f"{Path(IMAGES_FILE).stem}.{kind}"
+        self.shape = (how.channels, *framing.stored_size[::-1])
+        self.key = ((self.file, self.shape), astuple(how))
+        self.low, self.high, self.missing = np.full(how.channels, np.inf), np.full(how.channels, -np.inf), 0
+
+    def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
+        """Return the row of a field ``[c, h, w]``, and its width and height [px].
+
+        Raises:
+            ValueError: if a value becomes infinite.
+        """
+        fitted, dtype = fit_field(image, self.framing.stored_size, pad=self.framing.crop == "none"), dtype_of(self.file)
+        with np.errstate(over="ignore"):
+            stored = fitted.astype(dtype)
+        if np.isinf(stored).any():
+            raise ValueError(f"its values reach {np.nanmax(np.abs(fitted)):.3g}, too large for {dtype.name}")
+        return stored, (image.shape[2], image.shape[1])
+
+    def add(self, row: Row) -> None:
+        """Add the values of a row to the range of each channel."""
+        flat = row.reshape(len(row), -1)
+        unknown = np.isnan(flat)
+        self.missing += int(unknown.sum())
+        self.low = np.minimum(self.low, np.where(unknown, np.inf, flat).min(axis=1))
+        self.high = np.maximum(self.high, np.where(unknown, -np.inf, flat).max(axis=1))
+
+    def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
+        """Return the format of the files, and the range of the values.
+
+        Raises:
+            UsageError: if a channel has no known values, or a single one.
+        """
+        for number, (least, most) in enumerate(zip(self.low, self.high, strict=True), 1):
+            if not least < most:
+                found = "no known value" if least > most else f"the value {least:g} everywhere"
+                raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
+        # The size of a pixel, a tag of the files, is no longer true if fields are resized.
+        kept = self.format if sizes == {self.framing.stored_size} else replace(self.format, pixel_size=None)
+        return {"fields": asdict(FieldInfo(self.low.tolist(), self.high.tolist(), self.missing, asdict(kept)))}
+
+
+@register(role="reader")
 class FieldFolder(FileFolder):
     """All fields below ``path``, of one type and number of channels; see :class:`FileFolder` for their classes.
 
@@ -34,11 +94,11 @@ class FieldFolder(FileFolder):
         path: the folder.
         channels_last: whether arrays of three axes are ``[h, w, c]`` rather than ``[c, h, w]``; None to decide it by
             the shape of the first.
-        skip_unreadable: skip subfolders that cannot be read, instead of raising.
+        options: further arguments of :class:`FileFolder`.
 
     Attributes:
         format: how the files hold their fields.
-        size: width and height of the first field [px].
+        native_size: width and height of the first field [px].
         notes: lines on the shape of the arrays, on files that are not read, and on files without a class.
 
     Raises:
@@ -47,10 +107,10 @@ class FieldFolder(FileFolder):
     """
 
     suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES) - FIELD_SUFFIXES
-    kind = noun = "fields"
+    kind, space = "fields", "Fields"
 
-    def __init__(self, path: Path, *, channels_last: bool | None = None, skip_unreadable: bool = False) -> None:
-        super().__init__(path, skip_unreadable=skip_unreadable)
+    def __init__(self, path: Path, *, channels_last: bool | None = None, **options: Any) -> None:
+        super().__init__(path, **options)
         headers = self._read_headers(path)
         undecided = next((file for file, header in headers.items() if header.leaves_open), None)
         if undecided is not None:
@@ -59,11 +119,14 @@ class FieldFolder(FileFolder):
             except UsageError as error:
                 raise UsageError(f"{printable(undecided)} is unclear: {error}") from error
         formats = {file: header.format(channels_last) for file, header in headers.items()}
+        # Files without unknown values are read like those with a mark for them.
+        self._types = {header.integers: header.dtype for header in headers.values() if header.integers}
+        formats = {file: replace(each, dtype=self._types.get(each.dtype, each.dtype)) for file, each in formats.items()}
         _check_agreement(formats)
         first, sizes = next(iter(headers)), {each.pixel_size for each in formats.values()}
         self.channels_last = channels_last
         self.format = replace(formats[first], pixel_size=sizes.pop() if len(sizes) == 1 else None)
-        self.size = headers[first].size(channels_last)
+        self.native_size = headers[first].size(channels_last)
         shown = undecided or first
         width, height = headers[shown].size(channels_last)
         self.notes.append(
@@ -82,9 +145,34 @@ class FieldFolder(FileFolder):
             Exception: of many types, if the file is broken.
         """
         values = read_values(self.files[index], self.channels_last)
+        values = values.astype(self._types.get(values.dtype.name, values.dtype))
         if (values.dtype.name, len(values)) != (self.format.dtype, self.format.channels):
             raise ValueError("it has changed since the folder was opened")
         return values, self._labels[index]
+
+    def size_of(self, index: int) -> tuple[int, int]:
+        """Return the width and height of a field [px]."""
+        return read_header(self.files[index]).size(self.channels_last)
+
+    def rows(self, framing: Framing, store_bits: StoreBits) -> FieldRows:
+        """Return how the fields become rows of a store."""
+        return FieldRows(framing, self.format, store_bits)
+
+    @classmethod
+    def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:
+        """Return whether most files of a folder are measurements, by the headers of some, and some measurements.
+
+        Files ``NAME*.npz`` beside a picture ``NAME`` are the caches of other programs.
+        """
+        pictures = [*filter(is_image, files)]
+        stems = {(file.parent, file.stem) for file in pictures}
+        arrays = [file for file in files if file.suffix.lower() in (".npy", ".npz") and not _is_cache(file, stems)]
+        found = dict[Path, bool]()
+        for file in pictures[:: 1 + len(pictures) // SAMPLED]:
+            with suppress(Exception):  # of many types, about a broken picture
+                found[file] = is_measured(file)
+        measured = [file for file, answer in found.items() if answer]
+        return len(arrays) > len(pictures) or 2 * len(measured) > len(found), measured
 
     def _read_headers(self, path: Path) -> dict[Path, Header]:
         """Return the headers of all files that have a readable one."""
@@ -124,18 +212,7 @@ def _check_agreement(formats: dict[Path, FieldFormat]) -> None:
         raise UsageError(f"{found} {differ}: move it out of the folder, or convert it")
 
 
-def holds_fields(folder: Path) -> bool:
-    """Return whether a folder holds measurements, and not pictures, by the headers of its files.
-
-    A folder holds them if it has more numpy files than pictures, or if its first picture with an intact header holds
-    measurements (:func:`rectified_flow.data.fields.is_measured`).
-    """
-    unreadable = list[OSError]()  # reported when the files are read
-    files = find_files(folder, unreadable.append)
-    arrays, pictures = [file for file in files if file.suffix.lower() in (".npy", ".npz")], [*filter(is_image, files)]
-    if len(arrays) > len(pictures):
-        return True
-    for file in pictures:
-        with suppress(Exception):  # of many types, about a broken picture: the next decides
-            return is_measured(file)
-    return False
+def _is_cache(file: Path, stems: Collection[tuple[Path, str]]) -> bool:
+    """Return whether an archive of arrays has the name of a picture beside it, and a suffix such as ``_sd``."""
+    ends = [found.start() for found in re.finditer(r"[\W_]", file.stem)] + [len(file.stem)]
+    return file.suffix.lower() == ".npz" and any((file.parent, file.stem[:end]) in stems for end in ends)

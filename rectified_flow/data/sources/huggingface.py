@@ -7,13 +7,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from PIL import Image
 
+from rectified_flow.data.build import ImageSource
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.sources.image_folder import files_fingerprint, find_files, find_images
+from rectified_flow.data.sources.folder import files_fingerprint, find_files, is_image
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import printable
-from rectified_flow.system.pictures import open_picture
+from rectified_flow.system.pictures import content_of, open_picture
 
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")
 TABLE_SUFFIXES = frozenset({".parquet", ".arrow"})
@@ -21,7 +23,7 @@ MOST_CLASSES = 100_000
 """Largest number of classes in a column of numbers without names; larger numbers are dates or ids."""
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(ImageSource):
     """The image column, and the label column if there is one, of a dataset that ``datasets`` reads.
 
     Args:
@@ -39,14 +41,14 @@ class HuggingFaceSource:
             self.name, self._flag = f"{printable(source.name)} {split}", f"--dataset_path {source}"
 
     @cached_property
-    def fingerprint(self) -> str:
+    def fingerprint(self) -> str:  # type: ignore[override]
         """Hash of the files, or of the rows of a hub dataset."""
         if isinstance(self.source, Path):  # so that an existing store opens without loading the dataset
             return f"{files_fingerprint(self.source, find_files(self.source))} {self.split}"
         return f"{self.source} {self.split} {self._rows._fingerprint}"
 
     @cached_property
-    def class_names(self) -> list[str]:
+    def class_names(self) -> list[str]:  # type: ignore[override]
         """Names of the classes by label; empty without a label column."""
         if self._label_column is None:
             return []
@@ -66,7 +68,7 @@ class HuggingFaceSource:
     def load(self, index: int) -> tuple[Image.Image, int]:
         """Return the undecoded image of a row, and its label or -1."""
         row = self._rows[index]
-        image = row[_image_columns(self._rows)[0]] or {"bytes": b"", "path": None}
+        image = row[_columns(self._rows, "Image")[0]] or {"bytes": b"", "path": None}
         content = self._find_file(image["path"]) if image["bytes"] is None else io.BytesIO(image["bytes"])
         label = row.get(self._label_column)
         return open_picture(content), -1 if label is None else int(label)
@@ -79,7 +81,7 @@ class HuggingFaceSource:
         """Return the columns beside the images, with the names of classes."""
         import datasets
 
-        rows = self._rows.remove_columns(_image_columns(self._rows))
+        rows = self._rows.remove_columns(_columns(self._rows, "Image"))
 
         def read(name: str) -> list[Any]:
             feature, values = rows.features[name], list(rows[name])
@@ -108,12 +110,9 @@ class HuggingFaceSource:
 
     @cached_property
     def _label_column(self) -> str | None:
-        import datasets
-
         kinds = self._rows.features
-        classes = [column for column, feature in kinds.items() if isinstance(feature, datasets.ClassLabel)]
         integers = [name for name in ("label", "labels") if "int" in getattr(kinds.get(name), "dtype", "")]
-        return next(iter(classes + integers), None)
+        return next(iter(_columns(self._rows, "ClassLabel") + integers), None)
 
     @cached_property
     def _rows(self) -> Any:
@@ -124,23 +123,18 @@ class HuggingFaceSource:
         if self.split not in splits:
             raise UsageError(f"{self.source} has no split {self.split!r}: pass one of {', '.join(splits)}")
         rows = splits[self.split]
-        columns = _image_columns(rows)
+        kinds = rows.features.items()
+        columns = _columns(rows, "Image") or [name for name, kind in kinds if _holds_pictures(rows, name, kind)]
         if not columns:
-            found, advice = ", ".join(rows.features), self._find_other_pictures()
-            cast = "convert a column of encoded pictures by datasets' cast_column(NAME, datasets.Image())"
-            raise UsageError(f"{self._flag} has no image column, only {found}: {advice}, or {cast}")
+            found, table = ", ".join(rows.features), isinstance(self.source, Path) and find_dataset_file(self.source)
+            pictures = [*filter(is_image, find_files(self.source))] if isinstance(self.source, Path) else []
+            advice = "pass a folder of pictures, or a table with a column of encoded pictures"
+            if pictures and table:
+                advice = f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
+            raise UsageError(f"{self._flag} has no image column, only {found}: {advice}")
         for column in columns:
             rows = rows.cast_column(column, datasets.Image(decode=False))
         return rows
-
-    def _find_other_pictures(self) -> str:
-        """Return the remedy for a dataset without an image column."""
-        if isinstance(self.source, str):
-            return "pass another dataset"
-        pictures, table = find_images(self.source), find_dataset_file(self.source)
-        if not pictures or table is None:
-            return "pass a folder of pictures"
-        return f"to train on the {len(pictures)} image files there, move {table.name} out of the folder"
 
     def _load(self) -> Any:
         """Return all splits by name."""
@@ -148,6 +142,7 @@ class HuggingFaceSource:
 
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         offline = isinstance(self.source, str) and not _hub_answers(self.source)
+        table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
         datasets.config.HF_HUB_OFFLINE |= offline  # load the cached copy without a minute of retries
         try:
             if isinstance(self.source, str) or not any((self.source / name).exists() for name in SAVED_TO_DISK):
@@ -155,7 +150,7 @@ class HuggingFaceSource:
             saved = datasets.load_from_disk(str(self.source))
             return saved if isinstance(saved, dict) else {"train": saved}
         except Exception as error:  # from datasets, the hub client, the network or the file system
-            reason = f"cannot be read as a dataset ({first_line(error)})"
+            reason = f"cannot be read as a dataset ({(table and content_of(table)) or first_line(error)})"
             if isinstance(self.source, str):
                 why = "there is no network" if offline else f"check the name ({first_line(error)})"
                 instead = "--dataset synthetic-flowers or your own --dataset_path FOLDER"
@@ -163,16 +158,26 @@ class HuggingFaceSource:
             raise UsageError(f"{self._flag} {reason}") from error
 
 
-def _image_columns(rows: Any) -> list[str]:
-    import datasets
+def _columns(rows: Any, kind: str) -> list[str]:
+    """Return the columns of a kind of the library ``datasets``."""
+    return [column for column, feature in rows.features.items() if type(feature).__name__ == kind]
 
-    return [column for column, feature in rows.features.items() if isinstance(feature, datasets.Image)]
+
+def _holds_pictures(rows: Any, column: str, kind: Any) -> bool:
+    """Return whether the first value of a column is an encoded picture, as bytes or with the entry ``bytes``."""
+    if not ("bytes" in kind if isinstance(kind, dict) else getattr(kind, "dtype", "").endswith("binary")):
+        return False
+    value: Any = next(filter(None, rows[column]), None)
+    with suppress(OSError, TypeError):
+        return bool(open_picture(io.BytesIO(value["bytes"] if isinstance(value, dict) else value)))
+    return False
 
 
 def _hub_answers(dataset: str) -> bool:
     """Return whether the hub can be reached. An error response such as "no such dataset" counts as reachable."""
     import huggingface_hub
 
+    PartialState().print(f"reading {dataset} from {huggingface_hub.constants.ENDPOINT}")
     try:
         with suppress(huggingface_hub.errors.HfHubHTTPError):
             huggingface_hub.HfApi().dataset_info(dataset, timeout=10)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from rectified_flow.data.build import ImageSource
 from rectified_flow.data.metadata import Table
 
 SYNTHETIC_FLOWERS = "synthetic-flowers"
@@ -57,7 +58,7 @@ SPECIES = (
 )  # fmt: skip
 
 
-class SyntheticFlowers:
+class SyntheticFlowers(ImageSource):
     """``count`` images of ``side`` px that cycle through the species; image ``i`` is a function of (seed, i)."""
 
     def __init__(self, side: int, *, count: int = 4096, seed: int = 0) -> None:

@@ -1,0 +1,283 @@
+"""Folders of files: which of them are read, and which subfolders are classes."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from os.path import commonpath
+from pathlib import Path
+from typing import ClassVar
+
+from PIL import Image
+from tqdm.auto import tqdm
+
+from rectified_flow.data.build import ImageSource
+from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
+from rectified_flow.errors import UsageError
+from rectified_flow.registry import register
+from rectified_flow.system.files import printable
+from rectified_flow.system.pictures import (
+    IMAGE_SUFFIXES,
+    OTHER_SUFFIXES,
+    PLUGIN_HINT,
+    PLUGINS,
+    content_of,
+    open_picture,
+)
+
+BYPRODUCTS = {
+    *("@eadir", "@recycle", "@recently-snapshot", "@__thumb", "@tmp", "#recycle", "#snapshot", "$recycle.bin"),
+    *("recycler", "system volume information", "__macosx", "lost+found", "network trash folder", "temporary items"),
+    *("files_trashbin", "__pycache__", "node_modules"),
+}
+"""Folders that photo servers, file servers and systems create, in lower case; names with a dot in front are others."""
+SPLITS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
+    **dict.fromkeys(("test", "testing", "pred", "prediction"), "test"),
+}
+"""Words in the names of subfolders for the splits of a dataset."""
+PICTURES = {"image", "images", "img", "imgs", "jpegimages", "pictures", "photos"}
+COMPANIONS = {
+    *("label", "labels", "mask", "masks", "annotation", "annotations", "gt", "ground_truth", "groundtruth"),
+    *("segmentation", "segmentations", "segmentationclass", "segmentationobject", "depth", "bbox", "bboxes", "json"),
+}
+"""Subfolders with the pictures of a dataset, and with what belongs to them; neither are classes."""
+
+
+class FileFolder(ImageSource):
+    """All files of a kind below ``path``. If every file is in a subfolder, its class is the name of the topmost one.
+
+    Of the splits of a dataset, only one is read, and of subfolders such as ``images`` and ``labels`` only the first.
+
+    Args:
+        path: the folder.
+        skip_unreadable: skip subfolders that cannot be read, instead of raising.
+        split: the split to read if subfolders have the names of splits.
+
+    Raises:
+        UsageError: if the folder cannot be read or contains no such files, or its subfolders may be splits or classes.
+    """
+
+    notes: list[str]
+    suffixes: ClassVar[Collection[str]]
+    """Suffixes of the files to read, in lower case."""
+    other_suffixes: ClassVar[Collection[str]]
+    """Suffixes of files that are not read, and are counted for a note."""
+    kind: ClassVar[str]
+    """Name of the files in the plural."""
+    space: ClassVar[str]
+    """Name of the space of the files."""
+
+    def __init__(self, path: Path, *, skip_unreadable: bool = False, split: str = "train") -> None:
+        self.path, self.name = path, printable(path.name)
+        unreadable, left_out = list[OSError](), list[Path]()
+        everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder, left_out)
+        if unreadable:
+            first = printable(unreadable[0].filename)
+            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
+        found = [file for file in everything if file.suffix.lower() in self.suffixes]
+        self.notes = [*self._left_out(everything, left_out)]
+        if not found:
+            read = ", ".join(sorted(suffix[1:] for suffix in self.suffixes))
+            others = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
+            reason = "; ".join((*self.notes, *others))
+            raise UsageError(f"--dataset_path {path} holds no {self.kind} ({read}) and no datasets files; {reason}")
+        root, files = narrow(path, found, split)
+        rest = sorted({*found} - {*files})
+        if rest:
+            such = printable(rest[0].relative_to(path))
+            self.notes.append(f"left out {len(rest)} {self.kind} of other splits or of labels, such as {such}")
+        if root != path:
+            self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
+        self.files = sorted(files)
+        self._metadata = [
+            file
+            for file in everything
+            if file.name in METADATA_FILES and (file.is_relative_to(root) or root.is_relative_to(file.parent))
+        ]
+        self.fingerprint = files_fingerprint(path, self.files)
+        parts = [file.relative_to(root).parts for file in self.files]
+        stray = [part[0] for part in parts if len(part) == 1]
+        if 0 < len(stray) < len(parts):
+            some = f"{len(stray)} {self.kind} are in no subfolder, such as {printable(stray[0])}"
+            self.notes.append(f"no classes: {some}")
+        classes = [] if stray else sorted({part[0] for part in parts})
+        self.class_names = [printable(name) for name in classes]
+        number = {name: label for label, name in enumerate(classes)}
+        self._labels = [number.get(part[0], -1) for part in parts]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def describe(self, index: int) -> str:
+        """Return the path of a file."""
+        return printable(self.files[index])
+
+    def name_of(self, index: int) -> str:
+        """Return the path of a file, relative to the folder."""
+        return printable(self.files[index].relative_to(self.path))
+
+    def read_table(self) -> Table:
+        """Return the columns of the metadata files among the files.
+
+        Raises:
+            UsageError: if a metadata file is damaged.
+        """
+        return read_metadata(self._metadata, self.files)
+
+    @classmethod
+    def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:
+        """Return whether most of the files of a folder are of this kind, and some of these files."""
+        return False, []
+
+    def _left_out(self, files: Sequence[Path], byproducts: Sequence[Path]) -> list[str]:
+        """Return notes on the files that are not read."""
+        notes, thumbnails = [], [file for file in byproducts if file.suffix.lower() in self.suffixes]
+        if thumbnails:
+            such = printable(thumbnails[0].relative_to(self.path))
+            notes.append(f"left out {len(thumbnails)} hidden files and by-products of systems, such as {such}")
+        others = [file for file in files if file.suffix.lower() in self.other_suffixes]
+        if others:
+            kinds = Counter(file.suffix.lower() for file in others)
+            counted = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds.most_common())
+            hint = f" ({PLUGIN_HINT})" * any(kinds[suffix] for _, *known in PLUGINS.values() for suffix in known)
+            notes.append(f"left out {counted} files of other formats, such as {printable(others[0].name)}{hint}")
+        return notes
+
+
+@register(role="reader")
+class PictureFolder(FileFolder):
+    """All pictures below ``path``; see :class:`FileFolder` for their classes, and for arguments, notes and errors."""
+
+    suffixes, other_suffixes, kind, space = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures", "Pixels"
+
+    def load(self, index: int) -> tuple[Image.Image, int]:
+        """Return an undecoded image, and its label or -1."""
+        return open_picture(self.files[index]), self._labels[index]
+
+
+def narrow(folder: Path, files: Sequence[Path], split: str) -> tuple[Path, list[Path]]:
+    """Return the folder whose subfolders are classes, and the files below it that are read.
+
+    Raises:
+        UsageError: if its subfolders may be splits or classes.
+    """
+    groups = _by_subfolder(folder, files)
+    names = [*filter(None, groups)]
+    chosen = _choose(folder, names, split) if len(names) > (None in groups) else None
+    if chosen is not None:
+        return narrow(folder / chosen, groups[chosen], split)
+    common = Path(commonpath([file.parent for file in files]))
+    if common != folder and None not in _by_subfolder(common, files):  # folders around the classes, as of an archive
+        return narrow(common, files, split)
+    if None in groups:
+        return folder, [*files]
+    return folder, [file for name, some in groups.items() for file in narrow(folder / str(name), some, split)[1]]
+
+
+def _by_subfolder(folder: Path, files: Sequence[Path]) -> Mapping[str | None, list[Path]]:
+    """Return files by the subfolder that they are in; None for those beside the subfolders."""
+    groups: dict[str | None, list[Path]] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts
+        groups.setdefault(parts[0] if len(parts) > 1 else None, []).append(file)
+    return groups
+
+
+def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
+    """Return the one of the subfolders that is to be read; None if they are classes.
+
+    Raises:
+        UsageError: if they may be splits or classes.
+    """
+    splits = {name: _split_of(name) for name in names if name.lower() not in COMPANIONS}
+    [first, *others] = [*splits] or names
+    if not others:
+        is_exact = first.lower() in PICTURES | SPLITS.keys()
+        return first if is_exact or (_split_of(first) and len(names) > 1) else None
+    exact = {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
+    found = {*splits.values()}
+    if len(found - {None}) < 2 or (None in found and len(exact) < 2):
+        return None
+    wanted = [name for name, known in splits.items() if known == split]
+    if len(wanted) == 1 and None not in found:
+        return wanted[0]
+    raise UsageError(
+        f"the subfolders {', '.join(map(printable, names))} of {printable(folder)} may be splits or classes: "
+        f"pass one, such as --dataset_path {printable(folder / (wanted or names)[0])}, or rename them"
+    )
+
+
+def _split_of(name: str) -> str | None:
+    """Return the split that a word in a name stands for, as in ``train2017`` or ``testA``."""
+    words = re.split("[^a-z]+", re.sub("(?<=[a-z])[AB]$", "", name).lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
+
+
+def is_image(file: Path) -> bool:
+    """Return whether a file has the name of an image that can be read."""
+    return file.suffix.lower() in IMAGE_SUFFIXES
+
+
+def refuse_folder(error: OSError) -> None:
+    """Raise a UsageError that names the unreadable folder."""
+    name = printable(error.filename)
+    remedy = "change its rights, or pass --skip_broken_images"
+    raise UsageError(f"the folder {name} cannot be read ({error.strerror}): {remedy}") from error
+
+
+def find_files(
+    folder: Path, on_error: Callable[[OSError], object] = refuse_folder, left_out: list[Path] | None = None
+) -> list[Path]:
+    """Return all files below ``folder``, sorted, without hidden files, by-products of systems, and their folders.
+
+    Links are followed, but each real folder is visited once: under its own name rather than that of a link.
+
+    Args:
+        folder: where to look.
+        on_error: function called with the error of an unreadable folder; the folder is skipped unless it raises.
+        left_out: gets the hidden files and the by-products, if given.
+    """
+    files, visited = list[Path](), set[tuple[int, int]]()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=on_error):
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
+            folders.clear()
+            continue
+        visited.add((status.st_dev, status.st_ino))
+        files += [Path(parent, name) for name in names if not is_byproduct(name)]
+        if left_out is not None:
+            left_out += [Path(parent, name) for name in names if is_byproduct(name)]
+            hidden = [walk for name in folders if is_byproduct(name) for walk in os.walk(os.path.join(parent, name))]
+            left_out += [Path(inner, name) for inner, _, inner_names in hidden for name in inner_names]
+        folders[:] = sorted(
+            (name for name in folders if not is_byproduct(name)),
+            key=lambda name: (os.path.islink(os.path.join(parent, name)), name),
+        )
+    return sorted(files)
+
+
+def is_byproduct(name: str) -> bool:
+    """Return whether a file or folder is hidden, or a by-product of a system, by its name."""
+    return name.startswith(".") or name.lower() in BYPRODUCTS or name.lower().endswith(".lrdata")
+
+
+def files_fingerprint(folder: Path, files: list[Path]) -> str:
+    """Hash each file's path relative to ``folder``, its size and its modification time."""
+    digest = blake2b(digest_size=16)
+    for file in files:
+        size, time = _size_and_time(file)
+        digest.update(f"{file.relative_to(folder)}\0{size}\0{time}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _size_and_time(file: Path) -> tuple[int, int]:
+    """Return size [bytes] and time [ns]; a link that leads nowhere, which is a broken image, has its own."""
+    for stat in (os.stat, os.lstat):
+        with suppress(OSError):
+            status = stat(file)
+            return status.st_size, status.st_mtime_ns
+    return -1, -1  # the rights of the folder forbid reading the size and time

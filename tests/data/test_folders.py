@@ -1,0 +1,352 @@
+"""Folders as they lie on disks: splits, labels beside pictures, by-products of systems, formats, and odd files."""
+
+import io
+import struct
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import tifffile
+from PIL import Image
+
+from rectified_flow.data.open import open_dataset, picture_names, space_of_folder
+from rectified_flow.data.pairs import pair_by_name
+from rectified_flow.data.sources.field_folder import FieldFolder, read_field
+from rectified_flow.data.sources.folder import PictureFolder
+from rectified_flow.errors import UsageError
+from rectified_flow.system.pictures import fit, open_picture
+
+SRGB = ((0.4360747, 0.2225045, 0.0139322), (0.3850649, 0.7168786, 0.0971045), (0.1430804, 0.0606169, 0.7141733))
+ADOBE = ((0.60974, 0.31111, 0.01947), (0.20528, 0.62567, 0.06087), (0.14919, 0.06322, 0.74457))
+P3 = ((0.51512, 0.2412, -0.00105), (0.29198, 0.69225, 0.04189), (0.1571, 0.06657, 0.78407))
+
+
+def picture(path: Path, size: tuple[int, int] = (10, 8), colour: tuple[int, ...] = (40, 180, 60), **how: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kind = {".jpg": "JPEG", ".jpeg": "JPEG", ".jfif": "JPEG", ".tif": "TIFF"}.get(path.suffix.lower())
+    Image.new("RGB", size, colour).save(path, kind, **how)
+    return path
+
+
+def profile(primaries: Sequence[Sequence[float]], gamma: float = 2.19921875) -> bytes:
+    """An ICC profile, version 2, of RGB with these primaries (XYZ, D50) and a gamma."""
+    xyz = [b"XYZ \0\0\0\0" + struct.pack(">3i", *(round(65536 * each) for each in row)) for row in primaries]
+    white = b"XYZ \0\0\0\0" + struct.pack(">3i", 63190, 65536, 54061)
+    curve = b"curv\0\0\0\0" + struct.pack(">IHxx", 1, round(256 * gamma))
+    text = b"desc\0\0\0\0" + struct.pack(">I", 6) + b"other\0" + bytes(78) + b"\0\0"
+    content = {b"desc": text, b"wtpt": white, b"rXYZ": xyz[0], b"gXYZ": xyz[1], b"bXYZ": xyz[2]}
+    content |= dict.fromkeys((b"rTRC", b"gTRC", b"bTRC"), curve)
+    table, body, start = b"", b"", 128 + 4 + 12 * len(content)
+    for tag, value in content.items():
+        table += tag + struct.pack(">II", start + len(body), len(value))
+        body += value + bytes(-len(value) % 4)
+    size = struct.pack(">I", start + len(body))
+    head = size + bytes(4) + b"\2\x40\0\0mntrRGB XYZ " + bytes(12) + b"acsp" + bytes(28)
+    return head + struct.pack(">3i", 63190, 65536, 54061) + bytes(48) + struct.pack(">I", len(content)) + table + body
+
+
+LAYOUTS = {
+    "train/cat test/cat train/dog test/dog": (["cat", "dog"], "train/cat train/dog"),
+    "Training/cat Training/dog Validation/cat": (["cat", "dog"], "Training/cat Training/dog"),
+    "train val": ([], "train"),
+    "train2017 val2017": ([], "train2017"),
+    "seg_train/seg_train/sea seg_test/seg_test/sea seg_train/seg_train/ice seg_pred": (
+        ["ice", "sea"],
+        "seg_train/seg_train/ice seg_train/seg_train/sea",
+    ),
+    "images labels": ([], "images"),
+    "images/cat images/dog masks/cat": (["cat", "dog"], "images/cat images/dog"),
+    "train/images train/labels valid/images": ([], "train/images"),
+    "images/train images/val labels/train": ([], "images/train"),
+    "JPEGImages SegmentationClass SegmentationObject": ([], "JPEGImages"),
+    "cat/train cat/test dog/train dog/test": (["cat", "dog"], "cat/train dog/train"),
+    "pets/pets/cat pets/pets/dog": (["cat", "dog"], "pets/pets/cat pets/pets/dog"),
+    "train": ([], "train"),
+    "train test .": ([], "train"),
+    # Names of splits and of labels that are classes.
+    "train bus": (["bus", "train"], "bus train"),
+    "mask no_mask": (["mask", "no_mask"], "mask no_mask"),
+    "steam_train freight_train": (["freight_train", "steam_train"], "freight_train steam_train"),
+    "train_station crash_test park": (["crash_test", "park", "train_station"], "crash_test park train_station"),
+    "trash glass": (["glass", "trash"], "glass trash"),
+    "#cat #dog": (["#cat", "#dog"], "#cat #dog"),
+    "cat": (["cat"], "cat"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_which_subfolders_are_read_and_which_are_classes(tmp_path: Path, layout: str) -> None:
+    for name in layout.split():
+        picture(tmp_path / name / "1.png")
+    classes, read = LAYOUTS[layout]
+    folder = PictureFolder(tmp_path)
+    assert folder.class_names == classes
+    assert [folder.name_of(index) for index in range(len(folder))] == [f"{name}/1.png" for name in read.split()]
+    left = len(layout.split()) - len(read.split())
+    assert (left > 0) == any(f"left out {left} pictures of other splits or of labels" in note for note in folder.notes)
+
+
+@pytest.mark.parametrize("layout", ["test val", "trainA trainB testA testB", "train test cat", "cat/test cat/val dog"])
+def test_subfolders_that_may_be_splits_or_classes_are_refused(tmp_path: Path, layout: str) -> None:
+    for name in layout.split():
+        picture(tmp_path / name / "1.png")
+    with pytest.raises(UsageError, match=r"may be splits or classes: pass one, such as --dataset_path .*, or rename"):
+        PictureFolder(tmp_path)
+
+
+def test_the_split_of_a_folder_can_be_chosen(tmp_path: Path) -> None:
+    for name in ("train/cat/1.png", "train/dog/2.png", "val/cat/3.png", "val/dog/4.png", "val/dog/5.png"):
+        picture(tmp_path / name)
+    assert len(open_dataset(str(tmp_path), image_size=4, split="validation")) == 3
+    assert open_dataset(str(tmp_path), image_size=4).labels.tolist() == [0, 1]
+
+
+BYPRODUCTS = [
+    "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+    "cat/@eaDir/1.jpg/SYNOFILE_THUMB_XL.jpg",
+    "#recycle/1.jpg",
+    "@Recycle/1.jpg",
+    "$RECYCLE.BIN/S-1-5/$R1.jpg",
+    "System Volume Information/1.jpg",
+    "__MACOSX/cat/1.jpg",
+    "cat/._1.jpg",
+    ".thumbnails/1.jpg",
+    ".Trash-1000/files/1.jpg",
+    "cat/.ipynb_checkpoints/1-checkpoint.jpg",
+    ".@__thumb/default1.jpg",
+    "lost+found/1.jpg",
+    "Previews.lrdata/1.jpg",
+]
+
+
+def test_by_products_of_systems_are_left_out_and_counted(tmp_path: Path) -> None:
+    for name in ("cat/1.jpg", "dog/1.jpg", *BYPRODUCTS):
+        picture(tmp_path / name)
+    folder = PictureFolder(tmp_path)
+    assert [folder.name_of(index) for index in range(len(folder))] == ["cat/1.jpg", "dog/1.jpg"]
+    assert folder.class_names == ["cat", "dog"]
+    [note] = folder.notes
+    assert note.startswith(f"left out {len(BYPRODUCTS)} hidden files and by-products of systems, such as ")
+
+
+STORED = {"adobe": (ADOBE, (106, 179, 72)), "p3": (P3, (89, 176, 78)), "srgb": (SRGB, (44, 179, 62))}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("suffix", ["png", "jpg", "webp", "tif"])
+def test_an_embedded_colour_profile_is_converted_to_srgb(tmp_path: Path, name: str, suffix: str) -> None:
+    primaries, stored = STORED[name]
+    file = picture(tmp_path / f"1.{suffix}", colour=stored, icc_profile=profile(primaries))
+    pixels = np.asarray(fit(open_picture(file), (4, 4))).astype(int)
+    assert abs(pixels - (40, 180, 60)).max() <= (12 if suffix in ("jpg", "webp") else 3)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "P", "L", "CMYK"])
+@pytest.mark.parametrize("content", [b"", b"damaged", profile(ADOBE)[:200], profile(ADOBE)])
+def test_pictures_of_other_modes_keep_their_transparency_with_any_profile(
+    tmp_path: Path, mode: str, content: bytes
+) -> None:
+    image = Image.new("RGBA", (8, 8), (100, 100, 100, 128)).convert(mode)
+    image.save(tmp_path / "1.tif", icc_profile=content)
+    pixels = np.asarray(fit(open_picture(tmp_path / "1.tif"), (4, 4), alpha=True)).astype(int)
+    assert abs(pixels[..., :3] - 100).max() <= 3
+    assert np.all(pixels[..., 3] == (128 if mode == "RGBA" else 255))
+
+
+def odd_file(path: Path, name: str) -> None:
+    if name == "0.png":
+        Image.fromarray(np.full((8, 10), 20_000, np.uint16)).save(path / name)
+    elif name == "0.tif":
+        tifffile.imwrite(path / name, np.zeros((2, 8, 10), np.uint8))
+    else:
+        np.savez(path / name, np.zeros((8, 10)))
+
+
+@pytest.mark.parametrize("name", ["0.png", "0.tif"])
+def test_the_majority_decides_whether_files_are_measurements(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd_file(tmp_path, name)
+    for number in range(1, 11):
+        picture(tmp_path / f"{number}.jpg")
+    assert space_of_folder(tmp_path) is None
+    assert len(open_dataset(str(tmp_path), image_size=4, cache_dir=tmp_path / "cache")) == 11
+    said = "".join(capsys.readouterr())
+    assert f"1 fields are read as pictures, such as {tmp_path}/{name}: pass --space Fields to read fields" in said
+
+
+def test_caches_of_captioning_programs_beside_pictures_are_no_data(tmp_path: Path) -> None:
+    for number in range(3):
+        picture(tmp_path / f"{number}.jpg")
+        for end in ("", "_0512x0512_sd", "_te", "-clip"):
+            odd_file(tmp_path, f"{number}{end}.npz")
+    assert space_of_folder(tmp_path) is None
+    for number in range(13, 20):  # no file is called 1.jpg's, such as 1_te.npz
+        odd_file(tmp_path, f"{number}.npz")
+    assert space_of_folder(tmp_path) == "Fields"
+
+
+@pytest.mark.parametrize(("one", "other"), [((60, 40), (40, 40)), ((40, 60), (60, 40)), ((40, 40), (40, 43))])
+def test_pairs_of_different_shapes_are_counted(tmp_path: Path, one: tuple[int, int], other: tuple[int, int]) -> None:
+    for number, size in enumerate((one, (20, 20))):
+        picture(tmp_path / f"a/{number}.png", size)
+        picture(tmp_path / f"b/{number}.png", other if number == 0 else (40, 40))
+    pairs = [(tmp_path / name, open_dataset(str(tmp_path / name), image_size=4)) for name in "ab"]
+    with pytest.raises(UsageError, match=r"1 of 2 pairs in .* differ in shape, such as 0 \(.*\): crop both pictures"):
+        pair_by_name(pairs[0], pairs[1], skip_unpaired=False)
+    assert pair_by_name(pairs[0], pairs[1], skip_unpaired=True).rows.tolist() == [1]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("one", "other"), [((60, 40), (30, 20)), ((100, 67), (50, 33)), ((9, 9), (9, 9))])
+def test_pairs_of_one_shape_may_differ_in_size(tmp_path: Path, one: tuple[int, int], other: tuple[int, int]) -> None:
+    picture(tmp_path / "a/1.png", one)
+    picture(tmp_path / "b/1.png", other)
+    pairs = [(tmp_path / name, open_dataset(str(tmp_path / name), image_size=4)) for name in "ab"]
+    assert len(pair_by_name(pairs[0], pairs[1], skip_unpaired=False)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "float32", "float64"])
+@pytest.mark.parametrize("mark", ["-9999", " 7 \0", "7.0", "nan", "1e400", "none"])
+def test_the_mark_of_a_geotiff_for_unknown_values_is_nan(tmp_path: Path, dtype: str, mark: str) -> None:
+    values = np.arange(80).reshape(8, 10).astype(dtype)
+    if np.dtype(dtype).kind != "u":
+        values[0, 0] = -9999
+    tifffile.imwrite(tmp_path / "1.tif", values, extratags=[(42113, 2, len(mark) + 1, mark, True)])
+    field = read_field(tmp_path / "1.tif", None)
+    unknown = {"-9999": values == values.astype("float64").min(), " 7 \0": values == 7, "7.0": values == 7}
+    expected = np.zeros_like(values, bool) if np.dtype(dtype).kind == "u" and mark == "-9999" else unknown.get(mark)
+    expected = np.zeros_like(values, bool) if expected is None else expected
+    assert (np.isnan(field[0]) == expected).all()
+    assert (field[0][~expected] == values[~expected]).all()
+    if mark == "none":
+        assert field.dtype == dtype
+
+
+def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) -> None:
+    values = np.arange(80, dtype=np.int16).reshape(8, 10)
+    tifffile.imwrite(tmp_path / "1.tif", values, extratags=[(42113, 2, 2, "7", True)])
+    tifffile.imwrite(tmp_path / "2.tif", values)
+    assert FieldFolder(tmp_path).format.dtype == "float32"
+    dataset = open_dataset(str(tmp_path), image_size=8, fields=True, aspect_ratio="5:4", cache_dir=tmp_path / "cache")
+    assert np.isnan(dataset.images).sum(axis=(1, 2, 3)).tolist() == [1, 0]
+    assert dataset.info.fields is not None
+    assert (dataset.info.fields.low, dataset.info.fields.high) == ([0], [79])
+
+
+@pytest.mark.parametrize(
+    ("how", "sentence"),
+    [
+        ({"image_size": 0}, "image_size is 0; it must be above 0"),
+        ({"image_size": 8, "aspect_ratio": "3"}, "aspect_ratio is 3; it must be width:height"),
+        ({"image_size": 8, "cache_dir": ""}, "dataset_path or cache_dir is empty"),
+        ({"image_size": 8, "exclude": ["2.png"]}, r"exclude names 2\.png, which is no image of"),
+        ({"image_size": 8, "exclude": ["1.png"]}, "exclude leaves no image of"),
+    ],
+)
+def test_python_takes_a_folder_and_its_errors_name_parameters(
+    tmp_path: Path, how: dict[str, Any], sentence: str
+) -> None:
+    picture(tmp_path / "1.png")
+    with pytest.raises(UsageError, match=f"^{sentence}"):
+        open_dataset(str(tmp_path), **how)
+    dataset = open_dataset(str(tmp_path), image_size=8)
+    assert open_dataset(**dataset.arguments).path == dataset.path
+
+
+@pytest.mark.parametrize("name", ["1.gif", "1.avif", "1.jfif", "1.jpe", "jpeg.png", "png.jpg", "gif.webp"])
+def test_what_pillow_opens_is_read(tmp_path: Path, name: str) -> None:
+    kind = {"jpeg": "JPEG", "png": "PNG", "gif": "GIF"}.get(Path(name).stem)
+    kind = kind or {".jfif": "JPEG", ".jpe": "JPEG"}.get(Path(name).suffix)
+    frames = [Image.new("RGB", (10, 8), colour) for colour in ((40, 180, 60), (255, 0, 0))]
+    several = {} if kind == "JPEG" else {"save_all": True, "append_images": frames[1:]}
+    frames[0].save(tmp_path / name, kind, **several)
+    [row] = open_dataset(str(tmp_path), image_size=4).images
+    assert abs(row.astype(int).mean(axis=(1, 2)) - (40, 180, 60)).max() < 12, "the first frame"
+
+
+def archive(kind: str) -> bytes:
+    content = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(content, "w") as file:
+            file.writestr("1.png", b"")
+    else:
+        with tarfile.open(fileobj=content, mode="w:gz" if kind == "gz" else "w") as tar:
+            tar.addfile(tarfile.TarInfo("1.png"))
+    return content.getvalue()
+
+
+CONTENTS = {
+    "a Git LFS pointer; git lfs pull fetches the file": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
+    "a zip archive; unpack it": archive("zip"),
+    "a tar archive; unpack it": archive("tar"),
+    "a gzip archive; unpack it": archive("gz"),
+    "a DICOM file; convert it to PNG or TIFF": bytes(128) + b"DICM" + bytes(100),
+    "a HEIC picture; pip install": b"\0\0\0\x18ftypheic" + bytes(100),
+    "a JPEG XL picture; pip install": b"\xff\x0a" + bytes(100),
+    "text such as a web page": b"<!DOCTYPE html><html></html>",
+    "the file is empty": b"",
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_files_that_are_no_pictures_are_named_for_what_they_are(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "all/1.jpg"
+    file.parent.mkdir()
+    file.write_bytes(CONTENTS[content])
+    with pytest.raises(UsageError, match=rf"broken image .*1\.jpg \({content}"):
+        open_dataset(str(file.parent), image_size=4)
+    with pytest.raises(UsageError, match=rf"^dataset_path .*1\.jpg is not a folder, but {content}"):
+        open_dataset("", file, image_size=4)
+    file.rename(file.with_suffix(".unknown"))
+    with pytest.raises(UsageError, match=rf"holds no pictures .*; .*1\.unknown is {content}"):
+        open_dataset(str(file.parent), image_size=4)
+
+
+def test_a_table_that_is_a_pointer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UsageError, match=r"cannot be read as a dataset \(a Git LFS pointer; git lfs pull"):
+        open_dataset(str(tmp_path), image_size=4)
+
+
+@pytest.mark.parametrize("form", ["bytes", "struct", "struct with gaps"])
+def test_columns_of_encoded_pictures_are_read(tmp_path: Path, form: str) -> None:
+    content = picture(tmp_path / "elsewhere/1.png").read_bytes()
+    values: list[Any] = [content] * 3
+    if form != "bytes":
+        values = [{"bytes": content, "path": "1.png"}] * 3
+    if form == "struct with gaps":
+        values[0] = None
+    rows = datasets.Dataset.from_dict({"text": list("abc"), "noise": [b"none"] * 3, "picture": values})
+    (tmp_path / "table").mkdir()
+    rows.to_parquet(tmp_path / "table/train.parquet")
+    how: dict[str, Any] = {"image_size": 4, "skip_broken_images": form == "struct with gaps"}
+    dataset = open_dataset(str(tmp_path / "table"), **how)
+    assert len(dataset) == (2 if form == "struct with gaps" else 3)
+    assert dataset.images[0, :, 0, 0].tolist() == [40, 180, 60]
+
+
+@pytest.mark.parametrize("kind", ["folder", "table"])
+def test_files_can_be_left_out_by_their_names(tmp_path: Path, kind: str) -> None:
+    for number in range(3):
+        picture(tmp_path / f"pics/{'ab'[number % 2]}/{number}.png", colour=(number, 0, 0))
+    (tmp_path / "pics/metadata.csv").write_text("file_name,text\na/0.png,zero\nb/1.png,one\na/2.png,two\n")
+    names = ["a/0.png", "b/1.png"]
+    if kind == "table":
+        files = [tmp_path / "pics" / name for name in ("a/0.png", "a/2.png", "b/1.png")]
+        images = [{"bytes": file.read_bytes(), "path": None} for file in files]
+        rows = datasets.Dataset.from_dict({"image": images, "label": [0, 0, 1]})
+        (tmp_path / "table").mkdir()
+        rows.cast_column("image", datasets.Image()).to_parquet(tmp_path / "table/train.parquet")
+        names = ["0", "2"]
+    folder = tmp_path / ("pics" if kind == "folder" else "table")
+    dataset = open_dataset(str(folder), image_size=4, exclude=names)
+    assert dataset.images[:, 0, 0, 0].tolist() == [2]
+    assert picture_names(dataset) == (["a/2.png"] if kind == "folder" else ["1"])
+    assert len(dataset.class_names) == 2, "labels keep their numbers"
+    assert len(open_dataset(str(folder), image_size=4)) == 3
+    assert len(open_dataset(**dataset.arguments)) == 1
