@@ -24,7 +24,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.features import GREY_LEVELS, average_colours, reference_features
+from rectified_flow.evaluation.features import GREY_LEVELS, RenderedItems, average_colours, reference_features
 from rectified_flow.flags import refuse, replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
@@ -87,14 +87,16 @@ def sample(config: SampleConfig) -> None:
         request = replace(request, names=[f"{Path(name).stem}{PREVIEW}" for name in request.names])
     card = {} if flags.save_pretrained is None else card_of_run(trained, flags.license)
     folder = folder or trained.run_folder / ("generated" if like is None else "like")
+    data = None if flags.nearest is None else _training_data(flags.nearest, trained, state)
     with ExitStack() as held:
         on_main(state, lambda: _claim(folder, flags, _files_of(request, trained.flow), held))
         check_shared(state, {"output_dir": folder})
         settings = _settings_of(config, trained, request)
         state.print(describe(settings, flags, trained, request))
         _write_samples(config, trained, request, settings, folder, state)
-        if flags.nearest is not None:
-            _write_nearest(flags.nearest, trained, [folder / name for name in request.names], state)
+        if data is not None:
+            files = [folder / name for name in request.names]
+            _write_nearest(data, files, state, _metadata(flags, settings, request))
     if flags.save_pretrained is not None and state.is_main_process:
         with writing(f"the model in --save_pretrained {flags.save_pretrained}"):
             write_output(flags.save_pretrained / "grid.png", (folder / "grid.png").read_bytes())
@@ -221,6 +223,7 @@ def _settings_of(config: SampleConfig, trained: Trained, request: SampleRequest)
         guidance=dict(guidance.scales),
         guidance_interval=guidance.interval,
         autoguidance=guidance.autoguidance,
+        mixed_precision=config.model.mixed_precision,
         from_picture=config.samples.from_images is not None,
     )
 
@@ -349,18 +352,26 @@ def _write_path(
     return write_picture(folder / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)), **metadata)
 
 
-def _write_nearest(place: Sequence[Path], trained: Trained, files: Sequence[Path], state: PartialState) -> None:
+def _training_data(place: Sequence[Path], trained: Trained, state: PartialState) -> ImageDataset | RenderedItems:
+    """Open the training pictures of a model, which are in the folder ``place`` if they have moved. Collective.
+
+    Raises:
+        UsageError: if they are not there.
+    """
+    from rectified_flow.cli.evaluate import split_data, training_data  # loads all scores
+
+    measure = MeasureConfig(dataset_path=next(iter(place), None))
+    return split_data(training_data(measure, trained), trained, state)[0]
+
+
+def _write_nearest(
+    data: ImageDataset | RenderedItems, files: Sequence[Path], state: PartialState, metadata: dict[str, Any]
+) -> None:
     """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
 
     The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of
     a training picture or of its mirror image. Collective.
-
-    Raises:
-        UsageError: if the training pictures are not there.
     """
-    from rectified_flow.cli.evaluate import split_data, training_data  # loads all scores
-
-    data, _, _ = split_data(training_data(MeasureConfig(dataset_path=next(iter(place), None)), trained), trained, state)
     colours = average_colours()
     real = reference_features(data, colours)
     if not state.is_main_process:
@@ -376,6 +387,6 @@ def _write_nearest(place: Sequence[Path], trained: Trained, files: Sequence[Path
         for text in (file.name, *(f"{value:.1f}: {names[row]}" for row, value in zip(rows, values, strict=True)))
     ]
     cells = with_texts(torch.cat((shown[:, None], near), dim=1).flatten(0, 1), texts)
-    path = write_picture(files[0].parent / NEAREST_FILE, to_grid(cells, columns=1 + near.shape[1]))
+    path = write_picture(files[0].parent / NEAREST_FILE, to_grid(cells, columns=1 + near.shape[1]), **metadata)
     closest = found.values[:, 0].min()
     tqdm.write(lines({"nearest": f"{path}, the smallest distance is {closest:.1f} of 256 grey levels"}))

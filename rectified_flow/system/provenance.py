@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import parse_document
 from rectified_flow.system.pictures import open_picture
 
@@ -47,6 +47,7 @@ class Provenance:
     guidance: dict[str, float] = field(default_factory=dict)
     guidance_interval: tuple[float, float] = (0.0, 1.0)
     autoguidance: float = 1.0
+    mixed_precision: str = "no"
     from_picture: bool = False
     """Whether the sampling started from another picture, which is not recorded."""
 
@@ -73,8 +74,8 @@ def read_provenance(path: Path) -> Provenance:
     """
     try:
         packet = open_picture(path).info.get("xmp", b"")
-    except OSError as error:
-        raise UsageError(f"--like {path} cannot be read ({error}): pass a generated picture") from error
+    except Exception as error:  # every decoder fails in its own way
+        raise UsageError(f"--like {path} cannot be read ({first_line(error)}): pass a generated picture") from error
     found = re.search(rb'flow:Settings="([^"]*)"', packet)
     if found is None:
         raise UsageError(f"--like {path} does not say how it was generated: pass a picture of sample.py")

@@ -122,6 +122,7 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
         (run, "from/00000.png", "--like needs a single picture that was generated from noise"),
         (run, "nowhere.png", "nowhere.png cannot be read"),
         (run, "made/00000.png --seed 2", "--seed has no effect with --like"),
+        (run, "made/00000.png --solver heun", "--like repeats the settings of a picture: leave the flags of the"),
         (tmp_path / "other", "made/00000.png", "and another model generated this one"),
     ):
         assert_refused("sample.py", 1, f"--checkpoint {checkpoint_} --like {tmp_path}/{like}", words)

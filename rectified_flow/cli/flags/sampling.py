@@ -208,6 +208,10 @@ class SampleConfig(SamplingConfig):
 
     samples: PicturesConfig = field(default_factory=PicturesConfig)
 
+    def __post_init__(self) -> None:
+        if self.samples.like is not None and self.solver != SolverConfig():
+            raise UsageError("--like repeats the settings of a picture: leave the flags of the solver out")
+
 
 @dataclass(frozen=True)
 class EvaluateConfig(SamplingConfig):
