@@ -12,7 +12,7 @@ import os
 import re
 import unicodedata
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -87,7 +87,8 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
         UsageError: if a file cannot be read, has no column ``file_name``, or names a picture twice.
     """
     number = {_normal(file): row for row, file in enumerate(files)}
-    columns, places, absent = dict[str, list[Any]](), [""] * len(files), list[str]()
+    columns = defaultdict[str, list[Any]](lambda: [None] * len(files))
+    places, absent = [""] * len(files), list[str]()
     for path in metadata:
         for line, values in enumerate(_read(path), start=1):
             place = f"row {line} of {printable(path.name)}"
@@ -102,7 +103,7 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
                 raise UsageError(f"{place} names {name} again, after {places[row]}: remove one of the two ({path})")
             places[row] = place
             for column, value in values.items():
-                columns.setdefault(column, [None] * len(files))[row] = value
+                columns[column][row] = value
     if absent and not any(places):
         found = f"no row of {metadata[0]} names a picture in the folder, such as {absent[0]}"
         raise UsageError(f"{found}: write paths relative to the metadata file")
@@ -111,16 +112,19 @@ def read_metadata(metadata: Sequence[Path], files: Sequence[Path]) -> Table:
     alone = [file for file, place in zip(files, places, strict=True) if not place]
     if columns and alone:
         notes.append(f"{len(alone)} pictures have no row in the metadata, such as {printable(alone[0].name)}")
-    return Table(columns, places, notes)
+    return Table(dict(columns), places, notes)
 
 
 def _add_text_files(columns: dict[str, list[Any]], places: list[str], files: Sequence[Path]) -> list[str]:
     """Add the column ``text`` of the files ``NAME.txt`` beside pictures, unless the metadata has it; return notes."""
-    beside = {row: file.with_suffix(".txt") for row, file in enumerate(files) if file.with_suffix(".txt").exists()}
+    listed = {folder: {*os.listdir(folder)} for folder in {file.parent for file in files}}
+    beside = {
+        row: file.with_suffix(".txt") for row, file in enumerate(files) if f"{file.stem}.txt" in listed[file.parent]
+    }
     if beside and TEXT in columns:
         return [f"{TEXT} is a column of the metadata: {len(beside)} .txt files beside the pictures are not read"]
     for row, path in beside.items():
-        columns.setdefault(TEXT, [None] * len(files))[row] = _text_of(path)
+        columns[TEXT][row] = _text_of(path)
         places[row] = " and ".join(filter(None, (places[row], printable(path.name))))
     return []
 
