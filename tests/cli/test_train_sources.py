@@ -274,7 +274,7 @@ def test_other_sources_are_another_run(runs: tuple[str, Path], folders: Path, tm
         ("--source_path {0}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {0}/from --output_dir {0}/from/run", "lies inside --source_path"),
         ("--source_path {0}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),
-        ("--paired", "--paired needs --source_path"),
+        ("--paired", "--paired needs --source_path, the folder of the pictures to start from; cut files with two"),
         ("--source_path {0}/from --skip_unpaired", "--skip_unpaired has no effect without --paired"),
         ("--source_as start", "--source_as has no effect without --source_path or --degrade"),
         ("--source_path {0}/from --paired --coupling ot", "--coupling ot has no effect"),

@@ -22,7 +22,7 @@ resume save_every keep_checkpoints keep_every sample_every num_samples sample_st
 budget extend dry_run verbose look evaluate_every evaluation_samples feature_network stop_when_memorising config import
 interrupted_exit_code source_path paired skip_unpaired degrade source_as source_noise
 condition_on condition_types text_encoder text_tokens
-native_size value_range transform show channels_last store_bits
+native_size value_range transform show channels_last store_bits exclude
 """
 RECTIFIED = (
     SHARED

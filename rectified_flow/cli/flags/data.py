@@ -20,6 +20,7 @@ from rectified_flow.flags import (
     default_is,
     refuse,
 )
+from rectified_flow.system.files import read_lines
 
 FIELDS = "Fields"
 """Name of the space of measurements."""
@@ -74,11 +75,15 @@ class DataConfig(Flags):
     """Fraction of the images to hold out, to detect memorisation."""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded instead of stopping."""
+    exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
+    """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
     """Folder for decoded images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        lists = [read_lines(Path(name)) if name.endswith(".txt") else [name] for name in self.exclude]
+        object.__setattr__(self, "exclude", tuple(name for names in lists for name in names))
         of_pixels = {
             f"aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
             "crop random": self.crop == "random",
@@ -133,7 +138,8 @@ class SourceConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.source_path is None:
-            refuse({"paired": self.paired}, "needs --source_path, the folder of the pictures to start from")
+            halves = "cut files with two pictures side by side into two folders"
+            refuse({"paired": self.paired}, f"needs --source_path, the folder of the pictures to start from; {halves}")
         if not self.paired:
             refuse({"skip_unpaired": self.skip_unpaired}, "has no effect without --paired: leave it out")
         if not self.is_given:

@@ -22,7 +22,7 @@ FOLDERS = ("dataset_path", "cache_dir", "autoencoder", "source_path", "text_enco
 INHERITED = (
     *("dataset", "dataset_options", "image_size", "skip_broken_images", "aspect_ratio", "crop", "alpha"),
     *("space", "space_options", "autoencoder_options", "value_range", "transform", "show"),
-    *("channels_last", "store_bits"),
+    *("channels_last", "store_bits", "exclude"),
     *("paired", "skip_unpaired", "degrade", "source_as", "source_noise"),
     *("condition_on", "condition_types", "text_tokens"),
     *("network", "network_options", "dim", "dim_mults", "dropout", "use_cfg", "prediction"),
