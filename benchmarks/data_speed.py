@@ -23,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from training_speed import write_photographs
 from turns import PEER, Row, Turns, describe_machine, print_rows, ratio, take_turns
 
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.data.build import open_store
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches, GlobalBatch, StreamSampler
+from rectified_flow.data.stream import Batches, StreamSampler
 
 FLOWERS = 8189
 """Number of images in Oxford Flowers."""

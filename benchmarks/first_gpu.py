@@ -37,12 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import describe_machine, forward_flops, multiplication_rate
 
-from rectified_flow.cli import parts
+from rectified_flow.cli import build
+from rectified_flow.cli.config import FlowConfig, NetworkConfig, OneStepConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.flags.data import DataConfig
-from rectified_flow.cli.flags.model import MeanFlowConfig, NetworkConfig
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train import train as run_training
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.stream import Batch
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.flows.flow import Flow, sample_batches
@@ -353,9 +352,9 @@ def build_flow(kind: Kind, size: Size) -> Flow:
     torch.manual_seed(0)
     data, network = DataConfig(image_size=size.image_size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults)
     if kind == "rectified":
-        return parts.build_flow(TrainRectifiedFlow(data, network), {})
-    flags = MeanFlowConfig() if kind == "mean" else MeanFlowConfig(objective=kind)
-    return parts.build_flow(TrainMeanFlow(data, network, flags), {})
+        return build.build_flow(TrainConfig(data, network), {})
+    flags = FlowConfig(flow_options=() if kind == "mean" else (f"objective={kind}",))
+    return build.build_flow(OneStepConfig(data, network, flow=flags), {})
 
 
 def fill_zeros(flow: nn.Module) -> Any:
@@ -459,9 +458,7 @@ def train(bench: Bench, name: str, steps: int) -> Path:
         output_dir=bench.folder / name,
     )
     with quiet():
-        train_rectified_flow(
-            TrainRectifiedFlow(bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults), run=run)
-        )
+        run_training(TrainConfig(bench.data(size), NetworkConfig(dim=size.dim, dim_mults=size.dim_mults), run=run))
     return run.output_dir
 
 

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from step_parts import synchronized
 from turns import Row, Times, describe_machine, is_over, print_rows, ratio
 
-from rectified_flow.cli.flags.data import DataConfig
-from rectified_flow.cli.flags.model import NetworkConfig
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.config import NetworkConfig, TrainConfig
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.open import open_dataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
@@ -72,7 +71,7 @@ def measure_here(flags: Flags, write_to: Path) -> None:
         sample_steps=flags.sample_steps,
         output_dir=write_to.parent / "run",
     )
-    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
+    config = TrainConfig(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size)
     trainer = Trainer(build_flow(config, {}), pictures, run)
     batches = trainer._warm_up_ddp(trainer._batches())

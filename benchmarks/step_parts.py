@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from turns import Row, Times, describe_machine, is_over, print_rows, ratio, wait_for_device
 
-from rectified_flow.cli.flags.data import DataConfig
-from rectified_flow.cli.flags.model import NetworkConfig
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.config import NetworkConfig, TrainConfig
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.open import open_dataset
 from rectified_flow.runs.config import MixedPrecision, TrainingConfig
 from rectified_flow.training.trainer import Trainer
@@ -62,7 +61,7 @@ def open_trainer(flags: Flags, folder: Path) -> Trainer:
         output_dir=folder,
         num_samples=16,
     )
-    config = TrainRectifiedFlow(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
+    config = TrainConfig(DataConfig(image_size=flags.image_size), NetworkConfig(dim=flags.dim), run=run)
     pictures = open_dataset("synthetic-flowers", image_size=flags.image_size, cache_dir=folder)
     trainer = Trainer(build_flow(config, {}), pictures, run)
     path = trainer.run.choose_checkpoint()

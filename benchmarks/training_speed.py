@@ -40,11 +40,10 @@ from turns import (
     take_turns,
 )
 
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.config import NetworkConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.flags.data import DataConfig
-from rectified_flow.cli.flags.model import NetworkConfig
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.runs.config import TrainingConfig
@@ -89,7 +88,7 @@ def write_photographs(folder: Path, count: int) -> None:
         Image.fromarray(picture).crop((0, 0, *PHOTOGRAPH)).save(folder / f"{index:05d}.jpg", quality=90)
 
 
-def train_ours(config: TrainRectifiedFlow, turns: Turns) -> None:
+def train_ours(config: TrainConfig, turns: Turns) -> None:
     """Train with this project's Trainer, a round of steps at a time."""
     join_processes()
     flow = build_flow(config, {})
@@ -164,7 +163,7 @@ def build_contenders(flags: Flags, image_size: int, folder: Path) -> dict[str, C
     def ours(precision: Literal["no", "bf16"], network: NetworkConfig, **settings: Any) -> Contender:
         output_dir = Path(tempfile.mkdtemp(dir=folder))
         run = replace(never, mixed_precision=precision, output_dir=output_dir, **settings)
-        return partial(train_ours, TrainRectifiedFlow(data, network, run=run))
+        return partial(train_ours, TrainConfig(data, network, run=run))
 
     if torch.cuda.is_available():
         shipped = PeerSetup(photographs, image_size, dim=64)

@@ -1,8 +1,9 @@
 """Dataclasses of flags: read from a command line and a file, checked in one place, and written as plain data.
 
 A group of flags is a frozen dataclass that derives from :class:`Flags`. Each field is a flag: its docstring is the help
-text, and its annotation has the type and the bounds. Nothing here imports torch, and pydantic is imported only once a
-value differs from its default, so that ``--help`` answers at once.
+text, and its annotation has the type, the bounds and, by :func:`flag`, what it needs, what it excludes, and whether it
+belongs to this machine. Nothing here imports torch, and pydantic is imported only once a value differs from its
+default, so that ``--help`` answers at once.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import pairwise
@@ -46,16 +47,53 @@ IN_WORDS = {
 }
 """Words of pydantic's messages, and those of the error sentences here."""
 
-OVERRIDES = {
-    "train_num_steps": ("num_epochs",),
-    "num_epochs": ("train_num_steps",),
-    "dataset": ("dataset_path",),
-    "teacher": ("augment", "holdout", "init_from", "autoguidance"),
-    "reflow_from": ("augment", "holdout", "init_from"),
-    "output_dir": ("checkpoint_dir", "pairs_dir", "paths_dir", "resume"),
+
+FORMER_FLAGS = {
+    "reflow_from": "teacher",
+    "reflow_pairs": "teacher_samples",
+    "teacher_paths": "teacher_samples",
+    "reflow_steps": "teacher_steps",
+    "pairs_dir": "teacher_dir",
+    "paths_dir": "teacher_dir",
 }
-"""Flags in the file of ``--config`` that another flag on the command line overrides, too."""
-NOT_RECORDED = ("config", "budget", "extend", "one_step", "dry_run", "verbose", "look")
+"""Flags of commit c5b7768 that have another name now. Flags that no longer exist are left out."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The relations of a flag to other flags; see :func:`flag`."""
+
+    needs: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
+    is_local: bool = False
+    is_recorded: bool = True
+    shapes_training: bool = False
+
+
+def flag(
+    *,
+    needs: str = "",
+    excludes: str = "",
+    replaces: str = "",
+    local: bool = False,
+    recorded: bool = True,
+    shapes_training: bool = False,
+) -> Rule:
+    """Annotate a flag with its relations to other flags.
+
+    Args:
+        needs: names of flags, one of which must be set, too.
+        excludes: names of flags that must not be set, too.
+        replaces: names of recorded flags that the given flag makes meaningless.
+        local: the flag describes this machine, such as the place of a folder: a run that inherits the data of another
+            run may set it.
+        recorded: ``config.json`` keeps the flag.
+        shapes_training: a resumed run with another value trains differently, which is reported.
+    """
+    return Rule(
+        tuple(needs.split()), tuple(excludes.split()), tuple(replaces.split()), local, recorded, shapes_training
+    )
 
 
 @dataclass(frozen=True)
@@ -89,23 +127,17 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     for word, value in pairwise(["", *arguments, "end"]):
-        flag = word if word.startswith("--") else "an argument"
-        if value == "" or flag.endswith("="):  # an empty path would mean the current folder
-            raise UsageError(f"{flag.rstrip('=')} is empty: check whether a variable is unset")
+        name = word if word.startswith("--") else "an argument"
+        if value == "" or name.endswith("="):  # an empty path would mean the current folder
+            raise UsageError(f"{name.rstrip('=')} is empty: check whether a variable is unset")
     words = (word.split("=")[0].lstrip("-").replace("-", "_") for word in arguments if word.startswith("--"))
-    typed = {word.removeprefix("no_") for word in words}
-    flags = _from_file(config_class, arguments, typed)
-    gives_epochs = "num_epochs" in typed or flags.get("num_epochs") is not None
-    if {"num_epochs", "train_num_steps"} <= flag_types(config_class).keys() and gives_epochs:
-        arguments = ["--train_num_steps", "None", *arguments]  # in place of a program's own default
+    given = frozenset(word.removeprefix("no_") for word in words)
     explanation = io.StringIO()
-    default: dict[str, Any] = {"default": replaced(config_class(), flags)} if flags else {}
     try:
         with redirect_stderr(explanation):
             config = tyro.cli(
                 config_class,
                 args=arguments,
-                **default,
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.HelptextFromCommentsOff),
                 use_underscores=True,
@@ -122,10 +154,77 @@ def parse(config_class: type[C], description: str, arguments: Sequence[str] | No
             if end.code == 0:
                 print(_describe_imports(arguments), end="")
         raise
+    file = getattr(getattr(config, "program", None), "config", None)
+    if file is not None:
+        base = _from_file(config_class, file, given)
+        config = based_on(base, config, given)
+    check_rules(config, given)
+    if file is not None:
+        given |= changed_flags(base)
     if hasattr(config, "program"):
-        given = typed | {name for name, value in flags.items() if value not in (None, ())}
-        object.__setattr__(config.program, "given", frozenset(given))
+        object.__setattr__(config.program, "given", given)
     return config
+
+
+def check_rules(config: Any, given: Collection[str] | None = None) -> None:
+    """Check the relations between the flags of a config.
+
+    Args:
+        config: the config.
+        given: names of the flags on the command line, which must not exclude each other; by default all changed flags.
+
+    Raises:
+        UsageError: if a flag is set without one that it needs, or beside one that it excludes.
+    """
+    rules, changed = rules_of(type(config)), changed_flags(config)
+    for name in sorted(changed & rules.keys()):
+        if rules[name].needs and changed.isdisjoint(rules[name].needs):
+            raise UsageError(f"--{name} needs --{' or --'.join(rules[name].needs)}: pass both")
+    set_together = changed if given is None else changed & set(given)
+    for name in sorted(set_together):
+        for other in rules[name].excludes:
+            if other in set_together:
+                raise UsageError(f"--{name} and --{other} exclude each other: pass one")
+
+
+def based_on(base: C, config: C, given: Collection[str]) -> C:
+    """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
+    rules, values, defaults = rules_of(type(base)), values_of(config), values_of(type(base)())
+    excluded = {other for name in {*given} & rules.keys() for other in (*rules[name].excludes, *rules[name].replaces)}
+    excluded |= {name for name, rule in rules.items() if {*given} & {*rule.excludes}}
+    flags = {name: defaults[name] for name in excluded} | {name: values[name] for name in {*given} & values.keys()}
+    return replaced(base, flags)
+
+
+def rules_of(config_class: Any) -> dict[str, Rule]:
+    """Return the rules of all flags by name."""
+    found: dict[str, Rule] = {}
+    for each in fields(config_class):
+        hint = get_type_hints(config_class, include_extras=True)[each.name]
+        if is_dataclass(get_type_hints(config_class)[each.name]):
+            found |= rules_of(get_type_hints(config_class)[each.name])
+        else:
+            found[flag_name(each.name)] = next(filter(_is_rule, getattr(hint, "__metadata__", ())), Rule())
+    return found
+
+
+def changed_flags(config: Any) -> frozenset[str]:
+    """Return the names of the flags that differ from their defaults."""
+    defaults = values_of(type(config)())
+    return frozenset(name for name, value in values_of(config).items() if not _is_default(value, defaults[name]))
+
+
+def values_of(config: Any) -> dict[str, Any]:
+    """Return the values of all flags by name."""
+    values: dict[str, Any] = {}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        values |= values_of(value) if is_dataclass(value) else {flag_name(each.name): value}
+    return values
+
+
+def _is_rule(value: object) -> bool:
+    return isinstance(value, Rule)
 
 
 def replaced(config: C, flags: Mapping[str, Any]) -> C:
@@ -158,9 +257,35 @@ def plain(config: Any, *, paths: bool = True) -> dict[str, Any]:
     return values
 
 
+def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags by name that a document holds: a file of flags, or the ``config.json`` of a run.
+
+    Args:
+        document: ``{data, flow, training}``; ``{run, flags}``, as commit c5b7768 wrote it; or flags alone.
+    """
+    if "training" in document:
+        flags = {**_flat(document["data"]), **document["training"]}
+    elif "run" in document:
+        former = {**document.get("data", {}), **document["run"], **document.get("flags", {})}
+        flags = {FORMER_FLAGS.get(name, name): value for name, value in former.items() if value is not None}
+    else:
+        return dict(document)
+    return flags
+
+
+def _flat(block: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments in a description of nested groups of flags."""
+    flags: dict[str, Any] = {}
+    for name, value in block.items():
+        flags |= _flat(value) if isinstance(value, Mapping) else {name: value}
+    flags.pop("kind", None)
+    return flags
+
+
 def recorded(config: Any) -> dict[str, Any]:
     """Return the flags that a run's ``config.json`` keeps, to start the run again."""
-    return {name: value for name, value in plain(config).items() if name not in NOT_RECORDED}
+    rules = rules_of(type(config))
+    return {name: value for name, value in plain(config).items() if rules[name].is_recorded}
 
 
 def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:
@@ -233,27 +358,18 @@ def _is_default(value: Any, default: Any) -> bool:
     return type(value) is type(default) and value == default  # as True == 1
 
 
-def _from_file(config_class: type, arguments: Sequence[str], typed: set[str]) -> dict[str, Any]:
-    """Return the flags in the file of ``--config``, without those that ``typed`` flags override."""
-    known, words = flag_types(config_class), _values_of("--config", arguments)
-    if "config" not in known or not words:
-        return {}
-    path = Path(words[0])
-    flags = read_document(path, dict[str, Any])
-    if "run" in flags:  # a run's config.json; any other file has flags alone
-        if "flags" not in flags:
-            raise UsageError(f"{path} belongs to a run of the Python API, which records no flags of data and network")
-        parts = {name: flags[name] for name in ("run", "flags")}
-        parts = check_document(parts, dict[str, dict[str, Any]], path)
-        flags = parts["run"] | parts["flags"]
-    unknown = [name for name in flags if name not in known]
+def _from_file(config_class: type[C], path: Path, given: Collection[str]) -> C:
+    """Return the config in the file of ``--config``: flags by name, or the ``config.json`` of a run."""
+    flags = flags_in(read_document(path, dict[str, Any]))
+    if "rank_timeout" in flags and "network" not in flags:
+        raise UsageError(f"{path} belongs to a run of the Python API, which records no flags of data and network")
+    unknown = sorted(flags.keys() - flag_types(config_class).keys())
     if unknown:
         raise UsageError(f"--config {path} sets flags that this program does not have: {', '.join(unknown)}")
     modules = flags.pop("import", None)
-    if modules and "import" not in typed:
+    if modules and "import" not in given:
         raise UsageError(f"--config {path} belongs to a run with --import {' '.join(modules)}: pass it again")
-    overridden = {name for flag in typed for name in OVERRIDES.get(flag, ())}
-    return {name: value for name, value in checked(config_class, flags, path).items() if name not in overridden}
+    return replaced(config_class(), checked(config_class, flags, path))
 
 
 def _describe_imports(arguments: Sequence[str]) -> str:

@@ -12,17 +12,16 @@ from typing import Any
 from huggingface_hub import EvalResult, HfApi, ModelCard, ModelCardData, hf_hub_download
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.open import data_arguments
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain
+from rectified_flow.flags import flags_in, plain
 from rectified_flow.flows.flow import SOURCE, Flow, network_of
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.load import Trained, build_flow, read_results
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import is_run, program_flags
+from rectified_flow.runs.folder import is_run
 from rectified_flow.system.artifact import is_artifact
 from rectified_flow.system.files import replace_file
 from rectified_flow.system.outputs import RECORD, claim
@@ -165,7 +164,7 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
     Raises:
         UsageError: if the run's ``evaluation.json`` is damaged.
     """
-    dataset, hub_dataset = _dataset_names(data_arguments(trained.config, trained.source / checkpoint.CONFIG_FILE))
+    dataset, hub_dataset = _dataset_names(flags_in(trained.config))
     results = [
         result
         for result in read_results(trained.run_folder)
@@ -194,7 +193,7 @@ def card_of_run(trained: Trained, license_name: str | None) -> dict[str, Any]:
         "model_name": trained.run_folder.resolve().name if measured else None,
         "eval_results": measured or None,
     }
-    flags, defaults = program_flags(trained.config), plain(TrainingConfig())
+    flags, defaults = flags_in(trained.config), plain(TrainingConfig())
     changed = {name: flags[name] for name in defaults if name in flags and flags[name] != defaults[name]}
     training = {name: value for name, value in changed.items() if not (isinstance(value, str) and _is_path(value))}
     return {
@@ -210,12 +209,12 @@ def _is_path(name: str) -> bool:
     return Path(name).exists() or not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name)
 
 
-def _dataset_names(data: Mapping[str, Any] | None) -> tuple[str | None, str | None]:
+def _dataset_names(data: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the display name of the data (for a folder, the last part of its path) and the id of the data on the hub.
 
     A name or id that does not exist is None.
     """
-    if data is None:
+    if "dataset" not in data:
         return None, None
     name, folder = data["dataset"], data.get("dataset_path")
     if folder is None and name == SYNTHETIC_FLOWERS:

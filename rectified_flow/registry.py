@@ -187,6 +187,8 @@ def _plain(value: object, name: str) -> Any:
         return describe(value)
     if isinstance(value, _Plain):
         return value
+    if isinstance(value, Path):
+        return str(value)
     if isinstance(value, list | tuple):
         return [_plain(each, name) for each in value]
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

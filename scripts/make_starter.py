@@ -13,9 +13,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rectified_flow.cli.flags.model import STARTER_FOLDER
+from rectified_flow.cli.config import STARTER_FOLDER
+from rectified_flow.flags import flags_in
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import flags_of_checkpoint
+from rectified_flow.runs.folder import read_config
 
 FLAGS = ("network", "network_options", "dim", "dim_mults", "dropout", "prediction")
 """Flags that describe the network and its output."""
@@ -29,9 +30,9 @@ def main() -> None:
     arguments = parser.parse_args()
     source = checkpoint.resolve(arguments.run)
     averaged = checkpoint.load_tensors(source, *checkpoint.averaged_files(source))
-    flags = flags_of_checkpoint(source)
+    flags = flags_in(read_config(source / checkpoint.CONFIG_FILE))
     tensors = {checkpoint.MODEL_FILE: {name: value.half() for name, value in averaged.items()}}
-    documents = {checkpoint.CONFIG_FILE: {"run": {}, "flags": {name: flags[name] for name in FLAGS}}}
+    documents = {checkpoint.CONFIG_FILE: {"data": {}, "flow": {}, "training": {name: flags[name] for name in FLAGS}}}
     print(checkpoint.save(arguments.folder, checkpoint.step_of(source), tensors, documents))
 
 

@@ -19,7 +19,7 @@ from torchvision.utils import save_image
 
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet
 from rectified_flow.cli.data import add_columns
-from rectified_flow.cli.flags.data import ColumnConfig
+from rectified_flow.data.config import ColumnConfig
 from rectified_flow.evaluation.agreement import agreement_scores
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.flows.flow import sample_batches

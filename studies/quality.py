@@ -7,10 +7,10 @@ import sys
 from functools import partial
 
 from rectified_flow import Pixels, RectifiedFlow, Unet
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.flags import command_line, parse
-from rectified_flow.runs.folder import program_flags, read_config
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train
+from rectified_flow.flags import command_line, flags_in, parse
+from rectified_flow.runs.folder import read_config
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.peer import PEER, PeerFlow, measure_peer, train_peer
 from studies.training import find_folder, load_trained, measure_samples, open_pictures, train_flow, write_trained
@@ -39,9 +39,9 @@ def train_by_program(row: Row) -> None:
     folder, run = find_folder(row.data), row.folder / "run"
     data = {"dataset": row.data} if folder is None else {"dataset_path": folder}
     flags = {"image_size": row.image_size, "budget": f"{60 * row.budget:g}s", "seed": row.seed, "output_dir": run}
-    if not train_rectified_flow(parse(TrainRectifiedFlow, "", command_line({**data, **flags}))):
+    if not train(parse(TrainConfig, "", command_line({**data, **flags}))):
         raise RuntimeError(f"{row.folder} was interrupted, and its checkpoint is saved")
-    chosen = program_flags(read_config(run / "config.json"))
+    chosen = flags_in(read_config(run / "config.json"))
     write_trained(row, chosen["train_num_steps"] * chosen["global_batch_size"], 60 * row.budget)
 
 

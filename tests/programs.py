@@ -11,9 +11,9 @@ from unittest.mock import patch
 
 from accelerate import PartialState
 
-from rectified_flow.cli import programs
-from rectified_flow.cli.flags.training import TrainConfig
-from rectified_flow.cli.training import planning
+from rectified_flow.cli import planning, programs
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.record import resolved
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
 
@@ -64,8 +64,10 @@ def stand_in() -> Iterator[None]:
 
 def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float]) -> TrainConfig:
     """Return the flags of a planned run on a machine that trains at ``rate(flags)`` images per second."""
+    config, has_begun = resolved(config)
     with patch.object(planning, "training_speed", lambda config, *_: Speed(rate(config))):
-        return planning.with_plan(config, planning.recorded_flags(config), count, {})
+        chosen = config if has_begun else planning.with_recipe(config, count)
+        return planning.with_plan(chosen, has_begun, count, {})
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.cli.programs import COMMAND, PROGRAMS
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
@@ -35,9 +35,9 @@ from tests.ranks import run_on_ranks
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS: dict[str, type] = {
-    "train_oxford.py": TrainRectifiedFlow,
-    "train_one_step.py": TrainMeanFlow,
-    "train_mean_flow.py": TrainMeanFlow,
+    "train_oxford.py": TrainConfig,
+    "train_one_step.py": OneStepConfig,
+    "train_mean_flow.py": OneStepConfig,
     "sample.py": SampleConfig,
     "evaluate.py": EvaluateConfig,
     "export.py": ExportConfig,
@@ -91,8 +91,8 @@ TINY_IF_GIVEN = {
     "--global_batch_size": "--global_batch_size 4",
     "--num_epochs": "--num_epochs 0.1",
     "--evaluate_every": EVALUATION,
-    "--reflow_from": "--reflow_pairs 4 --reflow_steps 1",
-    "--teacher": "--teacher_paths 8 --teacher_steps 2",
+    "--method reflow --teacher": "--teacher_samples 4 --teacher_steps 1",
+    "--teacher": "--teacher_samples 8 --teacher_steps 2",
 }
 SLOW_PAGES = ("docs/budget.md", "docs/mean_flow.md", "docs/measurements/budget.md")
 """Pages with long training runs. tests/cli/test_train_budget.py and tests/cli/test_teacher.py test the same flags."""

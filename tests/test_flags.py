@@ -7,8 +7,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, SampleConfig
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.errors import UsageError
 
 
@@ -20,7 +20,7 @@ def parts(config_class: type) -> dict[str, type]:
 
 PARTS = {
     name: part
-    for each in (TrainRectifiedFlow, TrainMeanFlow, SampleConfig, EvaluateConfig)
+    for each in (TrainConfig, OneStepConfig, SampleConfig, EvaluateConfig)
     for name, part in parts(each).items()
 }
 FLAGS = [
@@ -32,15 +32,15 @@ FLAGS = [
 
 
 def given(part: type, flag: str, path: str) -> Any:
-    run, needed = Path("run"), {"pairs_dir": "reflow_from", "paths_dir": "teacher", "mask": "from_images"}
+    run, needed = Path("run"), {"teacher_dir": "teacher", "mask": "from_images"}
     others = {needed[flag]: run} if flag in needed else {}
     return part(**{flag: path if flag == "resume" else Path(path)}, **others)
 
 
 def test_all_paths_are_known() -> None:
     assert {name for _, name in FLAGS} >= {
-        *("dataset_path", "cache_dir", "output_dir", "checkpoint_dir", "resume", "checkpoint", "reflow_from"),
-        *("pairs_dir", "paths_dir", "teacher", "init_from", "from_images", "save_pretrained"),
+        *("dataset_path", "cache_dir", "output_dir", "checkpoint_dir", "resume", "checkpoint"),
+        *("teacher_dir", "teacher", "init_from", "from_images", "save_pretrained"),
     }
 
 

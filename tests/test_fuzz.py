@@ -22,8 +22,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
-from rectified_flow.cli.flags.training import TrainMeanFlow, TrainRectifiedFlow
 from rectified_flow.flags import flag_types
 from rectified_flow.runs.watched import WatchedRuns
 from tests.programs import program
@@ -37,8 +37,8 @@ TINY = "--image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --sample_steps 1 --n
 SMALL = "--width 32 --layers 1 --train_num_steps 1 --batch_size 4 --measure_every 1"
 SAMPLE = "--checkpoint trained --num_samples 2 --steps 1"
 PROGRAMS: dict[str, tuple[type, str]] = {
-    "train_oxford.py": (TrainRectifiedFlow, f"--dataset_path pictures --output_dir new {TINY}"),
-    "train_mean_flow.py": (TrainMeanFlow, f"--dataset_path pictures --output_dir new {TINY}"),
+    "train_oxford.py": (TrainConfig, f"--dataset_path pictures --output_dir new {TINY}"),
+    "train_mean_flow.py": (OneStepConfig, f"--dataset_path pictures --output_dir new {TINY}"),
     "sample.py": (SampleConfig, SAMPLE),
     "evaluate.py": (EvaluateConfig, f"{SAMPLE} --feature_network efficientnet_lite0"),
     "export.py": (ExportConfig, "--checkpoint trained"),
@@ -197,11 +197,12 @@ READERS = (
     ("train_oxford.py", "--output_dir new --config trained/config.json --num_samples 0"),
     (
         "train_oxford.py",
-        "--output_dir new --reflow_from trained --reflow_pairs 2 --reflow_steps 1 --train_num_steps 1 --batch_size 2",
+        "--output_dir new --method reflow --teacher trained --teacher_samples 2 --teacher_steps 1 --train_num_steps 1"
+        " --batch_size 2",
     ),
     (
         "train_mean_flow.py",
-        "--output_dir new --teacher trained --teacher_paths 2 --teacher_steps 1 --train_num_steps 1 --batch_size 2",
+        "--output_dir new --teacher trained --teacher_samples 2 --teacher_steps 1 --train_num_steps 1 --batch_size 2",
     ),
 )
 """Programs that read a run's folder, with their words."""

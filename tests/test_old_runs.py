@@ -14,7 +14,7 @@ These commands made the folder. ``ROOT`` is a checkout of commit c5b7768, and th
     RUN="--batch_size 6 --train_num_steps 8 --learning_rate 1e-3 --lr_warmup_steps 3 --ema_decay 0.99"
     RUN="$RUN --save_every 4 --log_every 1 --num_samples 0"
     DATA="--dataset_path pictures --image_size 8 --dim 4 --dim_mults 1 2 --use_cfg --augment 0 --holdout 0"
-    TEACHER="--teacher rectified/checkpoints/step_00000004 --teacher_paths 16 --teacher_steps 4"
+    TEACHER="--teacher rectified/checkpoints/step_00000004 --teacher_samples 16 --teacher_steps 4"
     python $ROOT/train_oxford.py $RUN --output_dir rectified $DATA
     python $ROOT/train_mean_flow.py $RUN --output_dir mean $DATA
     python $ROOT/train_mean_flow.py $RUN --output_dir taught $TEACHER
@@ -60,7 +60,7 @@ COMMANDS = {
     "rectified": f"train_oxford.py {RUN} --output_dir rectified {DATA}",
     "mean": f"train_mean_flow.py {RUN} --output_dir mean {DATA}",
     "taught": f"train_mean_flow.py {RUN} --output_dir taught"
-    f" --teacher rectified/{STEP_4} --teacher_paths 16 --teacher_steps 4",
+    f" --teacher rectified/{STEP_4} --teacher_samples 16 --teacher_steps 4",
 }
 """The command of each run, which starts the run and resumes the run."""
 SAMPLE = f"sample.py --checkpoint {{0}}/{STEP_4} --num_samples 3 --steps 2 --output_dir {{0}}-drawn"

@@ -111,13 +111,13 @@ def trained(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train_oxford.py", f"{TRAIN} --output_dir {{new}} --cache_dir {{folder}}"),
         (
             "train_oxford.py",
-            "--batch_size 2 --num_samples 0 --train_num_steps 1 --reflow_from {trained} --reflow_pairs 2 "
-            "--reflow_steps 1 --output_dir {new} --pairs_dir {folder}",
+            "--batch_size 2 --num_samples 0 --train_num_steps 1 --method reflow --teacher {trained} "
+            "--teacher_samples 2 --teacher_steps 1 --output_dir {new} --teacher_dir {folder}",
         ),
         (
             "train_mean_flow.py",
-            "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_paths 2 "
-            "--teacher_steps 1 --output_dir {new} --paths_dir {folder}",
+            "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 "
+            "--teacher_steps 1 --output_dir {new} --teacher_dir {folder}",
         ),
         ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --path gif --output_dir {folder}"),
         ("sample.py", "--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {new} --save_pretrained {folder}"),
@@ -332,13 +332,13 @@ def test_a_screenshot_of_a_page_replaces_no_file_of_the_users(
     assert picture.read_text() == "mine"
 
 
-TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_paths 2 --teacher_steps 1"
+TEACHER = "--batch_size 2 --num_samples 0 --train_num_steps 1 --teacher {trained} --teacher_samples 2 --teacher_steps 1"
 WRITERS = {
     "train_oxford.py": (TRAIN, "output_dir"),
     "train_oxford.py, checkpoints": (f"{TRAIN} --output_dir {{tmp}}/new", "checkpoint_dir"),
     "train_oxford.py, store": (f"{TRAIN} --output_dir {{tmp}}/new", "cache_dir"),
     "train_mean_flow.py": (TEACHER, "output_dir"),
-    "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "paths_dir"),
+    "train_mean_flow.py, paths": (f"{TEACHER} --output_dir {{tmp}}/new", "teacher_dir"),
     "sample.py": ("--checkpoint {trained} --num_samples 2 --steps 1 --path gif", "output_dir"),
     "sample.py, model": ("--checkpoint {trained} --num_samples 2 --steps 1 --output_dir {tmp}/new", "save_pretrained"),
     "evaluate.py": (
@@ -378,7 +378,7 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(
     mine.write_text("mine")
     mine.parent.chmod(0o755 if shape == "a file" else 0o555)
     words, flag = WRITERS[writer]
-    folder = place / "deeper" if flag == "paths_dir" else place  # which is made as a whole
+    folder = place / "deeper" if flag == "teacher_dir" else place  # which is made as a whole
     call = f"{words} --{flag} {folder}".format(trained=trained, pictures=pictures, tmp=tmp_path).split()
     assert_in_a_sentence(run_on_ranks(1, without_rights, script, call)[0], script, place)
     assert mine.read_text() == "mine"

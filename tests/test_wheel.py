@@ -67,7 +67,7 @@ programs.main()
         subprocess.run([sys.executable, "-c", program, *words.split()], cwd=work, env=variables, check=True)
 
     command(f"train --dataset synthetic-flowers {TINY} --train_num_steps 2 --output_dir run")
-    command(f"one-step --teacher run --teacher_paths 8 {TINY} --train_num_steps 2 --output_dir map")
+    command(f"one-step --teacher run --teacher_samples 8 {TINY} --train_num_steps 2 --output_dir map")
     command("sample --checkpoint run --num_samples 2 --steps 2")
     command("evaluate --checkpoint run --feature_network efficientnet_lite0 --num_samples 4 --steps 2")
     command("export --checkpoint map --format page")

@@ -22,9 +22,8 @@ from cloud_distances import Distances
 from digits import DIGITS, PICTURES, Digits
 from point_clouds import Points
 from rectified_flow import Trainer, TrainingConfig
-from rectified_flow.cli.flags.model import BYTES_PER_WEIGHT
-from rectified_flow.cli.flags.training import ProgramConfig
-from rectified_flow.cli.parts import join
+from rectified_flow.cli.build import join
+from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import AtLeastTwo, Flags, Fraction, NonNegative, Positive, recorded
 from rectified_flow.system.machine import require_memory
@@ -68,7 +67,7 @@ class CloudConfig(Flags):
         clouds, numbers = f"{PICTURES} clouds of --points {self.points}", 3 * 4  # coordinates and weight, float32
         require_memory(PICTURES * self.points * numbers, clouds, "lower --points")
         network = f"a network of --width {self.width} and --layers {self.layers}"
-        require_memory(BYTES_PER_WEIGHT * 16 * self.layers * self.width**2, network, "lower one of the two")
+        require_memory(16 * 16 * self.layers * self.width**2, network, "lower one of the two")
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from torch import Tensor
 from line_store import open_lines
 from masked_model import HEAD, SPECIAL, MaskedModel
 from rectified_flow import Measurement, Trainer, TrainingConfig, randomness
-from rectified_flow.cli.flags.model import BYTES_PER_WEIGHT
-from rectified_flow.cli.flags.training import ProgramConfig
-from rectified_flow.cli.parts import join
+from rectified_flow.cli.build import join
+from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Positive, recorded
@@ -70,7 +69,7 @@ class TextConfig(Flags):
             raise UsageError(f"--width is {self.width}; it must be a multiple of {HEAD}")
         weights = (12 * self.layers * self.width + self.length) * self.width  # of attention and its MLP, and positions
         what = f"a model of --width {self.width}, --layers {self.layers} and --length {self.length}"
-        require_memory(BYTES_PER_WEIGHT * weights, what, "lower one of the three")
+        require_memory(16 * weights, what, "lower one of the three")
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from accelerate.utils import set_seed
 from clips import find_clips
 from encoded_clips import encode_clips
 from rectified_flow import Callback, Trainer
-from rectified_flow.cli.parts import join
+from rectified_flow.cli.build import join
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain, recorded
+from rectified_flow.flags import flags_in, plain, recorded
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import program_flags, read_config
+from rectified_flow.runs.folder import read_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.system.terminal import line
 from wan_callbacks import LoraFile, Previews, claim_lora
@@ -39,7 +39,7 @@ def check_same_run(flags: WanFlags) -> None:
     """Raise a UsageError if the newest checkpoint is of a run with another model or objective."""
     now = plain(flags)
     for newest in checkpoint.list_checkpoints(flags.run.checkpoints)[-1:]:
-        then = program_flags(read_config(newest / checkpoint.CONFIG_FILE))
+        then = flags_in(read_config(newest / checkpoint.CONFIG_FILE))
         for name in IDENTITY:
             if then.get(name) != now[name]:
                 raise UsageError(

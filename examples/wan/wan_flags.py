@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from rectified_flow.cli.flags.training import ProgramConfig, check_folders
+from rectified_flow.cli.config import ProgramConfig, check_folders
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Flags, Natural, NonNegative, Positive, PositiveNumber, Probability, default_is
 from rectified_flow.runs.config import TrainingConfig

@@ -10,9 +10,9 @@ import numpy as np
 from accelerate import PartialState
 from torch.utils.data import Dataset
 
-from rectified_flow.cli.flags.data import FIELDS, ColumnConfig, DataConfig, SourceConfig
 from rectified_flow.condition import ConditionSpecs, WrittenCondition, as_number
 from rectified_flow.data.build import ImageSource
+from rectified_flow.data.config import FIELDS, ColumnConfig, DataConfig, RunData, SourceConfig
 from rectified_flow.data.fields import stored_type
 from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import find_source, open_images, read_table, space_of_folder
@@ -39,7 +39,7 @@ MOST_VALUES = 2**24
 """Number of stored values from which percentiles are taken."""
 DATA_FLAGS = (
     *("dataset", "dataset_path", "image_size", "cache_dir"),
-    *("skip_broken_images", "aspect_ratio", "crop", "alpha", "channels_last", "store_bits", "exclude"),
+    *("skip_broken_images", "aspect_ratio", "crop", "alpha", "channels_last", "store_bits"),
 )
 """Flags that are arguments of :func:`rectified_flow.open_dataset`."""
 
@@ -66,6 +66,23 @@ def open_pictures(config: DataConfig, source: ImageSource | None = None) -> Imag
         UsageError: if they cannot be found, read or stored.
     """
     return open_images(source, **data_arguments_of(config))
+
+
+def open_data(data: RunData, source: ImageSource | None = None, kinds: ConditionSpecs | None = None) -> ImageDataset:
+    """Open the pictures of a run with their columns and their sources. Collective.
+
+    Args:
+        data: the block ``data`` of ``config.json``.
+        source: the image source of a registered ``--dataset``.
+        kinds: the conditions of a trained flow, from which columns take their kinds.
+
+    Raises:
+        UsageError: if pictures, columns or sources cannot be found, read or stored.
+    """
+    seed = data.pictures.data_seed or 0
+    pictures = open_pictures(data.pictures, source)
+    pictures = add_columns(pictures, data.columns, source=source, kinds=kinds, seed=seed)
+    return add_source(pictures, data.pictures, data.source)
 
 
 def data_arguments_of(config: DataConfig) -> dict[str, Any]:
@@ -126,14 +143,13 @@ def check_source(data: DataConfig, flags: SourceConfig) -> None:
         )
 
 
-def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig, seed: int = 0) -> ImageDataset:
+def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) -> ImageDataset:
     """Return the pictures with those of ``--source_path`` as their sources, if the flag is given.
 
     Args:
         pictures: the pictures to generate.
         data: the flags of these pictures, by which the sources are read, too.
         flags: the flags of the sources.
-        seed: seed of the pairs, without ``--paired``.
 
     Raises:
         UsageError: if the sources cannot be read, or with ``--paired`` if pictures have no partner.
@@ -141,11 +157,11 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig, se
     if flags.source_path is None:
         return pictures
     try:
-        source = open_pictures(replace(data, dataset_path=flags.source_path, exclude=()))
+        source = open_pictures(replace(data, dataset_path=flags.source_path))
     except UsageError as error:
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:
-        return pictures.with_source(source, seed=seed)
+        return pictures.with_source(source, seed=data.data_seed or 0)
     folder = data.dataset_path or Path(data.dataset)
     return pair_by_name((folder, pictures), (flags.source_path, source), skip_unpaired=flags.skip_unpaired)
 

@@ -8,15 +8,13 @@ from typing import Any
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
-from rectified_flow.cli.data import add_columns, add_source, check_classes, check_fields, open_pictures, open_registered
-from rectified_flow.cli.flags.data import ColumnConfig, DataConfig, SourceConfig
+from rectified_flow.cli.build import guidance_of, open_trained
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.data import check_classes, check_fields, open_data, open_registered
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.cli.measures.fields import FIELDS_FILE, check_field_flags, measure_fields
 from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
-from rectified_flow.cli.parts import guidance_of, open_trained
-from rectified_flow.data.build import ImageSource
-from rectified_flow.data.open import data_arguments, open_images
+from rectified_flow.cli.record import config_in
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -26,11 +24,9 @@ from rectified_flow.evaluation.evaluator import METRICS, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
 from rectified_flow.evaluation.translation import translation_scores
-from rectified_flow.flags import checked, plain, refuse, replaced
+from rectified_flow.flags import flags_in, plain, refuse, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
-from rectified_flow.registry import names
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import program_flags, read_config
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
@@ -41,8 +37,6 @@ from rectified_flow.system.terminal import lines, size_text
 NEIGHBOURS_FILE = "neighbours.png"
 STEPS_FILE = "steps.png"
 LOCK_FILE = ".evaluation.lock"
-MOST_TEACHERS = 20
-"""Longest teacher chain."""
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes its results, which takes milliseconds."""
 
@@ -75,7 +69,8 @@ def evaluate(config: EvaluateConfig) -> None:
     if isinstance(dataset, ImageDataset):
         check_fields(flow.space, dataset, f"--dataset_path {dataset.info.source}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
-    known = None if trained.run is None or _teacher_of(program_flags(trained.config)) else trained.run.dataset
+    is_distilled = flags_in(trained.config).get("teacher") is not None
+    known = None if trained.run is None or is_distilled else trained.run.dataset
     if state.is_main_process and known not in (None, dataset.fingerprint):
         tqdm.write(f"warning: {dataset.info.source} is not, or no longer, what {source} was trained on")
     if by_likelihood:
@@ -144,89 +139,45 @@ def split_data(
     pictures: ImageDataset | RenderedItems, trained: Trained, state: PartialState
 ) -> tuple[ImageDataset | RenderedItems, ImageDataset | None, HeldOutPictures | None]:
     """Return the training pictures, the held-out ones, if any, and the pictures of the held-out loss. Collective."""
-    if isinstance(pictures, RenderedItems):
+    config = config_in(trained.config, trained.source, TrainConfig)
+    share, seed = config.data.holdout, config.data.data_seed or config.run.seed
+    if isinstance(pictures, RenderedItems) or share == 0:
         return pictures, None, None
-    flags, path = on_main(state, lambda: _flags_of_pictures(trained))
-    settings = checked(TrainConfig, {"holdout": 0.0, "seed": 0} | flags, path)
-    if settings["holdout"] == 0:
-        return pictures, None, None
-    split = hold_out(pictures, settings["holdout"], settings["seed"])
+    split = hold_out(pictures, share, seed)
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
         return pictures, None, None
-    training, held_out = divided(pictures, split, split_sources(pictures, settings["holdout"], settings["seed"]))
+    training, held_out = divided(pictures, split, split_sources(pictures, share, seed))
     # A run with a teacher does not learn the velocity on pictures, so that loss says nothing about it.
-    taught = _teacher_of(program_flags(trained.config)) is not None
-    return training, held_out, None if taught else HeldOutPictures(training, held_out, settings["seed"])
-
-
-def _flags_of_pictures(trained: Trained) -> tuple[dict[str, Any], Path]:
-    """Return the flags of the run that was trained on pictures, the run itself or its first teacher, and their file."""
-    flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
-    for _ in range(MOST_TEACHERS):
-        teacher = _teacher_of(flags)
-        if teacher is None:
-            break
-        # The folder of the run may outlive a checkpoint that was pruned.
-        path = (teacher if teacher.exists() else teacher.parent.parent) / checkpoint.CONFIG_FILE
-        try:
-            flags = program_flags(read_config(path))
-        except UsageError:
-            tqdm.write(f"warning: the teacher {teacher} is gone; pictures that it held out count as training pictures")
-            break
-    return flags, path
-
-
-def _teacher_of(flags: Mapping[str, Any]) -> Path | None:
-    teacher = flags.get("teacher") or flags.get("reflow_from")
-    return Path(teacher) if teacher else None
+    return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, seed)
 
 
 def training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | RenderedItems:
-    """Open the training data of a checkpoint: pictures, or the rendered items of a registered dataset."""
-    flow, path = trained.flow, trained.source / checkpoint.CONFIG_FILE
-    flags = program_flags(trained.config)
-    moved = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir") if getattr(measure, name)}
-    if not (flags.get("dataset_path") or measure.dataset_path) and flags.get("dataset") in names("dataset"):
-        data = replaced(DataConfig(), checked(DataConfig, flags, path) | moved)
-        items, source = open_registered(data)
-        if items is not None:
-            return RenderedItems(items, flow.space, data.dataset)
-        return _with_conditions(open_pictures(data, source), data, measure, trained, source)
-    arguments = data_arguments(trained.config, path)
-    if arguments is None:
-        shape = flow.space.picture_shape
+    """Open the training data of a checkpoint: pictures, or the rendered items of a registered dataset. Collective.
+
+    Args:
+        measure: has the folders that have moved.
+        trained: the trained flow, whose conditions columns have.
+
+    Raises:
+        UsageError: if the data are unknown or cannot be read.
+    """
+    places = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir", "source_path")}
+    config = config_in(trained.config, trained.source, TrainConfig)
+    shape = trained.flow.space.picture_shape
+    if "dataset" not in flags_in(trained.config):
         if shape is None or measure.dataset_path is None:
             raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
         channels, height, width = shape
-        ratio = f"{width}:{height}"
-        arguments = {"dataset": "", "image_size": min(height, width), "aspect_ratio": ratio, "alpha": channels == RGBA}
-    pictures = open_images(**arguments | moved)
-    data = replaced(DataConfig(), checked(DataConfig, flags | arguments, path) | moved)
-    return _with_conditions(pictures, data, measure, trained)
-
-
-def _with_conditions(
-    pictures: ImageDataset,
-    data: DataConfig,
-    measure: MeasureConfig,
-    trained: Trained,
-    source: ImageSource | None = None,
-) -> ImageDataset:
-    """Return the pictures with the columns and with the sources of the run, if it has a folder of these."""
-    flags, path = program_flags(trained.config), trained.source / checkpoint.CONFIG_FILE
-    seed = checked(TrainConfig, {"seed": 0} | flags, path)["seed"]
-    columns = replaced(ColumnConfig(), checked(ColumnConfig, flags, path))
-    try:
-        pictures = add_columns(pictures, columns, source=source, kinds=trained.flow.conditions, seed=seed)
-    except UsageError as error:
-        raise UsageError(f"the columns of {trained.source} cannot be read again: {error}") from error
-    known = checked(SourceConfig, {"source_path": None} | flags, path)
-    if known["source_path"] is None:
-        refuse({"source_path": measure.source_path}, f"has no effect: {trained.source} has no folder to start from")
-        return pictures
-    folder = {"source_path": measure.source_path} if measure.source_path else {}
-    return add_source(pictures, data, replaced(SourceConfig(), known | folder), seed)
+        framing = {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
+        config = replaced(config, framing)
+    if config.source.source_path is None:
+        refuse({"source_path": places["source_path"]}, f"has no effect: {trained.source} has no folder to start from")
+    config = replaced(config, {name: path for name, path in places.items() if path is not None})
+    items, source = open_registered(config.data)
+    if items is not None:
+        return RenderedItems(items, trained.flow.space, config.data.dataset)
+    return open_data(config.run_data, source, trained.flow.conditions)
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -23,7 +23,6 @@ from rectified_flow.condition import WrittenCondition
 from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.watched import GRIDS, SAMPLES
 from rectified_flow.spaces.degradations import Downsample, Grey
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGB
@@ -96,7 +95,7 @@ def export(config: ExportConfig) -> None:
 
 def newest_samples(run_folder: Path) -> bytes | None:
     """Return the newest grid of samples that a run has written, a PNG file, or None if there is none."""
-    grids = sorted((run_folder / SAMPLES).glob(GRIDS))
+    grids = sorted((run_folder / "samples").glob("step_*.png"))
     return read_bytes(grids[-1]) if grids else None
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from math import ceil, gcd, inf, log2
 from typing import Any, Literal, NamedTuple
 
+from rectified_flow.cli.config import Method
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line
 from rectified_flow.runs.checkpoint import EARLY
 from rectified_flow.training.speed import Speed
 
-Method = Literal["rectified", "mean_flow", "distill", "reflow"]
 Starter = Literal["unsuited", "suited", "requested"]
 
 FEW, AUGMENT = 16_000, 0.15  # 1,400 pictures need augmentation in long runs (small_data.md); the limit is a guess
@@ -30,7 +30,7 @@ SHORT = {"learning_rate": 2e-3, "lr_decay": "cosine"}  # with Muon: Fréchet dis
 BY_METHOD: dict[Method, dict[str, Any]] = {
     "rectified": {"optimizer": "muon", **SHORT, "time_options": ("stratified=True",)},  # distance -5% (budget.md)
     "mean_flow": {**SHORT, "learning_rate": 1e-3},  # Muon was measured on distillation data only (budget.md)
-    "distill": {"optimizer": "muon", **SHORT, "whole_fraction": 0.75, "flow_options": ("halves_fraction=0.5",)},
+    "distill": {"optimizer": "muon", **SHORT, "flow_options": ("whole_fraction=0.75", "halves_fraction=0.5")},
     "reflow": {"optimizer": "muon", **SHORT},  # distance -9% on the data of a teacher (budget.md)
 }
 MIN_BATCH, MIN_BATCH_OF_PATHS, MIN_BATCH_OF_GPU = 8, 16, 32  # 8 is better than 32 (budget.md); GPU: not measured

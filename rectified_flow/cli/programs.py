@@ -225,7 +225,7 @@ def train_oxford() -> None:
     it with torchrun or accelerate launch to train on several devices. The same command resumes from the newest
     checkpoint.
     """
-    run(f"{CLI}.train:train_rectified_flow", f"{CLI}.flags.training:TrainRectifiedFlow", train_oxford.__doc__)
+    run(f"{CLI}.train:train", f"{CLI}.config:TrainConfig", train_oxford.__doc__)
 
 
 def train_one_step() -> None:
@@ -236,7 +236,7 @@ def train_one_step() -> None:
     teacher or your own pictures, the program chooses some of the flags that are not given, and prints them. Start it
     with torchrun or accelerate launch to train on several devices. The same command resumes from the newest checkpoint.
     """
-    run(f"{CLI}.train:train_one_step", f"{CLI}.flags.training:TrainMeanFlow", train_one_step.__doc__)
+    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_one_step.__doc__)
 
 
 def sample() -> None:
@@ -302,11 +302,6 @@ def main() -> None:
         close = difflib.get_close_matches(name, [*PROGRAMS, "--help", "--version"], 1)
         remedy = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(PROGRAMS)}"
         sys.exit(_explain(f"{COMMAND}: error: {name} is not a command; {remedy}" if name else _help(), 2))
-
-
-def command(name: str) -> str:
-    """Return the command of one of the :data:`PROGRAMS`: a script's if this program was started as a script."""
-    return f"python {PROGRAMS[name].__name__}.py" if _program().endswith(".py") else f"{COMMAND} {name}"
 
 
 def _help() -> str:

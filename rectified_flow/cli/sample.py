@@ -15,8 +15,8 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
 
+from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
-from rectified_flow.cli.parts import open_trained
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, conditions_of, read_request
 from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.data.open import picture_names

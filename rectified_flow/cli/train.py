@@ -1,6 +1,6 @@
-"""The training programs: flags ► dataset, network, flow ► ``Trainer(...).train()``."""
+"""The training program: open the data, plan the run, build the flow, train."""
 
-import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,133 +9,125 @@ from accelerate import PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import set_seed
 
-from rectified_flow.cli import parts
+from rectified_flow.cli import planning
+from rectified_flow.cli.build import build_flow, choose_flow, choose_network, join
+from rectified_flow.cli.checks import check_sides
+from rectified_flow.cli.config import OneStepConfig, TrainConfig, check_folders, seconds_of
 from rectified_flow.cli.data import (
-    add_columns,
     add_source,
     build_space,
     check_source,
     describe_fields,
+    open_data,
     open_pictures,
     open_registered,
     with_field_flags,
 )
-from rectified_flow.cli.flags.data import FIELDS
-from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow, seconds_of
+from rectified_flow.cli.distill import DistillationData, open_drawn
+from rectified_flow.cli.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.plan import proposed_share
-from rectified_flow.cli.programs import command
-from rectified_flow.cli.training import planning
-from rectified_flow.cli.training.checks import check_sides
-from rectified_flow.cli.training.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
-from rectified_flow.cli.training.rows import open_drawn
-from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
+from rectified_flow.cli.record import config_of, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
+from rectified_flow.data.config import RunData
 from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
-from rectified_flow.evaluation.heldout import divided, split_sources
+from rectified_flow.evaluation.heldout import Split, divided, split_sources
 from rectified_flow.evaluation.report import look, summarize_pictures
-from rectified_flow.flags import command_line, parse, plain, recorded, refuse
+from rectified_flow.flags import check_rules, command_line, plain, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
+from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import flags_of_checkpoint
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
+from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Pace
 from rectified_flow.training.trainer import Callback, Trainer
 
-OF_MAP = ("import", "cache_dir", "seed", "num_workers", "rank_timeout", "log_with", "interrupted_exit_code")
-"""Flags of a run that are also those of the one-step generator of ``--one_step``."""
-REFLOW_FLAGS = {
-    "teacher": "reflow_from",
-    "teacher_paths": "reflow_pairs",
-    "teacher_steps": "reflow_steps",
-    "paths_dir": "pairs_dir",
-}
-"""Flags of ``--method reflow`` that :class:`TrainRectifiedFlow` has under another name."""
 
+def train(config: TrainConfig) -> bool:
+    """Train by the flags; return whether the run finished.
 
-def train_rectified_flow(config: TrainRectifiedFlow) -> bool:
-    """Train a rectified flow on data, or on the pairs of another flow; return whether it finished.
-
-    With ``--one_step``, a one-step generator then learns from it, and this run has to finish, too.
+    With ``--one_step``, a one-step generator then learns from the run, and this run has to finish, too.
     """
-    finished = _train(config)
-    if not finished or not config.program.one_step or config.program.look:
+    finished = train_run(config)
+    if not (finished and config.program.one_step) or config.program.look or config.program.dry_run:
         return finished
-    run, own = config.run, plain(config)
-    flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
-    flags |= {"budget": planning.budget_of(config), **{name: own[name] for name in OF_MAP if name in config.given}}
-    PartialState().print(line("one step", f"{command('one-step')} {shlex.join(command_line(flags))}"))
-    if config.program.dry_run:
-        return True
     AcceleratorState._reset_state()  # the run may have another precision
-    return train_one_step(parse(TrainMeanFlow, "", command_line(flags)))
+    return train_run(one_step_of(config))
 
 
-def train_one_step(config: TrainMeanFlow) -> bool:
-    """Train a one-step generator with the given ``--method``; return whether it finished.
-
-    Reflow trains a rectified flow, so its flags are renamed and passed to :func:`train_rectified_flow`.
-    """
-    if config.flow.method != "reflow":
-        return _train(config)
-    state, own, known = parts.join(config), plain(config), plain(TrainRectifiedFlow())
-    names = {name: REFLOW_FLAGS.get(name, name) for name in config.given - {"method"}}
-    refuse({name: names[name] not in known for name in names}, "has no effect with --method reflow; leave it out")
-    words = command_line({names[name]: own[name] for name in sorted(names)})
-    state.print(line("reflow", f"{command('train')} {shlex.join(words)}"))
-    reflow = parse(TrainRectifiedFlow, "", words)
-    if config.program.given is None:  # built in Python, so nothing is chosen
-        object.__setattr__(reflow.program, "given", None)
-    return train_rectified_flow(reflow)
+def one_step_of(config: TrainConfig) -> OneStepConfig:
+    """Return the flags of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
+    run, rules, values = config.run, rules_of(TrainConfig), values_of(config)
+    shared = {name: values[name] for name in config.given if rules[name].is_local and name not in rules_of(RunData)}
+    flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
+    flags |= {"budget": planning.budget_of(config), "seed": run.seed, "dry_run": config.program.dry_run, **shared}
+    made = replaced(OneStepConfig(), flags)
+    object.__setattr__(made.program, "given", frozenset(flags))
+    return made
 
 
-def _train(config: TrainConfig) -> bool:
-    """Train by the flags, or print a plan of the run, or a report of the pictures; return whether it finished."""
-    planning.check_length(config)
-    state = parts.join(config)
+def train_run(config: TrainConfig) -> bool:
+    """Train one run by the flags, or print its plan, or a report of the pictures; return whether it finished."""
+    check_flags(config)
+    state = join(config)
     set_seed(config.run.seed)
-    config = with_teacher_flags(config)
-    begun = on_main(state, lambda: planning.recorded_flags(config))
-    # A run that began on pictures, and the student of a teacher, keep their kind of data.
-    keeps_kind = config.teacher_data is not None or (begun is not None and begun.get("space") != FIELDS)
-    config = replace(config, data=with_field_flags(config.data, may_choose=not keeps_kind))
-    by_features = config.data.is_fields and config.evaluation.evaluate_every
-    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
+    config, has_begun = resolved(config)
+    config = replace(config, data=with_field_flags(config.data, may_choose=not (has_begun or config.teacher.teacher)))
     check_source(config.data, config.source)
-    parts.choose_network(config.network)  # raises an error for an unknown name
-    parts.choose_flow(config)
     items, source = open_registered(config.data)
     if items is not None:
         return _train_on_items(config, items, state)
+    space = build_space(config.data, source=source)  # raises an error for an unknown name, before anything is decoded
     if config.program.look:
-        build_space(replace(config.data, autoencoder=None), source=source)  # raises an error for an unknown name
-        config, pictures = _open_pictures(config, source, begun)
+        _, pictures = _open_pictures(config, source, chooses=True)
         look(config.run.output_dir, pictures, build_space(replace(config.data, autoencoder=None), source=pictures))
         return True
-    return _train_on_pictures(config, source, begun, state)
+    return _train_on_pictures(config, source, space, state, has_begun=has_begun)
+
+
+def check_flags(config: TrainConfig) -> None:
+    """Check what the flags of several groups exclude, and the names of registered parts.
+
+    Raises:
+        UsageError: if a flag has no effect beside another, or names nothing that is registered.
+    """
+    check_rules(config, config.given)
+    planning.check_length(config)
+    method, has_teacher = config.method, config.teacher.teacher is not None
+    if (method in ("distill", "reflow")) != has_teacher:
+        needed = (
+            "needs --teacher: pass the run of a rectified flow" if not has_teacher else "has no effect with --teacher"
+        )
+        raise UsageError(f"--method {method} {needed}")
+    for name, folder in {"dataset_path": config.data.dataset_path, "source_path": config.source.source_path}.items():
+        check_folders(config.run, folder, config.data.cache_dir, name)
+    noise = {"source_noise": not config.source.as_start and config.source.source_noise}
+    refuse(noise, "has no effect with --source_as condition: leave it out")
+    by_features = config.data.is_fields and config.evaluation.evaluate_every
+    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
+    choose_network(config.network)
+    choose_flow(config)
 
 
 def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> bool:
     """Train on the items of a registered dataset; return whether the run finished."""
     data, evaluation = config.data, config.evaluation
-    given: dict[str, object] = {"autoencoder": data.autoencoder, "holdout": data.holdout}
-    given |= {name: getattr(config.program, name) for name in ("one_step", "budget", "extend", "look")}
-    given |= {"stop_when_memorising": evaluation.stop_when_memorising, "source_path": config.source.source_path}
-    given |= {"condition_on": config.columns.condition_on}
-    given |= {} if config.teacher_data is None else {config.teacher_data.flag: True}
-    refuse(given, f"is for pictures, and --dataset {data.dataset} has items of another kind")
-    flow = parts.build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
-    on_main(state, lambda: check_start(config.run, config.network.origin, writes=not config.program.dry_run))
-    start_from(config.network.origin, config.run, flow)
+    for_pictures = {"autoencoder", "holdout", "one_step", "budget", "extend", "look", "stop_when_memorising"}
+    for_pictures |= {"source_path", "condition_on", "teacher"}
+    for name in sorted(for_pictures & config.given):
+        raise UsageError(f"--{name} is for pictures, and --dataset {data.dataset} has items of another kind")
+    flow = build_flow(config, getattr(items, "conditions", {}), build_space(data, items))
+    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not config.program.dry_run))
+    start_from(config.init.origin, config.run, flow)
     if config.program.dry_run:
         planning.print_speed(config, len(items), flow.conditions, flow.space)
         planning.print_dry_run(config, flow, len(items))
@@ -143,83 +135,90 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
     callbacks: list[Callback] = []
     if evaluation.evaluate_every:
         callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
-    return Trainer(flow, items, config.run, callbacks=callbacks, flags=recorded(config)).train()
+    return _trainer(config, flow, items, callbacks).train()
+
+
+def _trainer(config: TrainConfig, flow: Flow, dataset: Any, callbacks: Sequence[Callback], **more: Any) -> Trainer:
+    """Build the trainer, whose ``config.json`` has the flags of the run."""
+    of_data = rules_of(RunData)
+    flags = {name: value for name, value in recorded(config).items() if name not in of_data}
+    data = describe(config.run_data)
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, data=data, flags=flags, **more)
 
 
 def _open_pictures(
-    config: TrainConfig, source: ImageSource | None, begun: dict[str, Any] | None
+    config: TrainConfig, source: ImageSource | None, *, chooses: bool
 ) -> tuple[TrainConfig, ImageDataset]:
     """Open the pictures, and return them with the flags that suit them. Collective."""
-    pictures = _with_conditions(open_pictures(config.data, source), config, source)
-    # Checked first, since different numbers of pictures would desynchronise the processes.
-    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
-    check_equal(PartialState(), lambda: facts)
-    chosen = planning.with_recipe(config, begun, len(pictures), pictures.info.originals)
-    if chosen.data.framing != config.data.framing:  # the pictures are smaller, or a resumed run has another size
-        smaller = open_pictures(chosen.data, source)
-        pictures = add_source(smaller, chosen.data, chosen.source, chosen.run.seed).with_columns(
-            pictures.columns, seed=chosen.run.seed
-        )
-    return chosen, pictures
-
-
-def _with_conditions(pictures: ImageDataset, config: TrainConfig, source: ImageSource | None) -> ImageDataset:
-    """Return the pictures with the conditions of columns, and with their sources. Collective."""
-    pictures = add_columns(pictures, config.columns, source=source, seed=config.run.seed)
+    pictures = open_data(config.run_data, source)
     unequal = [name for name, column in pictures.columns.items() if not isinstance(column.kind, Labels)]
     if config.flow.coupling == "ot" and unequal:
         raise UsageError(
             f"--coupling ot pairs only rows with equal conditions, and {unequal[0]} differs in most rows: leave it out"
         )
-    return add_source(pictures, config.data, config.source, config.run.seed)
+    # Checked first, since different numbers of pictures would desynchronise the processes.
+    facts = {"the number of pictures": len(pictures), "their fingerprint": pictures.fingerprint}
+    check_equal(PartialState(), lambda: facts)
+    chosen = planning.with_recipe(config, len(pictures), pictures.info.originals) if chooses else config
+    if chosen.data.framing != config.data.framing:  # the pictures are smaller
+        smaller = open_pictures(chosen.data, source)
+        pictures = add_source(smaller, chosen.data, chosen.source).with_columns(
+            pictures.columns, seed=chosen.data.data_seed or 0
+        )
+    return chosen, pictures
 
 
 def _train_on_pictures(
-    config: TrainConfig, source: ImageSource | None, begun: dict[str, Any] | None, state: PartialState
+    config: TrainConfig, source: ImageSource | None, space: Space, state: PartialState, *, has_begun: bool
 ) -> bool:
     """Train on pictures, on their latents, or on the data of a teacher; return whether the run finished.
 
     Checks that need no data come first, since the decoding of the pictures can take hours.
     """
-    space, dry_run = build_space(config.data, source=source), config.program.dry_run
-    if not planning.chooses_network(config):
+    dry_run = config.program.dry_run
+    if has_begun or not planning.chooses_network(config):
         check_sides(config, space)
-    budget, taught = planning.budget_of(config), config.teacher_data
-    on_main(state, lambda: check_start(config.run, config.network.origin, writes=not dry_run))
+    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not dry_run))
     if not dry_run:
         space.prepare(state.device)
-    config, pictures = _open_pictures(config, source, begun)
-    config.check_held_out(proposed_share(len(pictures)))
-    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
-    split = None if taught else hold_out_pictures(pictures, config, asked=asked)
-    latents = space if isinstance(space, Latents) else None
-    fields = build_space(config.data, source=pictures) if config.data.is_fields else None
+    config, pictures = _open_pictures(config, source, chooses=not has_begun)
+    split = _split(config, pictures)
     trained = len(pictures) if split is None else len(split.training)
-    config = planning.with_plan(config, begun, trained, pictures.conditions, latents or fields)
-    space = latents or build_space(config.data, source=pictures)  # the recipe may add augmentation
+    shown: Space | None = space if isinstance(space, Latents) else None
+    shown = build_space(config.data, source=pictures) if config.data.is_fields else shown
+    budget = planning.budget_of(config)
+    config = planning.with_plan(config, has_begun, trained, pictures.conditions, shown)
+    space = shown or build_space(config.data, source=pictures)  # the plan may add augmentation
     check_sides(config, space)
-    flow = parts.build_flow(config, pictures.conditions, space)
-    taught = config.teacher_data  # with the planned number of samples
-    start_from(config.network.origin if taught is None else taught.source, config.run, flow)
+    flow, distilled = build_flow(config, pictures.conditions, space), DistillationData.of(config)
+    start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
     if isinstance(space, Fields):
         state.print(line("fields", describe_fields(space, pictures)))
     if dry_run:
-        planning.print_dry_run(config, flow, trained if taught is None else taught.count)
+        planning.print_dry_run(config, flow, trained if distilled is None else distilled.count)
         return True
     dataset = _open_rows(config, flow, pictures, state)
     callbacks: list[Callback] = [] if budget is None else [Pace(seconds_of(budget))]
     held_out: ImageDataset | None = None
-    preview_data: StoreDataset | None = None if taught is None else pictures  # a teacher's data have no texts
+    preview_data: StoreDataset | None = None if distilled is None else pictures  # distillation data have no texts
     if split is not None:
-        sources = split_sources(pictures, config.data.holdout, config.run.seed)
+        sources = split_sources(pictures, config.data.holdout, config.data.data_seed or 0)
         seen, unseen = divided(dataset, split, sources)
         callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
         dataset, preview_data = seen, unseen
         pictures, held_out = divided(pictures, split, sources)
     callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
-    flags = recorded(config)
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, flags=flags, preview_data=preview_data).train()
+    return _trainer(config, flow, dataset, callbacks, preview_data=preview_data).train()
+
+
+def _split(config: TrainConfig, pictures: ImageDataset) -> Split | None:
+    """Return the training pictures and those to hold out; None if none are, as of distillation data. Collective."""
+    if config.data.holdout <= 0 and config.evaluation.stop_when_memorising:
+        share = proposed_share(len(pictures))
+        raise UsageError(f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}")
+    asked = "holdout" in config.given or config.evaluation.stop_when_memorising
+    return None if config.teacher.teacher else hold_out_pictures(pictures, config, asked=asked)
 
 
 def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
@@ -228,12 +227,9 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
     ``flow`` gets the space of the latents, whose scales are known now.
     """
     autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
-    if config.teacher_data is not None:
-        with_sources = config.source.is_given and not config.source.as_start
-        drawn = open_drawn(
-            config.teacher_data, pictures, config.run, inherited_flags(config), with_sources=with_sources
-        )
-        dataset, space = drawn
+    distilled = DistillationData.of(config)
+    if distilled is not None:
+        dataset, space = open_drawn(distilled, pictures, config)
         if isinstance(flow.space, Fields) and isinstance(space, Fields):
             flow.space = flow.space.with_scale_of(space)
         if autoencoder is not None and isinstance(space, Latents):
@@ -273,9 +269,10 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
-        flags = flags_of_checkpoint(source)
-        known = {name: flags[name] for name in planning.NETWORK_FLAGS if name in flags}
-        remedy = " ".join(command_line(known)) or "the --dim and --dim_mults of its run"
+        remedy = "the --dim and --dim_mults of its run"
+        if (source / checkpoint.CONFIG_FILE).exists():
+            network = plain(config_of(source).network)
+            remedy = " ".join(command_line({name: network[name] for name in planning.NETWORK_FLAGS}))
         raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""

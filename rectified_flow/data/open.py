@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from accelerate import PartialState
 
@@ -20,7 +20,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Positive, as_plain
 from rectified_flow.registry import find, names
-from rectified_flow.system.files import check_document, printable, usable_path
+from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
 
@@ -80,7 +80,7 @@ def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     how = {name: arguments[name] for name in ("skip_broken_images", "store_bits") if name in arguments}
     cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
-    source = _without(find_source(**arguments) if source is None else source, **arguments)
+    source = find_source(**arguments) if source is None else _without(source, **arguments)
     store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
     return ImageDataset(store, arguments)
 
@@ -155,7 +155,7 @@ def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tu
         UsageError: if the images have changed since they were decoded.
     """
     given, broken = pictures.arguments, {*pictures.info.skipped}
-    source = _without(find_source(**given) if source is None else source, **given)
+    source = find_source(**given) if source is None else _without(source, **given)
     rows = [row for row in range(len(source)) if source.describe(row) not in broken]
     if len(rows) != pictures.info.length:
         found = f"{source.name} has {len(rows)} intact pictures, and had {pictures.info.length} when they were decoded"
@@ -182,26 +182,6 @@ def picture_names(pictures: ImageDataset) -> list[str]:
     return names if pictures.rows is None else [names[row] for row in pictures.rows]
 
 
-def data_arguments(document: Mapping[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return the arguments of :func:`open_dataset` that open a run's data again, or None if it records none.
-
-    Args:
-        document: the contents of the run's ``config.json``.
-        path: the file, for the error message.
-
-    Raises:
-        UsageError: if the arguments are damaged.
-    """
-    data, kinds = document.get("data", {}), get_type_hints(open_dataset, include_extras=True)
-    if "dataset" not in data:
-        return None
-    return {
-        name: check_document({name: data[name]}, dict[str, kind], path)[name]  # type: ignore[valid-type]
-        for name, kind in kinds.items()
-        if name in data and name not in ("source", "return")
-    }
-
-
 def find_source(dataset: str, dataset_path: str | Path | None = None, **arguments: Any) -> ImageSource:
     """Return the source that arguments of :func:`open_dataset` name.
 
@@ -220,7 +200,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
         raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     else:
         source = HuggingFaceSource(dataset, split)
-    return source
+    return _without(source, **arguments)
 
 
 def _find_folder(path: Path, fields: bool, split: str, arguments: Mapping[str, Any]) -> ImageSource:

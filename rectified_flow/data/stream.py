@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.randomness import mix
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
@@ -54,34 +55,6 @@ def _feistel(values: Words, half: int, rounds: Words) -> Any:
         mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
         left, right = right, left ^ ((mixed >> np.uint64(32)) & mask)
     return (left << np.uint64(half)) | right
-
-
-@dataclass(frozen=True)
-class GlobalBatch:
-    """The global batch of a step, split over processes and accumulation.
-
-    Micro-batch ``m`` of rank ``k`` takes every ``(world_size * accumulation)``-th row, starting at row
-    ``m * world_size + k``.
-    """
-
-    per_process: int
-    world_size: int = 1
-    accumulation: int = 1
-
-    @property
-    def total(self) -> int:
-        """Number of rows."""
-        return self.per_process * self.world_size * self.accumulation
-
-    def rows(self, rank: int, micro_batch: int) -> slice:
-        """Return the rows of one rank's micro-batch."""
-        return slice(micro_batch * self.world_size + rank, None, self.world_size * self.accumulation)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.per_process} per process x {self.world_size} process{'es' * (self.world_size > 1)}"
-            f" x {self.accumulation} accumulation = {self.total}"
-        )
 
 
 @dataclass(frozen=True)

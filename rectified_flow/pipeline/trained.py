@@ -44,12 +44,9 @@ class FlowPipeline(DiffusionPipeline):
         super().__init__()
         self.register_modules(flow=flow)  # type: ignore[attr-defined]
 
-    def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **options: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **_options: Any) -> None:
         """Save the model so that ``from_pretrained`` loads it; its files do not depend on options of diffusers."""
         hub.save_pretrained(self.flow, save_directory)
-        if push_to_hub:
-            repo_id = options.get("repo_id", Path(save_directory).name)
-            hub.push_to_hub(self.flow, repo_id, private=options.get("private"), token=options.get("token"))
 
     def __call__(
         self,

@@ -154,8 +154,8 @@ def save(
     return artifact.path
 
 
-def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None = None) -> None:
-    """Remove all checkpoints but the ``keep`` newest (0 keeps all), the milestones, the best and an early one.
+def prune(newest: Path, keep: int, total_steps: int | None = None) -> None:
+    """Remove all checkpoints but the ``keep`` newest (0 keeps all), the best and an early one.
 
     A checkpoint that contains foreign files is reported and kept.
 
@@ -163,14 +163,12 @@ def prune(newest: Path, keep: int, keep_every: int = 0, total_steps: int | None 
         newest: checkpoint written last. Later checkpoints, if any, are damaged leftovers and do not count towards
             ``keep``.
         keep: number of checkpoints to keep.
-        keep_every: checkpoints at multiples of this step are milestones; 0 makes none.
         total_steps: number of steps of the whole run, which determines its early checkpoint; None keeps none.
     """
     older = [each for each in list_checkpoints(newest.parent) if each.name <= newest.name]
     kept = {best_of(newest.parent), None if total_steps is None else _early(older, total_steps)}
     for each in older[:-keep] if keep else []:
-        is_milestone = keep_every > 0 and step_of(each) % keep_every == 0
-        if is_milestone or each in kept:
+        if each in kept:
             continue
         try:
             remove(each, CHECKPOINT)

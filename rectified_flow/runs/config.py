@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Interval
 
-from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,
@@ -20,6 +20,7 @@ from rectified_flow.flags import (
     PositiveNumber,
     Seed,
     default_is,
+    flag,
 )
 from rectified_flow.system.files import usable_path
 
@@ -44,55 +45,45 @@ class TrainingConfig(Flags):
     batch_size: Annotated[Positive | None, default_is("64, or as --global_batch_size implies")] = None
     """Per-process micro-batch size."""
     global_batch_size: Positive | None = None
-    """Items per optimizer step over all processes and accumulation, instead of --batch_size."""
-    gradient_accumulation_steps: Annotated[Positive | None, default_is("1, or as the two batch sizes imply")] = None
-    """Micro-batches per optimizer step."""
+    """Items per optimizer step over all processes; with --batch_size, gradients are accumulated to reach it."""
     train_num_steps: Annotated[Positive | None, default_is("100000")] = None
     """Optimizer steps; excludes --num_epochs."""
-    num_epochs: PositiveNumber | None = None
+    num_epochs: Annotated[PositiveNumber | None, flag(excludes="train_num_steps")] = None
     """Passes over the dataset; excludes --train_num_steps."""
     optimizer: str = "adamw"
     """adamw, or a registered optimizer."""
-    optimizer_options: Options = ()
+    optimizer_options: Annotated[Options, flag(shapes_training=True)] = ()
     """Arguments of the optimizer."""
-    learning_rate: PositiveNumber = 3e-4
+    learning_rate: Annotated[PositiveNumber, flag(shapes_training=True)] = 3e-4
     """Peak learning rate."""
-    lr_warmup_steps: Natural = 500
+    lr_warmup_steps: Annotated[Natural, flag(shapes_training=True)] = 500
     """Optimizer steps over which the learning rate rises from 0."""
-    lr_decay: LrDecay = "none"
+    lr_decay: Annotated[LrDecay, flag(shapes_training=True)] = "none"
     """Decay after the warm-up: cosine to 0 at the end of the run, or rsqrt, the inverse square root of the steps."""
-    adam_betas: tuple[Fraction, Fraction] = (0.9, 0.99)
-    """AdamW's decay rates of the averages of the gradient and its square."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: NonNegative = 1.0
+    max_grad_norm: Annotated[NonNegative, flag(shapes_training=True)] = 1.0
     """Maximum gradient norm; 0 disables clipping."""
-    max_bad_steps: Positive = 10
-    """Consecutive steps with a loss or gradient that is not finite after which the run stops."""
     mixed_precision: Annotated[
         MixedPrecision | None, default_is("the launcher's, else bf16 on a GPU that supports it, else no")
     ] = None
     """Precision of the forward pass."""
-    use_ema: bool = True
+    use_ema: Annotated[bool, flag(shapes_training=True)] = True
     """Keep a float32 exponential moving average of the weights for sampling."""
-    ema_decay: Fraction = 0.9999
+    ema_decay: Annotated[Fraction, flag(shapes_training=True)] = 0.9999
     """Decay of the EMA per optimizer step; early in a run it is lower."""
     seed: Seed = 0
     """Seed of every random draw; the result does not depend on the number of processes."""
-    compile: bool = False
+    compile: Annotated[bool, flag(shapes_training=True)] = False
     """Compile the loss with torch.compile."""
-    output_dir: Path = Path("runs/rectified-flow")
+    output_dir: Annotated[Path, flag(recorded=False)] = Path("runs/rectified-flow")
     """Folder for the config, metrics, plot and samples."""
-    checkpoint_dir: Annotated[Path | None, default_is("OUTPUT_DIR/checkpoints")] = None
+    checkpoint_dir: Annotated[Path | None, flag(recorded=False), default_is("OUTPUT_DIR/checkpoints")] = None
     """Folder for checkpoints."""
-    resume: str = "auto"
+    resume: Annotated[str, flag(recorded=False)] = "auto"
     """auto: resume from the newest checkpoint, if any; never; or the PATH of a checkpoint or run."""
     save_every: Natural = 1000
     """Steps between checkpoints; 0 saves only the last step."""
     keep_checkpoints: Natural = 3
     """Number of newest checkpoints to keep, in addition to the early one and the best one; 0 keeps all."""
-    keep_every: Natural = 0
-    """Checkpoints at multiples of this step are never pruned; 0 prunes all but the newest."""
     sample_every: Natural = 1000
     """Steps between sample grids; 0 draws only one at the end."""
     num_samples: Annotated[int, Interval(ge=0, le=2**20)] = 64
@@ -101,20 +92,12 @@ class TrainingConfig(Flags):
     """Intervals from noise to image in a sample grid."""
     log_every: Positive = 50
     """Steps between lines of metrics.jsonl."""
-    log_with: Tracker = "none"
+    log_with: Annotated[Tracker, flag(local=True)] = "none"
     """Also log to TensorBoard, Trackio (on this machine), or Weights & Biases (WANDB_MODE=offline needs no account)."""
-    rank_timeout: PositiveNumber = 300.0
+    rank_timeout: Annotated[PositiveNumber, flag(local=True)] = 300.0
     """Seconds to wait for other processes after the first step before failing."""
-    num_workers: Annotated[int, Interval(ge=0, le=1024)] = 0
+    num_workers: Annotated[Annotated[int, Interval(ge=0, le=1024)], flag(local=True)] = 0
     """Loader processes per rank; 0 is fastest for decoded images, which are read straight from the memory map."""
-    multiprocessing_context: Annotated[Literal["fork", "spawn", "forkserver"] | None, default_is("the platform's")] = (
-        None
-    )
-    """Start method of loader processes."""
-    persistent_workers: bool = False
-    """Keep loader processes between epochs."""
-    pin_memory: bool = False
-    """Pin batches in page-locked memory."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,18 +105,13 @@ class TrainingConfig(Flags):
             object.__setattr__(self, "resume", str(usable_path("--resume", self.origin)))
         if self.lr_decay == "rsqrt" and self.lr_warmup_steps <= 0:
             raise UsageError("--lr_decay rsqrt needs --lr_warmup_steps above 0, where the decay begins")
-        if self.train_num_steps is not None and self.num_epochs is not None:
-            raise UsageError("--train_num_steps and --num_epochs exclude each other; give one")
         # Not of all processes, whose number is unknown until they have joined.
-        batch = GlobalBatch(self.batch_size or DEFAULT_BATCH_SIZE, 1, self.gradient_accumulation_steps or 1)
-        items = self.global_batch_size or batch.total
+        items = self.global_batch_size or self.batch_size or DEFAULT_BATCH_SIZE
         if items > LARGEST_STEP:
-            flags = "--global_batch_size" if self.global_batch_size else "--batch_size or --gradient_accumulation_steps"
-            raise UsageError(f"a step would train on {items} items; it must be at most {LARGEST_STEP}: lower {flags}")
+            name = "global_batch_size" if self.global_batch_size else "batch_size"
+            raise UsageError(f"a step would train on {items} items; it must be at most {LARGEST_STEP}: lower --{name}")
         if self.log_with == "trackio" and find_spec("trackio") is None:  # Accelerate would log nothing
             raise UsageError("--log_with trackio needs the Python package trackio: pip install trackio")
-        if self.num_workers <= 0 and (self.persistent_workers or self.multiprocessing_context):
-            raise UsageError("--persistent_workers and --multiprocessing_context need --num_workers above 0")
 
     @property
     def checkpoints(self) -> Path:
@@ -156,15 +134,11 @@ class TrainingConfig(Flags):
         Raises:
             UsageError: if the numbers do not divide.
         """
-        if self.global_batch_size is None:
-            per_process = self.batch_size or DEFAULT_BATCH_SIZE
-            return GlobalBatch(per_process, world_size, self.gradient_accumulation_steps or 1)
         total = self.global_batch_size
-        if self.batch_size is not None and self.gradient_accumulation_steps is None:
-            accumulation = max(1, total // (self.batch_size * world_size))
-        else:
-            accumulation = self.gradient_accumulation_steps or 1
-        batch = GlobalBatch(self.batch_size or total // (world_size * accumulation), world_size, accumulation)
+        if total is None:
+            return GlobalBatch(self.batch_size or DEFAULT_BATCH_SIZE, world_size)
+        per_process = self.batch_size or max(1, total // world_size)
+        batch = GlobalBatch(per_process, world_size, max(1, total // (per_process * world_size)))
         if batch.total != total:
             raise UsageError(f"--global_batch_size {total} cannot be split evenly: {batch}")
         return batch

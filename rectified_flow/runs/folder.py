@@ -8,20 +8,27 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from tqdm.auto import tqdm
 
-from rectified_flow.errors import BusyError, UsageError, first_line
-from rectified_flow.flags import plain
+from rectified_flow.errors import BusyError, DamageError, UsageError, first_line
+from rectified_flow.flags import recorded
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
-from rectified_flow.system.files import LOCK_TIMEOUT, locked, prepare_folder, read_document, replace_file
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, is_artifact, owned_files
+from rectified_flow.system.files import (
+    LOCK_TIMEOUT,
+    check_document,
+    locked,
+    prepare_folder,
+    read_document,
+    replace_file,
+)
 from rectified_flow.system.outputs import claim
 
 if TYPE_CHECKING:  # the command line reads these files before torch is imported
@@ -33,25 +40,12 @@ RUN_FILES = ("config.json", STATUS_FILE, "loss.png", "samples")
 """Files and folders that every run writes into its output folder, in addition to its logs."""
 
 
-@dataclass(frozen=True)
-class ConfigFile:
-    """The contents of a ``config.json``."""
-
-    run: dict[str, Any]
-    data: dict[str, Any] = field(default_factory=dict)
-    network: dict[str, Any] | None = None
-    flow: dict[str, Any] | None = None
-    flags: dict[str, Any] = field(default_factory=dict)
-    items: dict[str, Natural] = field(default_factory=dict)
-    """Numbers of items of the data: ``training``, and ``held_out`` if some are."""
-
-
 def describe_run(
     config: TrainingConfig,
     flow: Mapping[str, Any],
     dataset: "Dataset[Any]",
+    data: Mapping[str, Any] | None = None,
     flags: Mapping[str, Any] | None = None,
-    unused: Collection[str] = (),
 ) -> dict[str, Any]:
     """Return the contents of the ``config.json`` of a run.
 
@@ -60,17 +54,15 @@ def describe_run(
         flow: the description of the flow with its network.
         dataset: the data. Its attribute ``arguments`` has the arguments of :func:`rectified_flow.open_dataset`, and
             ``description`` a line for the user.
-        flags: all flags of the program that built these parts, if a program did.
-        unused: flags of the run that have no effect, because the trainer was given a part in their place.
+        data: the description of the data, if a program opened them.
+        flags: further flags of that program.
     """
-    document = {
-        "run": {name: value for name, value in plain(config).items() if name not in unused},
-        "data": getattr(dataset, "arguments", None) or {"description": data_description(dataset)},
+    return {
+        "data": dict(data or getattr(dataset, "arguments", None) or {"description": data_description(dataset)}),
+        "flow": dict(flow),
+        "training": recorded(config) | dict(flags or {}),
         "items": {"training": len(dataset)},  # type: ignore[arg-type]
-        "network": flow.get("network"),
-        "flow": {name: value for name, value in flow.items() if name != "network"},
     }
-    return document if flags is None else document | {"flags": dict(flags)}
 
 
 def data_description(dataset: "Dataset[Any]") -> str:
@@ -80,17 +72,17 @@ def data_description(dataset: "Dataset[Any]") -> str:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the ``config.json`` at ``path``.
+    """Read the ``config.json`` at ``path``: ``{data, flow, training}``, or as commit c5b7768 wrote it.
 
     Raises:
         UsageError: if it cannot be read or is damaged.
     """
-    return asdict(read_document(path, ConfigFile))
-
-
-def program_flags(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags by name in a ``config.json``: those of the program that started the run, or of the run alone."""
-    return dict(document.get("run", {})) | dict(document.get("flags", {}))
+    document = read_document(path, dict[str, Any])
+    for block in ("data", "flow", "training"):
+        check_document({block: document.get(block, {})}, dict[str, dict[str, Any]], path)
+    if document.keys().isdisjoint(("training", "run")):
+        raise DamageError(f"{path} is not the config.json of a run")
+    return document
 
 
 @dataclass(frozen=True)
@@ -142,16 +134,6 @@ def is_run(folder: Path) -> bool:
     with suppress(UsageError):
         return bool(read_config(folder / RUN_FILES[0]))
     return False
-
-
-def flags_of_checkpoint(source: Path) -> dict[str, Any]:
-    """Return the flags of the program that wrote a run or a checkpoint; none if no program did.
-
-    Raises:
-        DamageError: if they cannot be read.
-    """
-    path = source / RUN_FILES[0]
-    return program_flags(read_config(path)) if path.exists() else {}
 
 
 def prepare_folders(config: TrainingConfig) -> None:

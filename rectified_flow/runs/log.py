@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import DamageError, UsageError, first_line
+from rectified_flow.flags import flags_in
 from rectified_flow.runs.checkpoint import step_name
-from rectified_flow.runs.folder import program_flags
 from rectified_flow.system.files import flush, parse_document, read_bytes, replace_file
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Legend, Line, Panel, draw_panels, encode_picture, to_grid, with_texts
@@ -145,7 +145,7 @@ class RunLog:
         Raises:
             UsageError: if it does not start, for example without an account or a network.
         """
-        flags = program_flags(document)
+        flags = flags_in(document)
         simple = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in flags.items()}
         settings: dict[str, dict[str, Any]] = {
             "tensorboard": {"purge_step": self.step + 1},

@@ -15,22 +15,17 @@ from accelerate import Accelerator
 from tqdm.auto import tqdm
 
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import plain
+from rectified_flow.flags import flags_in, plain, rules_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, RunIdentity
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import prepare_folders, program_flags, read_config
+from rectified_flow.runs.folder import prepare_folders, read_config
 
 MAY_CHANGE = (
     *("condition_dropout", "space.horizontal_flip", "space.augmentation"),
     *("space.autoencoder.source", "space.mean", "space.std", "space.show"),
 )
 """Parts of a flow that may differ when a run resumes; any other makes it another run."""
-SHAPING = (
-    *("learning_rate", "lr_warmup_steps", "lr_decay", "adam_betas", "weight_decay", "max_grad_norm"),
-    *("use_ema", "ema_decay", "compile", "optimizer_options"),
-)
-"""Flags of a run that shape the training and may differ when it resumes."""
 
 
 def precision_name(accelerator: Accelerator) -> str:
@@ -105,7 +100,7 @@ def choose_checkpoint(
         if then != now:
             tqdm.write(f"warning: the {name.replace('_', ' ')} was {then} and is now {now}: the run changes")
     for name, change in (_flow_changes(flow, own) | _flag_changes(config, own)).items():
-        if name not in (*MAY_CHANGE, *SHAPING):
+        if name not in MAY_CHANGE and not shapes_training(name):
             raise UsageError(f"cannot resume from {own}: {change}; pass its flags, or choose another --output_dir")
         tqdm.write(f"note: {change}")
     return own, replace(run, origin=before.origin)
@@ -136,9 +131,15 @@ def _compared_parts(flow: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flag_changes(config: TrainingConfig, path: Path) -> dict[str, str]:
     """Compare the flags that shape the training with those of a checkpoint."""
-    known, given = program_flags(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
-    then = {name: known[name] for name in ("optimizer", *SHAPING) if name in known}
+    known, given = flags_in(read_config(path / checkpoint.CONFIG_FILE)), plain(config)
+    then = {name: known[name] for name in given if name in known and (name == "optimizer" or shapes_training(name))}
     return _changes(then, {name: given[name] for name in then})
+
+
+def shapes_training(name: str) -> bool:
+    """Return whether a flag of a run may change when the run resumes, and then trains differently."""
+    rule = rules_of(TrainingConfig).get(name)
+    return rule is not None and rule.shapes_training
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """A training run on the disk: its folder, its log, and checkpoints that are written in the background."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -133,7 +133,7 @@ class BackgroundSaver:
             return None
         try:
             if prune:
-                checkpoint.prune(path, self.config.keep_checkpoints, self.config.keep_every, total_steps)
+                checkpoint.prune(path, self.config.keep_checkpoints, total_steps)
         except (OSError, UsageError) as error:
             tqdm.write(f"warning: older checkpoints of {folder} are kept for now ({error})")
         return path
@@ -148,8 +148,8 @@ class Run:
         flow: the module in training.
         dataset: the data.
         progress: returns the steps made, and those of the whole run.
-        flags: all flags of the program that built the parts, or None.
-        unused: flags of the run that have no effect.
+        data: description of the data, for the block ``data`` of ``config.json``.
+        flags: the flags of the program that built the parts, for the block ``training``.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Run:
         flow: nn.Module,
         dataset: Dataset[Any],
         progress: Callable[[], tuple[int, int]],
-        flags: Mapping[str, Any] | None,
-        unused: Collection[str],
+        data: Mapping[str, Any] | None = None,
+        flags: Mapping[str, Any] | None = None,
     ) -> None:
         self.accelerator, self.config, self.progress = accelerator, config, progress
         self.length, self.fingerprint = len(dataset), fingerprint_of(dataset)  # type: ignore[arg-type]
@@ -170,7 +170,7 @@ class Run:
         except UsageError as error:  # a part is not registered
             self._undescribed = error
         description = self.flow_description or {"description": type(flow).__name__}
-        self.document = describe_run(config, description, dataset, flags, unused)
+        self.document = describe_run(config, description, dataset, data, flags)
         self.log, self.saver = cast(RunLog, Silent()), cast(BackgroundSaver, Silent())
 
     def print(self, text: str) -> None:

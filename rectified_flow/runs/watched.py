@@ -32,7 +32,7 @@ LARGEST, LAST_STEP = 1e300, 2**53
 """Exclusive upper bounds of the values and steps of a curve, which NaN and infinity exceed as well."""
 MOST_CURVES = 100
 """Maximum number of curves of a file; further curves are left out."""
-SAMPLES, GRIDS = "samples", f"step_{'[0-9]' * 8}.png"
+SAMPLES = "samples"
 SHOWN_SAMPLES = 1000
 QUIET = 600
 """Seconds without a new line or status after which a running run is reported as silent."""
@@ -142,7 +142,7 @@ class WatchedRun:
 
     def samples(self) -> list[str]:
         """Return the names of the newest grids of samples, in the order of their steps."""
-        return sorted(each.name for each in (self.folder / SAMPLES).glob(GRIDS))[-SHOWN_SAMPLES:]
+        return sorted(each.name for each in (self.folder / SAMPLES).glob("step_*.png"))[-SHOWN_SAMPLES:]
 
     def sample(self, name: str) -> bytes | None:
         """Return the PNG file of a grid; None if there is none, or it is a link that leads out of the folder."""

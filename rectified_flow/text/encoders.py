@@ -140,7 +140,8 @@ class PretrainedTextEncoder(TextEncoder):
         """
         if self._expected not in (None, _fingerprint_of(self.source)):
             raise UsageError(
-                f"--text_encoder {self.source} did not encode the training captions: pass the original encoder"
+                f"--text_encoder {self.source} is not the encoder that the captions were encoded with: pass the "
+                "original encoder"
             )
         return _load(self.source)
 
@@ -164,8 +165,8 @@ class PretrainedTextEncoder(TextEncoder):
 
     def tokenize(self, texts: Sequence[str]) -> dict[str, Tensor]:
         """Return the inputs of the module for texts: ``input_ids`` and ``attention_mask``, int64 ``[n, tokens]``."""
-        how: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.most_tokens}
-        given = self.parts[0](list(texts), return_tensors="pt", **how)
+        settings: dict[str, Any] = {"padding": True, "truncation": True, "max_length": self.most_tokens}
+        given = self.parts[0](list(texts), return_tensors="pt", **settings)
         return {name: given[name] for name in ("input_ids", "attention_mask")}
 
     def vectors(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +183,9 @@ class PretrainedTextEncoder(TextEncoder):
         rows = []
         for first in range(0, len(texts), TEXTS_AT_ONCE):
             device = self.parts[1].device
-            some = self.tokenize(texts[first : first + TEXTS_AT_ONCE])
-            given = {name: each.to(device) for name, each in some.items()}
+            given = {
+                name: each.to(device) for name, each in self.tokenize(texts[first : first + TEXTS_AT_ONCE]).items()
+            }
             with torch.autocast(device.type, enabled=False):
                 vectors, hidden = self.vectors(**given)
             row = torch.full((len(vectors), 1 + tokens, hidden.shape[-1]), torch.nan)
@@ -222,8 +224,10 @@ def _load(source: str) -> tuple[Any, Any]:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer, module.eval().requires_grad_(False)
     except Exception as error:  # of any type: transformers builds a module from files that anyone may have written
-        found = f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)})"
-        raise UsageError(f"{found}: pass the folder or hub id of one, such as a sentence model") from error
+        raise UsageError(
+            f"--text_encoder {source} cannot be loaded as a text encoder ({first_line(error)}): pass the folder or hub "
+            "id of one, such as a sentence model"
+        ) from error
 
 
 @cache

@@ -21,20 +21,29 @@ CAPTIONS_VERSION = 1
 
 
 @dataclass(frozen=True)
-class EncodedTexts:
-    """Encoded texts by number, from a store, or encoded when they are read."""
+class TextsToEncode:
+    """Texts that are encoded when they are read."""
 
     kind: Caption
     texts: Sequence[str]
-    store: StoreDataset | None = None
 
     def __getitem__(self, numbers: Sequence[int]) -> Tensor:
-        if self.store is None:
-            return self.kind.encode([self.texts[number] for number in numbers])
+        return self.kind.encode([self.texts[number] for number in numbers])
+
+
+@dataclass(frozen=True)
+class StoredTexts:
+    """Encoded texts in a store."""
+
+    store: StoreDataset
+
+    def __getitem__(self, numbers: Sequence[int]) -> Tensor:
         return self.store.read_entries(numbers)["captions"]
 
 
-def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: PartialState) -> EncodedTexts:
+def encode_captions(
+    texts: Sequence[str], kind: Caption, folder: Path, state: PartialState
+) -> TextsToEncode | StoredTexts:
     """Encode captions by all processes together, unless they are stored already. Collective.
 
     Encoding resumes after a kill. Captions that are longer than the encoder or ``kind.tokens`` allow are cut, and their
@@ -56,7 +65,7 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
     """
     encoder = kind.encoder
     if not isinstance(encoder, PretrainedTextEncoder):
-        return EncodedTexts(kind, texts)
+        return TextsToEncode(kind, texts)
     shaped_by = (CAPTIONS_VERSION, tuple(texts), encoder.fingerprint, kind.tokens)
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     row = {CAPTIONS_FILE: (1 + kind.tokens, kind.size)}
@@ -77,4 +86,4 @@ def encode_captions(texts: Sequence[str], kind: Caption, folder: Path, state: Pa
             encoder.to_device(state.device)
             fill(writer, state, make, finish, doing="encoding", batch_size=TEXTS_AT_ONCE)
             encoder.to_device(torch.device("cpu"))  # the CPU suffices for prompts
-    return EncodedTexts(kind, texts, StoreDataset(writer.path))
+    return StoredTexts(StoreDataset(writer.path))

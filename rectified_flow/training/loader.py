@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from rectified_flow.condition import chosen
-from rectified_flow.data.stream import Batch, Batches, GlobalBatch, StreamSampler
+from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data.stream import Batch, Batches, StreamSampler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.randomness import BatchRows, deterministic
@@ -38,9 +39,6 @@ def load(dataset: Dataset[Any], stream: StreamSampler, config: TrainingConfig) -
         batch_sampler=stream,
         collate_fn=SharedBatch if config.num_workers else dict,
         num_workers=config.num_workers,
-        multiprocessing_context=config.multiprocessing_context,
-        persistent_workers=config.persistent_workers,
-        pin_memory=config.pin_memory,
         worker_init_fn=leave_signals_to_parent,
     )
     try:

@@ -13,11 +13,6 @@ from rectified_flow.flags import choose
 from rectified_flow.registry import register
 from rectified_flow.runs.config import TrainingConfig
 
-OPTIMIZER_FLAGS = ("optimizer", "optimizer_options", "learning_rate", "adam_betas", "weight_decay")
-"""Flags of a run that only the optimizer uses."""
-SCHEDULE_FLAGS = ("lr_warmup_steps", "lr_decay")
-"""Flags of a run that only :func:`build_schedule` uses."""
-
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 BuildOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
 """A function of the trained parameters with their names, such as ``partial(torch.optim.SGD, lr=0.1)``.
@@ -53,9 +48,9 @@ def adamw(
     parameters: NamedParameters,
     *,
     lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    fused: bool,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
+    fused: bool = False,
     eps: float = 1e-8,
 ) -> torch.optim.Optimizer:
     """Build AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
@@ -97,8 +92,8 @@ def muon(
     parameters: NamedParameters,
     *,
     lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
+    betas: tuple[float, float] = (0.9, 0.99),
+    weight_decay: float = 0.0,
     momentum: float = 0.95,
     update_size: float = 0.4,
     iterations: int = 5,
@@ -191,9 +186,8 @@ class Muon(torch.optim.Optimizer):
 def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
     """Return the builder of the registered optimizer that ``--optimizer`` names, with the flags of the run.
 
-    A registered builder takes the trained parameters with their names. It gets those of the peak learning rate ``lr``,
-    the decays ``betas`` of the averages of the gradient and of its square, ``weight_decay`` and ``fused`` that it has
-    a parameter for, and the entries of ``--optimizer_options``.
+    A registered builder takes the trained parameters with their names. It gets the peak learning rate ``lr`` and
+    ``fused`` if it has a parameter for them, and the entries of ``--optimizer_options``.
 
     Args:
         config: the run's flags.
@@ -204,8 +198,7 @@ def find_optimizer(config: TrainingConfig, *, fused: bool) -> BuildOptimizer:
         UsageError: if no optimizer is registered under that name, or an option does not fit it.
     """
     choice = choose("optimizer", "optimizer", config.optimizer, config.optimizer_options)
-    flags = {"lr": config.learning_rate, "betas": config.adam_betas, "weight_decay": config.weight_decay}
-    return lambda parameters: choice.build(parameters=parameters, **flags, fused=fused)
+    return lambda parameters: choice.build(parameters=parameters, lr=config.learning_rate, fused=fused)
 
 
 def build_schedule(config: TrainingConfig) -> LrSchedule:

@@ -24,12 +24,16 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from rectified_flow.data.stream import Batch, GlobalBatch
+from rectified_flow.data.batch import GlobalBatch
+from rectified_flow.data.stream import Batch
 from rectified_flow.distributed.collectives import any_rank
 from rectified_flow.errors import RunError
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.state import TrainingState
+
+MAX_SKIPPED = 10
+"""Number of skipped steps in a row after which the run stops."""
 
 
 @dataclass
@@ -150,9 +154,9 @@ class Stepper:
         guilty = [m for m, loss in enumerate(losses) if not torch.isfinite(loss)]
         mine = [position for m in guilty for position in positions[self.batch.rows(rank, m)]]
         self.report(gather_object(mine) or list(positions))
-        if state.bad_in_a_row >= self.config.max_bad_steps:
+        if state.bad_in_a_row >= MAX_SKIPPED:
             raise RunError(
-                f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite (--max_bad_steps), so "
+                f"{state.bad_in_a_row} steps in a row had a loss or gradient that was not finite, so "
                 f"training ended at step {state.step}; their images are in bad_steps.jsonl, and earlier "
                 "checkpoints are kept: lower --learning_rate or --max_grad_norm, or inspect those items"
             )

@@ -34,8 +34,6 @@ from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
 from rectified_flow.training.optimizers import (
-    OPTIMIZER_FLAGS,
-    SCHEDULE_FLAGS,
     BuildOptimizer,
     LrSchedule,
     build_schedule,
@@ -100,7 +98,8 @@ class Trainer:
         lr_schedule: the factor of the learning rates after ``updates`` of ``total`` updates; the warm-up and decay of
             ``config`` if not given.
         callbacks: called at the events of the run.
-        flags: all flags of the program that built these parts, for ``config.json`` and trackers.
+        data: description of the data, for the block ``data`` of ``config.json``; by default that of the dataset.
+        flags: flags of the program that built these parts, for the block ``training``.
         preview_data: dataset whose sources are translated for previews; the training data if not given.
 
     Raises:
@@ -117,6 +116,7 @@ class Trainer:
         optimizer: BuildOptimizer | None = None,
         lr_schedule: LrSchedule | None = None,
         callbacks: Sequence[Callback] = (),
+        data: Mapping[str, Any] | None = None,
         flags: Mapping[str, Any] | None = None,
         preview_data: Dataset[Any] | None = None,
     ) -> None:
@@ -141,9 +141,8 @@ class Trainer:
             # Forward mode does not pass through graphs cut at the borders of gradient buckets.
             torch._dynamo.config.optimize_ddp = False
             flow.compile()
-        unused = [*(OPTIMIZER_FLAGS if optimizer else ()), *(SCHEDULE_FLAGS if lr_schedule else ())]
         self.run = Run(
-            self.accelerator, config, flow, dataset, lambda: (self.state.step, self.total_steps), flags, unused
+            self.accelerator, config, flow, dataset, lambda: (self.state.step, self.total_steps), data, flags
         )
         self.run.check_equal()  # first of all: where parameters differ in number, DDP would report nothing else
         # A fused step under a scaler does not report whether it was skipped.

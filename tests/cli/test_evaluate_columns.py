@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.evaluate import evaluate, split_data, training_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.train import train
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.join import join_processes
 from rectified_flow.evaluation.evaluator import Evaluator
@@ -58,7 +58,7 @@ def run(request: pytest.FixtureRequest, pictures: Path) -> Path:
     output_dir, cache_dir = pictures.parent / request.param, pictures.parent / "cache"
     paths = ["--dataset_path", pictures, "--cache_dir", cache_dir, "--output_dir", output_dir]
     flags = [*TINY.split(), *KINDS[request.param].split(), *map(str, paths)]
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags))
+    assert train(parse(TrainConfig, "", flags))
     return output_dir
 
 

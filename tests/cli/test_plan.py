@@ -118,7 +118,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
             DISTILL,
             Machine(30, dim=64),
             MUON | length(16, 2071, 41, 0.99034) | outputs(102, 9, 102, 4)
-            | {"mixed_precision": "bf16", "whole_fraction": 0.75, "flow_options": ("halves_fraction=0.5",)}
+            | {"mixed_precision": "bf16", "flow_options": ("whole_fraction=0.75", "halves_fraction=0.5")}
             | {"teacher_samples": 4384},
         ),
         (

@@ -5,23 +5,9 @@ from pathlib import Path
 import pytest
 from accelerate import PartialState
 
-from rectified_flow.cli.flags.data import DataConfig
-from rectified_flow.cli.flags.training import (
-    RectifiedFlowProgramConfig,
-    TrainConfig,
-    TrainMeanFlow,
-    TrainRectifiedFlow,
-    seconds_of,
-)
-from rectified_flow.cli.training.planning import (
-    CHOSEN,
-    budget_of,
-    check_length,
-    chooses_network,
-    facts_of,
-    recorded_flags,
-    with_recipe,
-)
+from rectified_flow.cli.config import OneStepConfig, TrainConfig, TrainProgramConfig, seconds_of
+from rectified_flow.cli.planning import budget_of, check_length, chooses_network, facts_of, with_recipe
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import OriginalInfo
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse, recorded
@@ -37,14 +23,13 @@ def chosen(
     count: int,
     words: str = "",
     folder: str = "pictures",
-    kind: type[TrainConfig] = TrainRectifiedFlow,
+    kind: type[TrainConfig] = TrainConfig,
     rate: float = SLOW,
 ) -> dict[str, object]:
     """All flags of a run on so many pictures."""
     data = f"--dataset_path {folder} " if folder else "--dataset synthetic-flowers "
     config = parse(kind, "Train.", (data + words).split())
     check_length(config)
-    config = with_recipe(config, recorded_flags(config), count)
     return recorded(planned(config, count, lambda config: rate / config.network.dim**2))
 
 
@@ -65,23 +50,23 @@ def test_augmentation_is_chosen_by_the_passes_if_there_is_a_budget() -> None:
 def test_small_pictures_are_not_enlarged(largest: tuple[int, int], words: str, side: int) -> None:
     """The side is a multiple of 8 that the levels can halve, unless a flag sets it."""
     originals = OriginalInfo(width=[4, largest[0]], height=[4, largest[1]], enlarged=0, duplicates=0)
-    config = parse(TrainRectifiedFlow, "Train.", f"--dataset_path pictures {words}".split())
-    assert with_recipe(config, None, 2000, originals).data.image_size == side
+    config = parse(TrainConfig, "Train.", f"--dataset_path pictures {words}".split())
+    assert with_recipe(config, 2000, originals).data.image_size == side
 
 
 def test_a_config_built_in_python_is_trained_as_it_is() -> None:
     data, run = DataConfig(dataset_path=Path("pictures")), TrainingConfig(train_num_steps=7, learning_rate=1e-3)
 
-    def trained(program: RectifiedFlowProgramConfig) -> TrainConfig:
-        config = TrainRectifiedFlow(data, run=run, program=program)
+    def trained(program: TrainProgramConfig) -> TrainConfig:
+        config = TrainConfig(data, run=run, program=program)
         check_length(config)
-        return planned(with_recipe(config, None, 2000), 2000, lambda config: 1e3)
+        return planned(config, 2000, lambda config: 1e3)
 
-    assert trained(RectifiedFlowProgramConfig()) == TrainRectifiedFlow(data, run=run)
+    assert trained(TrainProgramConfig()).run == run
     with pytest.raises(UsageError, match="--train_num_steps"):
-        trained(RectifiedFlowProgramConfig(budget="1h"))
+        trained(TrainProgramConfig(budget="1h"))
     run = TrainingConfig(learning_rate=1e-3)
-    chosen = trained(RectifiedFlowProgramConfig(budget="1h")).run
+    chosen = trained(TrainProgramConfig(budget="1h")).run
     assert (chosen.learning_rate, chosen.optimizer) == (1e-3, "adamw"), "one group of flags"
     assert chosen.lr_decay == "cosine"
 
@@ -119,12 +104,12 @@ def test_a_budget_that_makes_no_sense(words: str, sentence: str) -> None:
 )
 def test_each_of_two_generators_has_half_of_the_time(budget: str, half: str) -> None:
     words = f"--dataset synthetic-flowers --one_step --budget {budget}"
-    assert budget_of(parse(TrainRectifiedFlow, "", words.split())) == half
+    assert budget_of(parse(TrainConfig, "", words.split())) == half
     assert 2 * seconds_of(half) == pytest.approx(seconds_of(budget))
 
 
 def test_a_generator_in_one_step_has_a_budget_for_any_data() -> None:
-    assert budget_of(parse(TrainRectifiedFlow, "", ["--one_step"])) == "0.5h"
+    assert budget_of(parse(TrainConfig, "", ["--one_step"])) == "0.5h"
 
 
 def test_flags_override_it() -> None:
@@ -156,11 +141,10 @@ def test_a_run_goes_on_as_it_began(
     save(tmp_path, 1, began)
     assert chosen(20_000, run, rate=FAST) == began
     assert chosen(20_000, f"{run} --budget 3d", rate=FAST) == began
-    assert "the settings recorded at the start of the run" in capsys.readouterr().out
     longer = chosen(800, f"{run} --train_num_steps 20000")
     assert longer == began | {"train_num_steps": 20_000}
     assert chosen(800, f"{run} --learning_rate 1e-4") == began | {"learning_rate": 1e-4}, "and keeps the optimizer"
-    save(tmp_path, 2, longer | {"log_with": "removed"})
+    save(tmp_path, 2, longer)
     assert chosen(800, run) == longer, "it is extended once"
     save(tmp_path, 3, began | {"global_batch_size": 63})
     extended = chosen(800, f"{run} --num_epochs 2000")
@@ -168,27 +152,22 @@ def test_a_run_goes_on_as_it_began(
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     assert chosen(800, run)["global_batch_size"] == 62, "and is one that two processes can share"
     monkeypatch.undo()
-    earlier = {name: value for name, value in began.items() if name not in CHOSEN}
-    save(tmp_path, 4, earlier)
-    capsys.readouterr()
-    flags = chosen(800, run)
-    assert (flags["augment"], flags["holdout"], flags["num_epochs"], flags["dim"]) == (0, 0, None, 64)
 
 
 def test_a_run_that_resumes_another_goes_on_as_that_one_began(tmp_path: Path) -> None:
     began = chosen(800, "--augment 0 --train_num_steps 70")
     save(tmp_path, 60, began)
     flags = chosen(900, f"--resume {tmp_path} --output_dir {tmp_path / 'other'}")
-    assert {name: flags[name] for name in CHOSEN if name in flags} == {
-        name: began[name] for name in CHOSEN if name in began
-    }
+    assert flags == began
     missing = chosen(900, f"--resume {tmp_path / 'none'} --output_dir {tmp_path / 'other'}")
     assert missing["holdout"] == 0.05, "the run itself says that there is none"
 
 
 def save(run: Path, step: int, flags: dict[str, object]) -> None:
     """A checkpoint of a run with these flags."""
-    checkpoint.save(run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: {"run": {}, "flags": flags}})
+    checkpoint.save(
+        run / "checkpoints", step, {}, {checkpoint.CONFIG_FILE: {"data": {}, "flow": {}, "training": flags}}
+    )
 
 
 def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,25 +203,29 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
     ("kind", "words", "expected"),
     [
         (
-            TrainRectifiedFlow,
+            TrainConfig,
             "",
             {"method": "rectified", "precisions": ("no", "bf16"), "starter": "suited", "batch": None},
         ),
-        (TrainRectifiedFlow, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
-        (TrainRectifiedFlow, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
-        (TrainRectifiedFlow, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
-        (TrainRectifiedFlow, "--autoencoder haar", {"starter": "unsuited", "augment": 0}),
+        (TrainConfig, "--mixed_precision no --batch_size 4", {"precisions": ("no",), "batch": 4}),
+        (TrainConfig, "--image_size 24", {"starter": "unsuited", "sides": (24, 24), "augment": 0.15}),
+        (TrainConfig, "--init_from starter --augment 0.3", {"starter": "requested", "augment": 0.3}),
+        (TrainConfig, "--autoencoder haar", {"starter": "unsuited", "augment": 0}),
         *(
-            (TrainRectifiedFlow, words, {"starter": "unsuited"})
+            (TrainConfig, words, {"starter": "unsuited"})
             for words in ("--alpha", "--prediction clean", "--init_from runs/other", "--init_from None")
         ),
-        (TrainMeanFlow, "", {"method": "mean_flow", "precisions": (None,), "starter": "unsuited", "calls": 0}),
+        (OneStepConfig, "", {"method": "mean_flow", "precisions": (None,), "starter": "unsuited", "calls": 0}),
         (
-            TrainMeanFlow,
+            OneStepConfig,
             "--teacher run",
             {"method": "distill", "samples": 5000, "calls": 8, "precisions": ("no", "bf16")},
         ),
-        (TrainRectifiedFlow, "--reflow_from run --reflow_pairs 9", {"method": "reflow", "samples": 9, "calls": 32}),
+        (
+            TrainConfig,
+            "--method reflow --teacher run --teacher_samples 9",
+            {"method": "reflow", "samples": 9, "calls": 32},
+        ),
     ],
 )
 def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
@@ -258,6 +241,6 @@ def test_levels_are_checked_early_unless_the_plan_chooses_them() -> None:
         ("", True),
         ("--dim 8", False),
         ("--train_num_steps 5", False),
-        ("--reflow_from run", False),
+        ("--method reflow --teacher run", False),
     ):
-        assert chooses_network(parse(TrainRectifiedFlow, "", f"--dataset_path pictures {words}".split())) == chooses
+        assert chooses_network(parse(TrainConfig, "", f"--dataset_path pictures {words}".split())) == chooses

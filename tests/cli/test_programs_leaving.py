@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from rectified_flow.cli import programs as launch
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.flags.sampling import SampleConfig
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.system.signals import Interrupted
 from tests.patience import PATIENCE
 from tests.ranks import run_on_ranks
 
-FLAGS = "rectified_flow.cli.flags.training:TrainRectifiedFlow"
+FLAGS = "rectified_flow.cli.config:TrainConfig"
 
 
 def finish(_config: Any) -> bool:
@@ -45,7 +45,7 @@ def run(main: str, flags: list[str]) -> int:
     with pytest.raises(SystemExit) as end:
         launch.run(
             f"tests.cli.test_programs_leaving:{main}",
-            "rectified_flow.cli.flags.training:TrainRectifiedFlow",
+            "rectified_flow.cli.config:TrainConfig",
             "A program.",
         )
     return int(end.value.code or 0)
@@ -71,7 +71,7 @@ def test_the_exit_code_of_a_program() -> None:
     assert dict(zip(commands, ended, strict=True)) == commands
 
 
-@pytest.mark.parametrize("config_class", [TrainRectifiedFlow, SampleConfig])
+@pytest.mark.parametrize("config_class", [TrainConfig, SampleConfig])
 @pytest.mark.parametrize("code", ["-1", "1", "2", "256"])
 def test_a_code_with_another_meaning_is_refused(config_class: type, code: str) -> None:
     with pytest.raises(UsageError, match=f"--interrupted_exit_code is {code}[;,] "):

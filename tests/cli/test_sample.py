@@ -131,15 +131,15 @@ def test_what_says_nothing_or_too_little_is_not_generated_again(run: Path, tmp_p
 def test_the_nearest_training_pictures_are_shown_with_their_distances(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from rectified_flow.cli.flags.training import TrainRectifiedFlow
-    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.config import TrainConfig
+    from rectified_flow.cli.train import train
 
     (tmp_path / "mine").mkdir()
     for number in range(6):
         write_picture(tmp_path / f"mine/{number}.png", np.full((8, 8, 3), 40 * number, dtype=np.uint8))
     words = f"--dataset_path {tmp_path}/mine --image_size 8 --dim 8 --dim_mults 1 --batch_size 2 --train_num_steps 1"
     words += f" --num_samples 0 --holdout 0 --cache_dir {tmp_path}/cache --output_dir {tmp_path}/run"
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+    assert train(parse(TrainConfig, "", words.split()))
     capfd.readouterr()
     flags = ["--checkpoint", tmp_path / "run", "--num_samples", 3, "--steps", 1, "--from_images", tmp_path / "mine"]
     run_on_ranks(2, draw, *flags, "--strength", 0.001, "--nearest", "--output_dir", tmp_path / "one")

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +11,13 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow, TrainRectifiedFlow
-from rectified_flow.cli.train import train_one_step, train_rectified_flow
-from rectified_flow.cli.training.planning import recorded_flags, with_recipe
-from rectified_flow.cli.training.rows import open_drawn
-from rectified_flow.cli.training.teacher import calls_for, inherited_flags, with_teacher_flags
+from rectified_flow.cli.distill import DistillationData, open_drawn
+from rectified_flow.cli.record import resolved
+from rectified_flow.cli.train import train
 from rectified_flow.data.store import StoreDataset, StoreWriter
+from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
 from rectified_flow.flows.flow_map import DistilledFlow
 from rectified_flow.flows.rectified import RectifiedFlow
@@ -36,7 +34,7 @@ SMALL = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults":
 
 def train_teacher(folder: Path, **flags: Any) -> Path:
     words = command_line(SMALL | {"train_num_steps": 3, "output_dir": folder} | flags)
-    run_on_ranks(1, train_rectified_flow, parse(TrainRectifiedFlow, "", words))
+    run_on_ranks(1, train, parse(TrainConfig, "", words))
     return folder
 
 
@@ -46,16 +44,16 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_teacher(tmp_path_factory.mktemp("teacher"), use_cfg=True, augment=0.15)
 
 
-def taught(teacher: Path, output_dir: Path, **flags: Any) -> TrainMeanFlow:
-    more = {"teacher_paths": COUNT, "teacher_steps": STEPS, "guidance_scale": SCALE, "num_samples": 0, "log_every": 3}
-    return parse(TrainMeanFlow, "", command_line({"teacher": teacher, "output_dir": output_dir} | more | flags))
+def taught(teacher: Path, output_dir: Path, **flags: Any) -> OneStepConfig:
+    more = {"teacher_samples": COUNT, "teacher_steps": STEPS, "guidance_scale": SCALE, "num_samples": 0, "log_every": 3}
+    return parse(OneStepConfig, "", command_line({"teacher": teacher, "output_dir": output_dir} | more | flags))
 
 
 def draw_paths(teacher: Path, output_dir: Path) -> Path:
-    config = with_teacher_flags(taught(teacher, output_dir))
-    request = config.teacher_data
+    config, _ = resolved(taught(teacher, output_dir))
+    request = DistillationData.of(config)
     assert request is not None
-    return open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0].path
+    return open_drawn(request, open_pictures(config.data), config)[0].path
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +105,11 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     run = {"train_num_steps": 8, "save_every": 1, "use_ema": False, "lr_warmup_steps": 0, "learning_rate": 1e-2}
     teacher = train_teacher(tmp_path / "teacher", **run)
     PartialState()
-    config = with_teacher_flags(taught(teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_paths=64))
-    request = config.teacher_data
+    config, _ = resolved(taught(teacher, tmp_path / "run", guidance_scale=1, autoguidance=1.5, teacher_samples=64))
+    request = DistillationData.of(config)
     assert request is not None
-    assert calls_for(request) == 2 * STEPS
-    drawn = open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0]
+    assert request.calls == 2 * STEPS
+    drawn = open_drawn(request, open_pictures(config.data), config)[0]
     batch = drawn.read_batch(range(4))
     early = load_flow(teacher / "checkpoints/step_00000001", RectifiedFlow)
     flow, noise = load_flow(teacher, RectifiedFlow), batch["path"][:, 0].float()
@@ -124,7 +122,7 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     assert_refused(
         "train_mean_flow.py",
         1,
-        f"--teacher {teacher} --autoguidance 2 --teacher_paths 64 --teacher_steps {STEPS} --output_dir {tmp_path}/run",
+        f"--teacher {teacher} --autoguidance 2 --teacher_samples 64 --teacher_steps 3 --output_dir {tmp_path}/run",
         "differ in autoguidance (1.5 stored, 2",
     )
     assert_refused(
@@ -135,9 +133,9 @@ def test_a_teacher_is_guided_by_its_early_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def learn(teacher: Path, output_dir: Path, paths_dir: Path | None, steps: int) -> None:
-    flags = {"paths_dir": paths_dir, "batch_size": 16 // PartialState().num_processes, "lr_warmup_steps": 0}
-    train_one_step(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
+def learn(teacher: Path, output_dir: Path, teacher_dir: Path | None, steps: int) -> None:
+    flags = {"teacher_dir": teacher_dir, "batch_size": 16 // PartialState().num_processes, "lr_warmup_steps": 0}
+    train(taught(teacher, output_dir, train_num_steps=steps, learning_rate=1e-4, **flags))
 
 
 def test_the_same_run_on_one_and_two_processes(teacher: Path, paths: StoreDataset, tmp_path: Path) -> None:
@@ -169,30 +167,27 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
     ("flags", "sentence"),
     [
         ("--teacher {tmp}", "there is no checkpoint at"),
-        ("--teacher {run} --teacher_paths 0", "--teacher_paths is 0; it must be above 0"),
-        ("--teacher {run} --teacher_paths 10 --batch_size 16", "--teacher_paths 10 is fewer than one global batch"),
-        ("--teacher {run} --coupling ot", "--coupling has no effect with --teacher"),
-        ("--teacher {run} --objective mean_flow", "--objective has no effect with --teacher"),
-        ("--teacher {run} --init_from {run}", "--init_from has no effect with --teacher"),
-        ("--teacher {run} --whole_fraction 1.5", "--whole_fraction is 1.5; it must be at most 1"),
-        ("--teacher {run} --paths_dir {paths} --teacher_paths 70", "differ in paths (150 stored, 70 requested)"),
+        ("--teacher {run} --teacher_samples 0", "--teacher_samples is 0; it must be above 0"),
+        ("--teacher {run} --teacher_samples 10 --batch_size 16", "--teacher_samples 10 is fewer than one global batch"),
+        ("--teacher {run} --coupling ot", "--coupling and --teacher exclude each other: pass one"),
+        ("--teacher {run} --flow_options objective=mean_flow", "DistilledFlow takes KEY=VALUE with the keys"),
+        ("--teacher {run} --init_from {run}", "--teacher and --init_from exclude each other"),
+        ("--teacher {run} --flow_options whole_fraction=1.5", "whole_fraction is 1.5; it must be in [0, 1]"),
+        ("--teacher {run} --teacher_dir {paths} --teacher_samples 70", "differ in paths (150 stored, 70 requested)"),
         (
-            "--teacher {run} --paths_dir {paths} --teacher_paths 150 --teacher_steps 3",
+            "--teacher {run} --teacher_dir {paths} --teacher_samples 150 --teacher_steps 3",
             "differ in guidance_scale (2.0 stored, 1",
         ),
-        ("--teacher {run} --output_dir {run}", "belongs to a run without --teacher: choose another"),
+        ("--teacher {run} --output_dir {run}", "belongs to a run with --method rectified: choose another"),
         ("--teacher {run} --dim 32", "--dim has no effect with --teacher: the run inherits --dim 8 of"),
         ("--teacher {run} --no_use_cfg", "--use_cfg has no effect with --teacher: the run inherits --use_cfg of"),
-        ("--teacher {run} --stop_when_memorising", "--stop_when_memorising has no effect with --teacher"),
+        ("--teacher {run} --stop_when_memorising", "--teacher and --stop_when_memorising exclude each other"),
         ("--teacher {run} --mixed_precision fp16", "fp16 needs a GPU"),
         ("--teacher_steps 7", "--teacher_steps needs --teacher"),
         ("--method distill", "--method distill needs --teacher"),
         ("--method reflow", "--method reflow needs --teacher"),
-        ("--teacher {run} --method mean_flow", "--method mean_flow learns from pictures: pass --init_from instead"),
-        (
-            "--teacher {run} --method reflow --whole_fraction 0.4",
-            "--whole_fraction has no effect with --method reflow",
-        ),
+        ("--teacher {run} --method mean_flow", "--method mean_flow has no effect with --teacher"),
+        ("--teacher {run} --method reflow --flow_options whole_fraction=0.4", "RectifiedFlow takes KEY=VALUE"),
     ],
 )
 def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:
@@ -202,12 +197,14 @@ def test_bad_input(teacher: Path, paths: StoreDataset, tmp_path: Path, flags: st
 
 
 def test_reflow_is_a_method_to_train_a_one_step_generator(teacher: Path, tmp_path: Path) -> None:
-    flags = {"teacher_paths": 32, "teacher_steps": 2, "train_num_steps": 2, "batch_size": 16, "num_samples": 0}
+    flags = {"teacher_samples": 32, "teacher_steps": 2, "train_num_steps": 2, "batch_size": 16, "num_samples": 0}
     places = {"teacher": teacher, "output_dir": tmp_path / "run"}
     words = command_line({**places, "method": "reflow", **flags})
-    run_on_ranks(1, train_one_step, parse(TrainMeanFlow, "", words))
+    run_on_ranks(1, train, parse(OneStepConfig, "", words))
     flow = load_flow(tmp_path / "run", RectifiedFlow)
-    assert (type(flow.time_distribution), flow.distance) == (UShaped, "pseudo_huber"), "the flow of --reflow_from"
+    assert (type(flow.time_distribution), flow.distance) == (UShaped, "pseudo_huber"), (
+        "the flow of --method reflow --teacher"
+    )
     pairs = StoreDataset(tmp_path / "run/pairs")
     assert (len(pairs), pairs.info.source.partition(" of ")[0]) == (32, "pairs")
 
@@ -224,7 +221,7 @@ def test_a_teacher_must_predict_the_velocity_and_know_classes_to_guide(tmp_path:
 def test_a_folder_of_something_else_is_never_replaced(teacher: Path, tmp_path: Path) -> None:
     (tmp_path / "holiday").mkdir()
     (tmp_path / "holiday/beach.jpg").write_bytes(b"the only copy")
-    flags = f"--teacher {teacher} --teacher_paths 64 --output_dir {tmp_path}/run --paths_dir {tmp_path}/holiday"
+    flags = f"--teacher {teacher} --teacher_samples 64 --output_dir {tmp_path}/run --teacher_dir {tmp_path}/holiday"
     assert_refused(
         "train_mean_flow.py", 1, flags, f"{tmp_path}/holiday is in the way of the paths, and holds beach.jpg"
     )
@@ -253,7 +250,7 @@ def test_a_teacher_that_changed_or_went_while_it_drew(teacher: Path, tmp_path: P
     begin_to_draw(mine, tmp_path / "run")
     shutil.rmtree(mine)
     train_teacher(mine, use_cfg=True, augment=0.15, seed=1)
-    flags = f"--teacher {mine} --teacher_paths {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
+    flags = f"--teacher {mine} --teacher_samples {COUNT} --teacher_steps {STEPS} --guidance_scale {SCALE}"
     said = f"the paths in {tmp_path}/run/paths differ in teacher ("
     assert_refused("train_mean_flow.py", 1, f"{flags} --output_dir {tmp_path}/run", said)
     shutil.rmtree(mine)
@@ -273,18 +270,25 @@ def test_a_teachers_paths_take_at_most_a_quarter_of_the_budget(
 
     def flags_at(rate: float, *words: str) -> TrainConfig:
         flags = ["--teacher", str(mine), "--output_dir", str(tmp_path / "run"), *words]
-        config = with_teacher_flags(parse(TrainMeanFlow, "", flags))
-        return planned(with_recipe(config, recorded_flags(config), 1000), 1000, lambda _: rate)
+        return planned(parse(OneStepConfig, "", flags), 1000, lambda _: rate)
 
-    drawn = flags_at(10.0, "--budget", "10m").teacher_data
-    assert drawn is not None
-    assert drawn.count == int(150 / (8 * 0.35 / 10)), "8 calls, 0.35 of a training image each"
+    config = flags_at(10.0, "--budget", "10m")
+    assert config.teacher.teacher_samples == int(150 / (8 * 0.35 / 10)), "8 calls, 0.35 of a training image each"
+    assert (config.run.train_num_steps or 0) * 16 == pytest.approx(0.9 * 450 * 10, rel=0.02)
+    for words in ((), ("--teacher_samples", "7000")):
+        assert flags_at(1000.0, *words).teacher.teacher_samples == int((*words, "5000")[1] if words else 5000), (
+            "the default, or as the flag asks for"
+        )
+    with pytest.raises(
+        UsageError,
+        match="generating 7,000 samples of the teacher would take all of --budget 1m: lower --teacher_samples",
+    ):
+        flags_at(10.0, "--budget", "1m", "--teacher_samples", "7000")
     run_on_ranks(1, learn, mine, tmp_path / "run", None, 3)
     shutil.rmtree(mine)
     again = flags_at(10.0)
     assert (again.run.num_epochs, again.run.train_num_steps) == (None, 3)
-    assert again.teacher_data is not None
-    assert again.teacher_data.count == COUNT
+    assert again.teacher.teacher_samples == COUNT
 
 
 def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) -> None:
@@ -293,19 +297,6 @@ def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) ->
     run_on_ranks(1, learn, teacher, tmp_path / "run", None, 3)
     shutil.rmtree(tmp_path / "run/checkpoints")
     words = f"--teacher {teacher} --output_dir {tmp_path}/run --budget 10m"
-    config = with_teacher_flags(parse(TrainMeanFlow, "", words.split()))
+    config = parse(OneStepConfig, "", words.split())
     run = planned(config, 1000, lambda config: 20.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert run.mixed_precision == "no"
-
-
-def printed(config: TrainMeanFlow) -> str:
-    with redirect_stdout(StringIO()) as said:
-        train_one_step(config)
-    return said.getvalue()
-
-
-def test_a_dry_run_counts_the_paths(teacher: Path, tmp_path: Path) -> None:
-    config = taught(teacher, tmp_path, teacher_paths=1000, batch_size=8, dry_run=True)
-    [said] = run_on_ranks(1, printed, config)
-    assert f"teacher     draws 1,000 samples before the training, {1000 * STEPS * 2:,} network calls" in said
-    assert "budget      1h (--budget changes it): 1 x cpu trains" in said

@@ -12,11 +12,11 @@ import pytest
 import torch
 from accelerate import PartialState
 
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.training.rows import open_drawn
-from rectified_flow.cli.training.teacher import inherited_flags, with_teacher_flags
+from rectified_flow.cli.distill import DistillationData, open_drawn
+from rectified_flow.cli.record import resolved
+from rectified_flow.cli.train import train
 from rectified_flow.data.store import StoreDataset, StoreWriter
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import command_line, parse
@@ -35,24 +35,24 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
     small = {"dataset": "synthetic-flowers", "image_size": 8, "dim": 8, "dim_mults": (1, 2), "use_cfg": True}
     config = parsed(**small, prediction="clean", train_num_steps=5, num_samples=0, output_dir=folder)
-    run_on_ranks(1, train_rectified_flow, config)
+    run_on_ranks(1, train, config)
     return folder
 
 
-def parsed(**flags: Any) -> TrainRectifiedFlow:
-    return parse(TrainRectifiedFlow, "", command_line(flags))
+def parsed(**flags: Any) -> TrainConfig:
+    return parse(TrainConfig, "", command_line(flags))
 
 
-def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainRectifiedFlow:
-    more = {"reflow_pairs": COUNT, "reflow_steps": STEPS, "num_samples": 0, "log_every": 3} | flags
-    return parsed(reflow_from=teacher, output_dir=output_dir, **more)
+def reflow_config(teacher: Path, output_dir: Path, **flags: Any) -> TrainConfig:
+    more = {"teacher_samples": COUNT, "teacher_steps": STEPS, "num_samples": 0, "log_every": 3} | flags
+    return parsed(method="reflow", teacher=teacher, output_dir=output_dir, **more)
 
 
 def draw_pairs(teacher: Path, output_dir: Path, **flags: Any) -> Path:
-    config = with_teacher_flags(reflow_config(teacher, output_dir, **flags))
-    request = config.teacher_data
+    config, _ = resolved(reflow_config(teacher, output_dir, **flags))
+    request = DistillationData.of(config)
     assert request is not None
-    return open_drawn(request, open_pictures(config.data), config.run, inherited_flags(config))[0].path
+    return open_drawn(request, open_pictures(config.data), config)[0].path
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,11 @@ def pairs(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> StoreDatas
 
 def test_pictures_and_network_are_the_teachers(teacher: Path, tmp_path: Path) -> None:
     PartialState()
-    config = with_teacher_flags(reflow_config(teacher, tmp_path, dim=8))
+    config, _ = resolved(reflow_config(teacher, tmp_path, dim=8))
     network = config.network
     assert (config.data.image_size, network.dim, network.dim_mults, network.use_cfg) == (8, 8, (1, 2), True)
     assert (config.data.dataset, config.flow.prediction) == ("synthetic-flowers", "clean")
-    assert str(config.teacher.reflow_from).endswith("checkpoints/step_00000005")
+    assert str(config.teacher.teacher).endswith("checkpoints/step_00000005")
 
 
 def test_a_pair_is_what_the_flow_makes_of_its_noise(teacher: Path, pairs: StoreDataset) -> None:
@@ -129,9 +129,9 @@ def test_altered_pairs_are_refused(teacher: Path, tmp_path: Path) -> None:
     assert noise.read_bytes() == altered
 
 
-def reflow(teacher: Path, output_dir: Path, pairs_dir: Path | None, steps: int) -> None:
-    flags = {"pairs_dir": pairs_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
-    train_rectified_flow(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
+def reflow(teacher: Path, output_dir: Path, teacher_dir: Path | None, steps: int) -> None:
+    flags = {"teacher_dir": teacher_dir, "batch_size": 16, "learning_rate": 1e-4, "lr_warmup_steps": 0}
+    train(reflow_config(teacher, output_dir, train_num_steps=steps, **flags))
 
 
 def test_training_starts_from_the_teacher(teacher: Path, pairs: StoreDataset, tmp_path: Path) -> None:
@@ -162,29 +162,32 @@ def test_the_folder_of_another_run_is_refused_before_pairs_are_drawn(teacher: Pa
     run = tmp_path / "run"
     shutil.copytree(teacher, run)
     before = sorted(path.name for path in run.iterdir())
-    flags = f"--reflow_from {run} --output_dir {run} --loss mse --time_distribution logit_normal"
-    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints belongs to a run without --reflow_from")
+    flags = f"--method reflow --teacher {run} --output_dir {run}"
+    assert_refused("train_oxford.py", 1, flags, f"{run}/checkpoints belongs to a run with --method rectified")
     assert sorted(path.name for path in run.iterdir()) == before
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--reflow_from {tmp}", "there is no checkpoint at"),
-        ("--reflow_from {run} --reflow_pairs 0", "--reflow_pairs is 0; it must be above 0"),
-        ("--reflow_from {run} --coupling ot", "--coupling has no effect with --reflow_from"),
-        ("--reflow_from {run} --reflow_pairs 10 --reflow_steps 1 --batch_size 16", "fewer than one global batch"),
-        ("--reflow_from {run} --pairs_dir /proc/nothing", "--pairs_dir /proc cannot be written"),
+        ("--method reflow --teacher {tmp}", "there is no checkpoint at"),
+        ("--method reflow --teacher {run} --teacher_samples 0", "--teacher_samples is 0; it must be above 0"),
+        ("--method reflow --teacher {run} --coupling ot", "--coupling and --teacher exclude each other"),
         (
-            "--reflow_from {run} --pairs_dir {pairs} --reflow_pairs 7 --batch_size 4",
+            "--method reflow --teacher {run} --teacher_samples 10 --teacher_steps 1 --batch_size 16",
+            "fewer than one global batch",
+        ),
+        ("--method reflow --teacher {run} --teacher_dir /proc/nothing", "--teacher_dir /proc cannot be written"),
+        (
+            "--method reflow --teacher {run} --teacher_dir {pairs} --teacher_samples 7 --batch_size 4",
             "differ in pairs (150 stored, 7 requested)",
         ),
-        ("--reflow_from {tmp} --pairs_dir {pairs}", "contains pairs of"),
+        ("--method reflow --teacher {tmp} --teacher_dir {pairs}", "contains pairs of"),
         (
-            "--reflow_from {run} --prediction velocity",
-            "has no effect with --reflow_from: the run inherits --prediction clean",
+            "--method reflow --teacher {run} --prediction velocity",
+            "--prediction has no effect with --teacher: the run inherits --prediction clean",
         ),
-        ("--reflow_steps 7", "--reflow_steps needs --reflow_from"),
+        ("--teacher_steps 7", "--teacher_steps needs --teacher"),
     ],
 )
 def test_bad_input(teacher: Path, pairs: StoreDataset, tmp_path: Path, flags: str, sentence: str) -> None:

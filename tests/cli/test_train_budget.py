@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.flags.model import STARTER_FOLDER
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig
+from rectified_flow.cli.train import train as run_training
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import parse
+from rectified_flow.flags import flags_in, parse
 from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import read_config
 from rectified_flow.training import callbacks
 from rectified_flow.training.callbacks import Pace
 from tests.programs import assert_refused, constant_speed
@@ -36,13 +36,12 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def flags_of(run: Path) -> dict[str, Any]:
-    document = json.loads((run / "config.json").read_text())
-    return {**document["run"], **document["flags"]}
+    return flags_in(read_config(run / "config.json"))
 
 
 def train(words: str, rate: float = 100.0, measured: bool = False) -> None:
     with constant_speed(rate, measured=measured):
-        assert train_rectified_flow(parse(TrainRectifiedFlow, "", words.split()))
+        assert run_training(parse(TrainConfig, "", words.split()))
 
 
 def printed(words: str) -> str:
@@ -199,12 +198,4 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
 def test_a_map_that_could_not_learn_from_the_run_is_refused_before_it_starts() -> None:
     for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow")):
         with pytest.raises(UsageError, match=f"--{flag} excludes --one_step"):
-            parse(TrainRectifiedFlow, "", ["--one_step", *words.split()])
-
-
-def test_a_dry_run_names_the_command_of_the_map(
-    pictures: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train(f"--dataset_path {pictures} --cache_dir {tmp_path} {TINY} --output_dir {tmp_path}/run --one_step --dry_run")
-    assert f"--teacher {tmp_path}/run --output_dir {tmp_path}/run/one-step --budget 0.5h" in capfd.readouterr().out
-    assert not (tmp_path / "run").exists()
+            parse(TrainConfig, "", ["--one_step", *words.split()])

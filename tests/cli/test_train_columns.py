@@ -48,11 +48,11 @@ def flags_of(folder: Path, output_dir: Path) -> list[str]:
 
 
 def train(folder: Path, output_dir: Path) -> None:
-    from rectified_flow.cli.flags.training import TrainRectifiedFlow
-    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.config import TrainConfig
+    from rectified_flow.cli.train import train
     from rectified_flow.flags import parse
 
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags_of(folder, output_dir)))
+    assert train(parse(TrainConfig, "", flags_of(folder, output_dir)))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_guidance_of_one_condition(runs: Path, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> None:
-    flags = f"--teacher {runs}/one --teacher_paths 16 --teacher_steps 2 --guidance_scale 2 --global_batch_size 8"
+    flags = f"--teacher {runs}/one --teacher_samples 16 --teacher_steps 2 --guidance_scale 2 --global_batch_size 8"
     more = f"--train_num_steps 3 --num_samples 2 --output_dir {tmp_path}/map"
     [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
     assert code == 0, errors
@@ -185,7 +185,7 @@ def test_bad_values_are_named(runs: Path, tmp_path: Path, flags: str, sentence: 
 def test_flags_without_columns_are_refused(folder: Path, tmp_path: Path) -> None:
     start = f"--dataset_path {folder}/pictures --output_dir {tmp_path}"
     for flags, sentence in (
-        ("--condition_types text=label", "--condition_types has no effect without --condition_on"),
+        ("--condition_types text=label", "--condition_types needs --condition_on"),
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
         ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),

@@ -44,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, output_dir: Path, more: str = "") -> None:
-    from rectified_flow.cli.flags.training import TrainRectifiedFlow
-    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.config import TrainConfig
+    from rectified_flow.cli.train import train
     from rectified_flow.flags import parse
 
     flags = f"--dataset_path {folder}/{name} --cache_dir {folder}/cache --native_size {TINY} {more}"
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", [*flags.split(), "--output_dir", str(output_dir)]))
+    assert train(parse(TrainConfig, "", [*flags.split(), "--output_dir", str(output_dir)]))
 
 
 def sample(flags: str) -> None:
@@ -149,7 +149,7 @@ def test_the_likelihood_counts_the_scale(runs: Path, tmp_path: Path) -> None:
 def test_the_one_step_model_its_page_and_its_program(
     run: Callable[[str, list[str]], tuple[int, str]], runs: Path, tmp_path: Path
 ) -> None:
-    flags = f"--teacher {runs}/floats --teacher_paths 16 --teacher_steps 2 --global_batch_size 8 --train_num_steps 3"
+    flags = f"--teacher {runs}/floats --teacher_samples 16 --teacher_steps 2 --global_batch_size 8 --train_num_steps 3"
     steps = [("train_one_step.py", f"{flags} --num_samples 2 --output_dir {tmp_path}/map")]
     steps += [("export.py", f"--checkpoint {tmp_path}/map --format page --output_dir {tmp_path}/page")]
     steps += [("sample.py", f"--checkpoint {tmp_path}/map --num_samples 1 --output_dir {tmp_path}/made")]
@@ -249,7 +249,7 @@ def test_a_student_has_the_scale_of_its_teacher(folder: Path, runs: Path, tmp_pa
     for file in (folder / "floats").iterdir():
         np.save(tmp_path / "grown" / file.name, np.load(file))
     np.save(tmp_path / "grown/z.npy", np.full((2, SIDE, SIDE), 1000, np.float32))
-    flags = f"--teacher {runs}/floats --dataset_path {tmp_path}/grown --teacher_paths 16 --teacher_steps 2"
+    flags = f"--teacher {runs}/floats --dataset_path {tmp_path}/grown --teacher_samples 16 --teacher_steps 2"
     more = f"--global_batch_size 8 --train_num_steps 2 --num_samples 0 --output_dir {tmp_path}/map"
     [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
     assert code == 0, errors

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train as run_training
 from rectified_flow.data import open as catalog
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import StoreDataset
@@ -44,7 +44,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(world_size: int, flags: str) -> None:
-    run_on_ranks(world_size, train_rectified_flow, parse(TrainRectifiedFlow, "", flags.split()))
+    run_on_ranks(world_size, run_training, parse(TrainConfig, "", flags.split()))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def printed(flags: str) -> str:
     """What train_oxford.py prints."""
     setattr(catalog, "SyntheticFlowers", partial(SyntheticFlowers, count=64))  # noqa: B010 -- in a process of its own
     with redirect_stdout(StringIO()) as output:
-        train_rectified_flow(parse(TrainRectifiedFlow, "", flags.split()))
+        run_training(parse(TrainConfig, "", flags.split()))
     return output.getvalue()
 
 
@@ -107,14 +107,19 @@ def test_it_is_evaluated_by_the_centre(run: Path, tmp_path: Path) -> None:
 
 def test_pairs_and_paths_have_the_teachers_form(run: Path, tmp_path: Path) -> None:
     flags = f"{SMALL} --train_num_steps 2 --save_every 0"
-    call("train_oxford.py", f"{flags} --reflow_from {run} --reflow_pairs 8 --reflow_steps 1 --output_dir {tmp_path}/a")
+    call(
+        "train_oxford.py",
+        f"{flags} --method reflow --teacher {run} --teacher_samples 8 --teacher_steps 1 --output_dir {tmp_path}/a",
+    )
     pairs = StoreDataset(tmp_path / "a/pairs")
     assert {name: tuple(value.shape) for name, value in pairs[0].items() if value.ndim} == {
         "images": (4, 8, 12),
         "noise": (4, 8, 12),
     }
     assert "images of 12x8 px" in pairs.description
-    call("train_mean_flow.py", f"{flags} --teacher {run} --teacher_paths 8 --teacher_steps 2 --output_dir {tmp_path}/b")
+    call(
+        "train_mean_flow.py", f"{flags} --teacher {run} --teacher_samples 8 --teacher_steps 2 --output_dir {tmp_path}/b"
+    )
     assert StoreDataset(tmp_path / "b/paths")[0]["path"].shape == (2, 4, 8, 12)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rectified_flow.cli.flags.model import STARTER, STARTER_FOLDER, NetworkConfig
+from rectified_flow.cli.config import STARTER, STARTER_FOLDER, InitConfig
 from rectified_flow.cli.plan import STARTER_DIM
 from rectified_flow.cli.train import start_from
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Labels
@@ -71,7 +71,7 @@ def test_where_nothing_fits(source: Path, conditions: ConditionSpecs) -> None:
 
 
 def test_the_starter_is_an_undamaged_checkpoint() -> None:
-    origin = NetworkConfig(init_from=STARTER).origin
+    origin = InitConfig(init_from=STARTER).origin
     assert origin == STARTER_FOLDER
     weights = checkpoint.load_tensors(checkpoint.resolve(origin), checkpoint.MODEL_FILE)
     assert sum(weight.nbytes for weight in weights.values()) < 5e6

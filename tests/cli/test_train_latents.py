@@ -16,8 +16,8 @@ from accelerate import PartialState
 from filelock import FileLock
 from PIL import Image
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train as run_training
 from rectified_flow.data.latents import LatentDataset, encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreWriter
 from rectified_flow.distributed import fill as filling
@@ -48,7 +48,7 @@ def run(name: str, flags: str) -> str:
 
 
 def train(world_size: int, flags: str) -> None:
-    run_on_ranks(world_size, train_rectified_flow, parse(TrainRectifiedFlow, "", flags.split()))
+    run_on_ranks(world_size, run_training, parse(TrainConfig, "", flags.split()))
 
 
 def save_pictures(folder: Path, side: int) -> Path:
@@ -243,8 +243,8 @@ def test_it_is_evaluated_against_its_pictures(trained: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("train_oxford.py", "--reflow_from {teacher} --reflow_pairs 20 --reflow_steps 2"),
-        ("train_mean_flow.py", "--teacher {teacher} --teacher_paths 20 --teacher_steps 2"),
+        ("train_oxford.py", "--method reflow --teacher {teacher} --teacher_samples 20 --teacher_steps 2"),
+        ("train_mean_flow.py", "--teacher {teacher} --teacher_samples 20 --teacher_steps 2"),
     ],
 )
 def test_a_teacher_of_latents_needs_no_pixels(trained: Path, tmp_path: Path, script: str, flags: str) -> None:

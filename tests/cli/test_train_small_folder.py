@@ -1,6 +1,5 @@
 """The first command on one's own few pictures: whatever they are, it trains, and says what it could not do."""
 
-import json
 import os
 import shutil
 from contextlib import redirect_stdout
@@ -12,10 +11,9 @@ import pytest
 from accelerate import PartialState
 from PIL import Image
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
-from rectified_flow.cli.training.evaluations import build_heldout_hook
-from rectified_flow.data.open import data_arguments, open_images, stored_rows
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.evaluations import build_heldout_hook
+from rectified_flow.cli.train import train as run_training
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.programs import assert_refused
@@ -38,7 +36,7 @@ def one_each(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(flags: str) -> str:
     """What a run prints."""
     with redirect_stdout(StringIO()) as said:
-        assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags.split()))
+        assert run_training(parse(TrainConfig, "", flags.split()))
     return said.getvalue()
 
 
@@ -53,23 +51,6 @@ def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path:
     assert "held out    none of 5 pictures" in first
     assert "the run cannot warn when it memorises" in first
     assert len(losses(tmp_path / "run")) == 3
-
-
-def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Path) -> None:
-    for number in range(6):
-        shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
-    (tmp_path / "list.txt").write_text("3/only.png\n\n5/only.png\n")
-    flags = f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run --exclude {tmp_path}/list.txt"
-    [said] = run_on_ranks(1, train, flags)
-    assert "4 images of 8 px" in said
-    assert "left out 2 images by --exclude" in said
-    (tmp_path / "list.txt").unlink()
-    document = json.loads((tmp_path / "run/config.json").read_text())
-    assert document["data"]["exclude"] == ["3/only.png", "5/only.png"]
-    source, rows = stored_rows(open_images(**(data_arguments(document, tmp_path) or {})))
-    assert [source.name_of(row) for row in rows] == [f"{number}/only.png" for number in (0, 1, 2, 4)]
-    again = flags.replace(f"{tmp_path}/list.txt", "3/only.png 9/only.png")
-    assert_refused("train_oxford.py", 1, again, "--exclude names 9/only.png, which is no image of pictures: correct")
 
 
 def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:
@@ -138,7 +119,7 @@ def test_processes_with_other_pictures_say_so(one_each: Path, tmp_path: Path) ->
 def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, every: int, tmp_path: Path) -> None:
     """Yet, unless a flag asks for it, at 5% of the computations: 224 passes here, of 192 in a step of 64 images."""
     PartialState()
-    config, dataset = parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path)
+    config, dataset = parse(TrainConfig, "", flags.split()), tiny_dataset(tmp_path)
     training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
     assert build_heldout_hook(config.run, config.evaluation, training, held_out).every == every
 
@@ -146,7 +127,7 @@ def test_the_held_out_loss_is_measured_often_enough_to_see_it_rise(flags: str, e
 def test_a_stop_that_could_never_come_is_refused(tmp_path: Path) -> None:
     PartialState()
     flags = "--train_num_steps 3000 --evaluate_every 1000 --holdout 0.3 --stop_when_memorising"
-    config, dataset = parse(TrainRectifiedFlow, "", flags.split()), tiny_dataset(tmp_path)
+    config, dataset = parse(TrainConfig, "", flags.split()), tiny_dataset(tmp_path)
     training, held_out = dataset.subset(range(32)), dataset.subset(range(32, 46))
     with pytest.raises(UsageError, match="needs 4 measurements, but --evaluate_every 1000 makes 3 in 3000 steps"):
         build_heldout_hook(config.run, config.evaluation, training, held_out)

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.data import add_source, open_pictures
-from rectified_flow.cli.flags.data import DataConfig, SourceConfig
+from rectified_flow.data.config import DataConfig, SourceConfig
 from rectified_flow.load import load_flow
 from tests import programs
 from tests.programs import program
@@ -52,11 +52,11 @@ def flags_of(kind: str, folders: Path, output_dir: Path) -> list[str]:
 
 def train(kind: str, folders: Path, output_dir: Path) -> None:
     """Train on this rank; the program must not end well on several ranks, so the function that it calls does."""
-    from rectified_flow.cli.flags.training import TrainRectifiedFlow
-    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.config import TrainConfig
+    from rectified_flow.cli.train import train
     from rectified_flow.flags import parse
 
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", flags_of(kind, folders, output_dir)))
+    assert train(parse(TrainConfig, "", flags_of(kind, folders, output_dir)))
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -106,7 +106,7 @@ def test_the_preview_shows_sources_beside_samples(runs: tuple[str, Path], folder
 )
 def test_a_map_of_one_call_learns_from_it(runs: tuple[str, Path], folders: Path, tmp_path: Path) -> None:
     kind, folder = runs
-    flags = f"--teacher {folder}/one --teacher_paths 16 --teacher_steps 2 --global_batch_size 8 --num_samples 4"
+    flags = f"--teacher {folder}/one --teacher_samples 16 --teacher_steps 2 --global_batch_size 8 --num_samples 4"
     more = f"--train_num_steps 3 --output_dir {tmp_path}/map"
     [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
     assert code == 0, errors
@@ -274,15 +274,15 @@ def test_other_sources_are_another_run(runs: tuple[str, Path], folders: Path, tm
         ("--source_path {0}/from --degrade grey", "--source_path and --degrade exclude each other"),
         ("--source_path {0}/from --output_dir {0}/from/run", "lies inside --source_path"),
         ("--source_path {0}/from --source_as condition --source_noise 0.2", "--source_noise has no effect"),
-        ("--paired", "--paired needs --source_path, the folder of the pictures to start from; cut files with two"),
-        ("--source_path {0}/from --skip_unpaired", "--skip_unpaired has no effect without --paired"),
-        ("--source_as start", "--source_as has no effect without --source_path or --degrade"),
-        ("--source_path {0}/from --paired --coupling ot", "--coupling ot has no effect"),
-        ("--source_path {0}/from --coupling immiscible", "--coupling immiscible has no effect"),
-        ("--source_path {0}/from --source_as condition --coupling ot", "--coupling ot has no effect"),
+        ("--paired", "--paired needs --source_path"),
+        ("--source_path {0}/from --skip_unpaired", "--skip_unpaired needs --paired"),
+        ("--source_as start", "--source_as needs --source_path or --degrade"),
+        ("--source_path {0}/from --paired --coupling ot", "--paired and --coupling exclude each other"),
+        ("--source_path {0}/from --coupling immiscible", "coupling immiscible is for noise"),
+        ("--source_path {0}/from --source_as condition --coupling ot", "coupling ot is for noise"),
         ("--degrade sepia", "--degrade sepia is not registered: choose Blur or"),
         ("--degrade downsample:3", "--degrade downsample:3 does not suit --image_size: the sides 8 and 8"),
-        ("--degrade grey --autoencoder haar", "--degrade excludes --autoencoder"),
+        ("--degrade grey --autoencoder haar", "--degrade and --autoencoder exclude each other"),
     ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: str, expected: str, folders: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import GlobalBatch, StreamSampler
+from rectified_flow.data.stream import StreamSampler
 from rectified_flow.system.artifact import find_damage, write_manifest
 from tests.patience import PATIENCE
 

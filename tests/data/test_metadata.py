@@ -12,8 +12,8 @@ import torch
 from PIL import Image
 
 from rectified_flow.cli.data import add_columns
-from rectified_flow.cli.flags.data import ColumnConfig
 from rectified_flow.condition import Labels, Number
+from rectified_flow.data.config import ColumnConfig
 from rectified_flow.data.metadata import choose_columns, condition_name
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.store import ImageDataset

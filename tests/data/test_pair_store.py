@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from rectified_flow.cli.training.rows import Recipe
+from rectified_flow.cli.distill import Recipe
 from rectified_flow.data.store import StoreDataset, StoreWriter, adopt
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import find_damage

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import (
     Batches,
-    GlobalBatch,
     StreamSampler,
     collate,
     image_indices,

@@ -150,7 +150,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Image.new("RGB", (16, 16), (200, 0, 0)).save(folder / "others/red.png")
     flow = RectifiedFlow(unet(), **settings())
     dataset = open_dataset("unused", folder / "pictures", image_size=8, cache_dir=folder / "cache")
-    config = describe_run(TrainingConfig(), describe(flow), dataset) | {"flags": {"holdout": 0.5, "seed": 3}}
+    config = describe_run(TrainingConfig(seed=3), describe(flow), dataset, flags={"holdout": 0.5})
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     checkpoint.save(folder / "checkpoints", 1, files, {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config})
     return folder

@@ -25,7 +25,7 @@ class SignDescent(torch.optim.Optimizer):
 
 @register(role="optimizer")
 def sign_descent(
-    parameters: Iterable[tuple[str, nn.Parameter]], lr: float, weight_decay: float, momentum: float = 0.9
+    parameters: Iterable[tuple[str, nn.Parameter]], lr: float, weight_decay: float = 0.0, momentum: float = 0.9
 ) -> torch.optim.Optimizer:
     """Return the optimizer over parameters by name."""
     named = list(parameters)

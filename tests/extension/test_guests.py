@@ -60,13 +60,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def train(guest: str, output_dir: Path) -> None:
     """Train a guest on this rank by the program; it must not end well on several ranks, so the trainer is called."""
-    from rectified_flow.cli.flags.training import TrainRectifiedFlow
-    from rectified_flow.cli.train import train_rectified_flow
+    from rectified_flow.cli.config import TrainConfig
+    from rectified_flow.cli.train import train
     from rectified_flow.flags import parse
 
     for module in modules(guest):
         importlib.import_module(module)
-    assert train_rectified_flow(parse(TrainRectifiedFlow, "", training_flags(guest, output_dir)))
+    assert train(parse(TrainConfig, "", training_flags(guest, output_dir)))
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -190,9 +190,9 @@ def test_it_comes_back_and_describes_itself(runs: tuple[str, Path]) -> None:
     assert samples.shape == (3, *(shape or ()))
     assert samples.isfinite().all()
     document = json.loads((folder / "straight/config.json").read_text())
-    assert document["network"]["kind"] == type(flow.network).__name__
+    assert document["flow"]["network"]["kind"] == type(flow.network).__name__
     assert document["flow"]["space"]["kind"] == type(flow.space).__name__
-    assert document["flags"]["import"] == modules(guest)
+    assert document["training"]["import"] == modules(guest)
 
 
 def test_without_its_module_the_kind_is_named(runs: tuple[str, Path], tmp_path: Path) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import open_pictures
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow
 from rectified_flow.cli.programs import run
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.training.trainer import Trainer
@@ -22,11 +22,11 @@ class Faulty(RectifiedFlow):
         return super().forward(**batch)
 
 
-def main(config: TrainRectifiedFlow) -> None:
+def main(config: TrainConfig) -> None:
     built = build_flow(config, {})
     flow = Faulty(built.network, space=built.space)
     Trainer(flow, open_pictures(config.data), config.run).train()
 
 
 if __name__ == "__main__":
-    run("tests.launch.faulty_program:main", "rectified_flow.cli.flags.training:TrainRectifiedFlow", __doc__ or "")
+    run("tests.launch.faulty_program:main", "rectified_flow.cli.config:TrainConfig", __doc__ or "")

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train
 from rectified_flow.flags import parse
 from tests.patience import PATIENCE, wait_for
 from tests.ranks import run_on_ranks
@@ -78,8 +78,8 @@ def test_the_launch_script_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_torchrun_on_two_processes(tmp_path: Path) -> None:
     """Train a mean flow that starts from the weights of a run. Tests on one process cover its flags one by one."""
-    config = parse(TrainRectifiedFlow, "", [*TINY, "--train_num_steps", "1", "--output_dir", str(tmp_path / "run")])
-    run_on_ranks(1, train_rectified_flow, config)
+    config = parse(TrainConfig, "", [*TINY, "--train_num_steps", "1", "--output_dir", str(tmp_path / "run")])
+    run_on_ranks(1, train, config)
     flags = (
         "--train_num_steps 5 --init_from run --output_dir mean --sample_every 5 --save_every 5 --log_with tensorboard"
     )
@@ -89,7 +89,7 @@ def test_torchrun_on_two_processes(tmp_path: Path) -> None:
     assert "2 x cpu" in output
     assert list(losses(tmp_path / "mean")) == [5]
     assert (tmp_path / "mean/samples/step_00000005.png").exists()
-    assert json.loads((tmp_path / "mean/config.json").read_text())["flags"]["init_from"] == "run"
+    assert json.loads((tmp_path / "mean/config.json").read_text())["training"]["init_from"] == "run"
     assert list((tmp_path / "mean").rglob("events.out.tfevents*")), "TensorBoard logged nothing"
 
 
@@ -112,7 +112,7 @@ def test_precision_is_the_launchers(tmp_path: Path) -> None:
     assert "2 x cpu, bf16" in output
     run = tmp_path / "runs/rectified-flow"
     assert 0.5 < losses(run)[5] < 2
-    assert json.loads((run / "config.json").read_text())["flags"]["mixed_precision"] is None
+    assert json.loads((run / "config.json").read_text())["training"]["mixed_precision"] is None
 
 
 def test_an_unknown_flag_under_torchrun_is_explained_once(tmp_path: Path) -> None:
@@ -154,19 +154,19 @@ def test_the_launch_script_starts_again_what_died(tmp_path: Path) -> None:
     assert "1 x cpu, float32" in output
     assert "resume      step" in output
     assert json.loads((tmp_path / "killed/status.json").read_text())["state"] == "finished"
-    config = parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "straight")])
-    run_on_ranks(1, train_rectified_flow, config)
+    config = parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "straight")])
+    run_on_ranks(1, train, config)
     for name in ("model.safetensors", "ema.safetensors", "optimizer.safetensors"):
         one, other = (tmp_path / run / "checkpoints/step_00000030" / name for run in ("straight", "killed"))
         assert one.read_bytes() == other.read_bytes(), name
     assert losses(tmp_path / "killed") == losses(tmp_path / "straight")
-    [said] = run_on_ranks(1, printed, parse(TrainRectifiedFlow, "", [*TINY, *flags, str(tmp_path / "killed")]))
+    [said] = run_on_ranks(1, printed, parse(TrainConfig, "", [*TINY, *flags, str(tmp_path / "killed")]))
     assert "already trained 30 of 30 steps" in said
 
 
-def printed(config: TrainRectifiedFlow) -> str:
+def printed(config: TrainConfig) -> str:
     with redirect_stdout(StringIO()) as output:
-        train_rectified_flow(config)
+        train(config)
     return output.getvalue()
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.train import train_rectified_flow
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.train import train
 from rectified_flow.flags import parse
 from tests.launch.soak import FLAGS, differences, leaks, two_runs
 from tests.patience import PATIENCE
@@ -20,7 +20,7 @@ def test_a_run_that_is_killed_stopped_and_damaged_ends_like_one_left_alone() -> 
         steps = soak.last_step() + 20
         soak.finish(steps)
         flags = f"{FLAGS} --output_dir {calm.run} --train_num_steps {steps}"
-        run_on_ranks(2, train_rectified_flow, parse(TrainRectifiedFlow, "", flags.split()))
+        run_on_ranks(2, train, parse(TrainConfig, "", flags.split()))
         assert differences(calm.run, soak.run) == []
         assert leaks(soak) == []
         assert soak.counts["times resumed"] >= len(SHORT) - 1, soak.counts  # a full disk ends nothing

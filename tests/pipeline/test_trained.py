@@ -83,10 +83,6 @@ def test_a_saved_pipeline_is_whole_and_loads_again(tmp_path: Path, monkeypatch: 
         file.name for file in (tmp_path / "again").iterdir()
     }
     same(again.flow, flow)
-    uploaded: list[Any] = []
-    monkeypatch.setattr("rectified_flow.hub.push_to_hub", lambda *given, **options: uploaded.append((given, options)))
-    pipe.save_pretrained(tmp_path / "again", push_to_hub=True, private=True)
-    assert uploaded == [((pipe.flow, "again"), {"private": True, "token": None})]
 
 
 def test_it_is_called_as_every_pipeline() -> None:

@@ -48,13 +48,6 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert checkpoint.newest_checkpoint(tmp_path) == tmp_path / "step_00000100"
 
 
-def test_milestones_are_kept_for_good(tmp_path: Path) -> None:
-    for step in range(10, 90, 10):
-        checkpoint.prune(checkpoint.save(tmp_path, step, {}, {}), keep=1, keep_every=30)
-    kept = [checkpoint.step_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
-    assert kept == [30, 60, 80]
-
-
 def test_an_early_checkpoint_is_kept(tmp_path: Path) -> None:
     """The checkpoint nearest to an eighth of the steps is kept once it is written, also after the run is extended."""
     for total, steps in ((240, range(10, 130, 10)), (480, range(130, 250, 10))):

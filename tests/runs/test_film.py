@@ -22,7 +22,6 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run" / "samples"
     folder.mkdir(parents=True)
     Image.new("RGB", (9, 9), "red").save(folder / "step_00000001.png")
-    Image.new("RGB", (33, 21), "red").save(folder / "step_of mine.png")
     for number, shade in enumerate(SHADES):
         Image.new("RGB", (33, 21), (shade, shade, shade)).save(folder / f"step_{10 * (number + 1):08d}.png")
     return tmp_path / "run"

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.training.teacher import with_teacher_flags
-from rectified_flow.data.open import data_arguments
+from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.record import config_in, resolved
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
@@ -73,7 +72,7 @@ def resume(run: Path, trainer: Trainer) -> None:
 
 def evaluate(run: Path, _trainer: Trainer) -> None:
     trained = read_trained(run / STEP)
-    assert data_arguments(trained.config, run / STEP / CONFIG) is not None
+    config_in(trained.config, run / STEP / CONFIG, TrainConfig)
 
 
 def sample(run: Path, _trainer: Trainer) -> None:
@@ -81,12 +80,12 @@ def sample(run: Path, _trainer: Trainer) -> None:
 
 
 def reflow(run: Path, _trainer: Trainer) -> None:
-    words = ["--reflow_from", str(run), "--output_dir", str(run.parent / "straight")]
-    with_teacher_flags(parse(TrainRectifiedFlow, "", words))
+    words = ["--method", "reflow", "--teacher", str(run), "--output_dir", str(run.parent / "straight")]
+    resolved(parse(TrainConfig, "", words))
 
 
 def start_again(run: Path, _trainer: Trainer) -> None:
-    parse(TrainRectifiedFlow, "", ["--config", str(run / STEP / CONFIG)])
+    parse(TrainConfig, "", ["--config", str(run / STEP / CONFIG)])
 
 
 READERS: dict[str, list[Reader]] = {STATE: [resume, evaluate], FLOW: [sample], CONFIG: [evaluate, reflow, start_again]}

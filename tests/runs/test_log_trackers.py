@@ -119,7 +119,7 @@ def test_a_tracker_stores_flags_curves_and_pictures_of_a_resumed_run(tmp_path: P
         assert code == 0, errors
     stored = READERS[tracker](tmp_path)
 
-    given = json.loads((run / "config.json").read_text())["flags"]
+    given = json.loads((run / "config.json").read_text())["training"]
     del given["train_num_steps"]  # TensorBoard and Weights & Biases keep the flags of the first start
     assert {name: stored.flags[name] for name in given} == {
         name: value if isinstance(value, bool | int | float) else str(value) for name, value in given.items()

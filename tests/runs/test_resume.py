@@ -78,11 +78,11 @@ def test_another_objective_is_refused(tmp_path: Path) -> None:
 def test_changes_that_are_allowed_are_reported(tmp_path: Path) -> None:
     save(rectified(), TrainingConfig(output_dir=tmp_path))
     assert resume(rectified(), TrainingConfig(output_dir=tmp_path)) == []
-    changed = TrainingConfig(output_dir=tmp_path, learning_rate=1e-4, ema_decay=0.99, adam_betas=(0.9, 0.95))
+    changed = TrainingConfig(output_dir=tmp_path, learning_rate=1e-4, ema_decay=0.99, max_grad_norm=2)
     assert resume(rectified(space=Pixels((3, 8, 8))), changed) == [
         "note: space.horizontal_flip was True and is now False",
         "note: learning_rate was 0.0003 and is now 0.0001",
-        "note: adam_betas was [0.9, 0.99] and is now [0.9, 0.95]",
+        "note: max_grad_norm was 1.0 and is now 2.0",
         "note: ema_decay was 0.9999 and is now 0.99",
     ]
 

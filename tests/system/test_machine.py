@@ -85,7 +85,7 @@ def test_what_cannot_fit_is_refused() -> None:
 @pytest.mark.parametrize(
     ("flags", "remedy"),
     [
-        ("rectified_flow.cli.flags.training:TrainRectifiedFlow", "lower --batch_size, --image_size or --dim"),
+        ("rectified_flow.cli.config:TrainConfig", "lower --batch_size, --image_size or --dim"),
         ("train_masked_text:TextFlags", "lower --batch_size, --width or --length"),
         ("train_point_clouds:CloudFlags", "lower --batch_size, --points or --width"),
         ("wan_flags:WanFlags", "lower --batch_size, --frames, --height or --width"),

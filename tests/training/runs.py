@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from accelerate.utils import set_seed
 
-from rectified_flow.cli.flags.training import EvaluationConfig
-from rectified_flow.cli.training.evaluations import build_evaluations
+from rectified_flow.cli.config import EvaluationConfig
+from rectified_flow.cli.evaluations import build_evaluations
 from rectified_flow.data.build import open_store
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset

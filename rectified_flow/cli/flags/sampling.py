@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from annotated_types import Interval
 
-from rectified_flow.cli.flags.training import ProgramConfig
+from rectified_flow.cli.config import ProgramConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.flags import AtLeastTwo, Flags, NonNegative, Positive, Seed, Strength, default_is, refuse

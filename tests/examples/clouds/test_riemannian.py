@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from geometry import Euclidean, FlatTorus, Geometry, Sphere
 from point_clouds import Points
 from rectified_flow.condition import ConditionSpecs, Labels
-from rectified_flow.data.stream import GlobalBatch
+from rectified_flow.data.batch import GlobalBatch
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance, take_steps
 from rectified_flow.flows.times import Uniform

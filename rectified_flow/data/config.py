@@ -1,6 +1,6 @@
-"""The flags of the training data: pictures, sources and columns."""
+"""The description of a run's data: flags, which ``config.json`` records, and by which the data are opened again."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,35 +17,37 @@ from rectified_flow.flags import (
     NonNegative,
     Options,
     Probability,
+    Seed,
     default_is,
-    refuse,
+    flag,
 )
-from rectified_flow.system.files import read_lines
+from rectified_flow.registry import register
 
 FIELDS = "Fields"
 """Name of the space of measurements."""
 SourceAs = Literal["start", "condition"]
 
 
+@register
 @dataclass(frozen=True)
 class DataConfig(Flags):
     """The training pictures."""
 
-    dataset: str = OXFORD_FLOWERS
+    dataset: Annotated[str, flag(replaces="dataset_path")] = OXFORD_FLOWERS
     """Hub id of a dataset with an image column, synthetic-flowers (no download), or a registered dataset."""
     dataset_options: Options = ()
     """Arguments of a registered dataset."""
-    dataset_path: Path | None = None
+    dataset_path: Annotated[Path | None, flag(local=True)] = None
     """Folder of your own pictures or measurements (with a subfolder per class, or none), or a local datasets folder."""
     image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     native_size: bool = False
     """Use the size of the first file of measurements instead of --image_size and --aspect_ratio."""
-    aspect_ratio: str = "1:1"
+    aspect_ratio: Annotated[str, flag(excludes="autoencoder")] = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
     """Centre crop, random crop, or pad."""
-    alpha: bool = False
+    alpha: Annotated[bool, flag(excludes="autoencoder")] = False
     """Keep transparency as a fourth channel; otherwise transparent parts become white."""
     space: Annotated[str | None, default_is("by the files, or Latents with --autoencoder")] = None
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one."""
@@ -63,9 +65,9 @@ class DataConfig(Flags):
     """Whether the channels are the last axis of the arrays in .npy and .npz files."""
     store_bits: StoreBits = 32
     """Bits of a stored value of measurements; 16 rounds floats and 32-bit integers to float16, in half the space."""
-    autoencoder: str | None = None
+    autoencoder: Annotated[str | None, flag(local=True, excludes="augment")] = None
     """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
-    autoencoder_options: Options = ()
+    autoencoder_options: Annotated[Options, flag(needs="autoencoder")] = ()
     """Arguments of a registered autoencoder."""
     horizontal_flip: bool = True
     """Mirror half of the training images."""
@@ -73,32 +75,18 @@ class DataConfig(Flags):
     """Probability of each augmentation; the network is conditioned on it. Try 0.15 on small data."""
     holdout: Fraction = 0.0
     """Fraction of the images to hold out, to detect memorisation."""
+    data_seed: Annotated[Seed | None, default_is("--seed")] = None
+    """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded instead of stopping."""
-    exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
-    """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
-    cache_dir: Annotated[Path | None, default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")] = None
+    cache_dir: Annotated[
+        Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
+    ] = None
     """Folder for decoded images."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        lists = [read_lines(Path(name)) if name.endswith(".txt") else [name] for name in self.exclude]
-        object.__setattr__(self, "exclude", tuple(name for names in lists for name in names))
-        of_pixels = {
-            f"aspect_ratio {self.aspect_ratio}": parse_ratio(self.aspect_ratio) != (1, 1),
-            "crop random": self.crop == "random",
-            "alpha": self.alpha,
-            "augment": self.augment > 0,
-        }
-        if self.space not in (None, FIELDS):
-            refuse(self.of_fields, f"is for measurements, and --space is {self.space}: leave one out")
-        if self.is_fields:
-            refuse({"alpha": self.alpha}, "is for pictures: measurements keep all channels; leave it out")
-            refuse({"space_options": self.space_options}, "has no effect with --space Fields: leave it out")
-        if self.native_size:
-            refuse({"crop": self.crop == "random"}, "excludes --native_size: pass --image_size, the side of the parts")
-        if self.autoencoder is not None:
-            refuse(of_pixels, "excludes --autoencoder, which encodes whole, opaque squares once: leave one out")
+        parse_ratio(self.aspect_ratio)
 
     @property
     def of_fields(self) -> dict[str, object]:
@@ -118,39 +106,27 @@ class DataConfig(Flags):
         return Framing.of(self.image_size, self.aspect_ratio, alpha=self.alpha, crop=self.crop)
 
 
+@register
 @dataclass(frozen=True)
 class SourceConfig(Flags):
     """Source pictures, for image-to-image translation."""
 
-    source_path: Path | None = None
+    source_path: Annotated[Path | None, flag(local=True, excludes="degrade")] = None
     """Folder of source pictures, which are translated to pictures like those of the dataset."""
-    paired: bool = False
+    paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
     """Pair files of the same name in --source_path and --dataset_path; otherwise pairs are random in each epoch."""
-    skip_unpaired: bool = False
+    skip_unpaired: Annotated[bool, flag(needs="paired")] = False
     """Leave out pictures without a partner instead of stopping."""
-    degrade: str | None = None
+    degrade: Annotated[str | None, flag(excludes="autoencoder coupling")] = None
     """Make sources from the pictures: downsample:4, grey, blur:2, mask:box, mask:brush, edges, or a registered one."""
-    source_as: Annotated[SourceAs | None, default_is("start with --source_path, condition with --degrade")] = None
+    source_as: Annotated[
+        SourceAs | None,
+        flag(needs="source_path degrade"),
+        default_is("start with --source_path, condition with --degrade"),
+    ] = None
     """start: paths start from the source instead of noise; condition: the source is a further input of the network."""
-    source_noise: NonNegative = 0.0
+    source_noise: Annotated[NonNegative, flag(needs="source_path degrade")] = 0.0
     """Standard deviation of Gaussian noise added to the source with --source_as start; it makes results random."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.source_path is None:
-            halves = "cut files with two pictures side by side into two folders"
-            refuse({"paired": self.paired}, f"needs --source_path, the folder of the pictures to start from; {halves}")
-        if not self.paired:
-            refuse({"skip_unpaired": self.skip_unpaired}, "has no effect without --paired: leave it out")
-        if not self.is_given:
-            unused = {"source_as": self.source_as, "source_noise": self.source_noise}
-            refuse(unused, "has no effect without --source_path or --degrade: pass one of them")
-        refuse(
-            {"source_path": self.source_path is not None and self.degrade is not None},
-            "and --degrade exclude each other: pass one",
-        )
-        if not self.as_start:
-            refuse({"source_noise": self.source_noise}, "has no effect with --source_as condition: leave it out")
 
     @property
     def is_given(self) -> bool:
@@ -163,6 +139,7 @@ class SourceConfig(Flags):
         return self.source_as == "start" or (self.source_as is None and self.degrade is None)
 
 
+@register
 @dataclass(frozen=True)
 class ColumnConfig(Flags):
     """Conditions from metadata columns: captions, numbers and labels."""
@@ -170,21 +147,29 @@ class ColumnConfig(Flags):
     condition_on: Annotated[tuple[str, ...], default_is("none")] = ()
     """Columns to train on as conditions, of metadata.csv, metadata.jsonl, NAME.txt (text) or a dataset; or all."""
     condition_types: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[COLUMN=TYPE ...]"), default_is("by values")
+        tuple[str, ...],
+        flag(needs="condition_on"),
+        tyro.conf.arg(metavar="[COLUMN=TYPE ...]"),
+        default_is("by values"),
     ] = ()
     """Types of columns, if their values are misjudged: caption, label, number, or a registered one."""
-    text_encoder: Annotated[str | None, default_is("bag of words")] = None
+    text_encoder: Annotated[str | None, flag(local=True, needs="condition_on"), default_is("bag of words")] = None
     """Frozen text encoder for captions: folder or hub id of a sentence model, CLIP or T5 (transformers)."""
-    text_tokens: Natural = 0
+    text_tokens: Annotated[Natural, flag(needs="text_encoder")] = 0
     """Number of caption tokens that attention levels attend to; 0 uses only the vector of the whole caption."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.condition_on:
-            unused = {"condition_types": self.condition_types, "text_encoder": self.text_encoder}
-            refuse(unused, "has no effect without --condition_on: pass both")
-        if self.text_encoder is None:
-            refuse({"text_tokens": self.text_tokens}, "needs --text_encoder, which encodes the tokens: pass both")
         for option in self.condition_types:
             if "=" not in option:
                 raise UsageError(f"--condition_types {option} must be COLUMN=caption, COLUMN=label or COLUMN=number")
+
+
+@register
+@dataclass(frozen=True)
+class RunData:
+    """All data of a run: the block ``data`` of its ``config.json``."""
+
+    pictures: DataConfig = field(default_factory=DataConfig)
+    source: SourceConfig = field(default_factory=SourceConfig)
+    columns: ColumnConfig = field(default_factory=ColumnConfig)

@@ -1,10 +1,10 @@
-"""Training data that a teacher, a trained flow, generates: pairs of noise and data, or paths between them."""
+"""Distillation data: pairs of noise and data, or paths between them, which a trained flow generates."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,27 +12,24 @@ from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, check_columns
-from rectified_flow.cli.flags.model import TeacherData
-from rectified_flow.cli.flags.training import TrainConfig
 from rectified_flow.condition import ConditionSpecs
+from rectified_flow.data.config import DataConfig
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.evaluation.heldout import divided, hold_out, split_sources
-from rectified_flow.flags import checked
 from rectified_flow.flows import Solver
 from rectified_flow.flows.flow import SOURCE
 from rectified_flow.flows.rectified import RectifiedFlow
-from rectified_flow.flows.solvers import Guidance
+from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance
 from rectified_flow.load import load_flow
 from rectified_flow.networks.unet import to_device
 from rectified_flow.registry import build, describe
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import flags_of_checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, prepare_folder, read_document
@@ -47,13 +44,74 @@ COMPARED_UNFINISHED = ("precision", "teacher", "earlier")
 """Settings that must also match while rows are missing. Complete data can be used in any precision."""
 
 
+@dataclass(frozen=True)
+class DistillationData:
+    """The data that a teacher generates for a run.
+
+    Args:
+        source: the teacher's run or checkpoint.
+        rows: ``pairs`` of noise and data, or ``paths`` between them.
+        count: the number of them.
+        folder: where they are stored.
+        steps: intervals of each sample.
+        solver: solver of an interval.
+        guidance_scale: guidance of the teacher.
+        autoguidance: autoguidance of the teacher by its early checkpoint.
+    """
+
+    source: Path
+    rows: Literal["pairs", "paths"]
+    count: int
+    folder: Path
+    steps: int
+    solver: Solver
+    guidance_scale: float = 1.0
+    autoguidance: float = 1.0
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "DistillationData | None":
+        """Return the data that the flags ask for; None without a teacher."""
+        flags = config.teacher
+        if flags.teacher is None:
+            return None
+        # Paths are sampled with the most accurate solver for few network calls. End points of midpoint steps are exact
+        # enough for pairs.
+        rows: Literal["pairs", "paths"] = "pairs" if config.method == "reflow" else "paths"
+        return cls(
+            flags.teacher,
+            rows,
+            flags.teacher_samples or {"paths": 5_000, "pairs": 50_000}[rows],
+            flags.teacher_dir or config.run.output_dir / rows,
+            flags.teacher_steps or {"paths": 8, "pairs": 16}[rows],
+            "ab2" if rows == "paths" else "midpoint",
+            config.flow.guidance_scale,
+            flags.autoguidance,
+        )
+
+    @property
+    def points(self) -> int:
+        """Points that are kept of each path beside its end; the noise alone for pairs."""
+        return max(1, self.path_points)
+
+    @property
+    def path_points(self) -> int:
+        """Points of each path in the training data, 0 for pairs."""
+        return self.steps if self.rows == "paths" else 0
+
+    @property
+    def calls(self) -> int:
+        """Calls of the teacher's network for a pair or a path."""
+        doubled = sum(scale != 1 for scale in (self.guidance_scale, self.autoguidance))
+        return self.steps * CALLS_PER_STEP[self.solver] * 2**doubled
+
+
 def files_of(
-    taught: TeacherData, space: Space, *, with_sources: bool = False, columns: ConditionSpecs | None = None
+    distilled: DistillationData, space: Space, *, with_sources: bool = False, columns: ConditionSpecs | None = None
 ) -> dict[str, Sequence[int]]:
     """Return the shape of a row of each file of the store.
 
     Args:
-        taught: the data.
+        distilled: the data.
         space: the space of the data.
         with_sources: whether the network takes sources as a condition.
         columns: the conditions of columns, by name.
@@ -61,11 +119,11 @@ def files_of(
     shape = space.shape or ()
     stored = space.to_stored(torch.zeros(1, *shape))
     rows: dict[str, Sequence[int]] = {f"{space.key}.{str(stored.dtype).removeprefix('torch.')}": stored.shape[1:]}
-    rows |= {PATH_FILE: (taught.points, *shape)} if taught.rows == "paths" else {NOISE_FILE: shape}
+    rows |= {PATH_FILE: (distilled.points, *shape)} if distilled.rows == "paths" else {NOISE_FILE: shape}
     rows |= {SOURCE_FILE: shape} if with_sources else {}
     for name, kind in (columns or {}).items():
         none = kind.none(1, torch.device("cpu"))
-        dtype = "float16" if getattr(kind, "is_text", False) else str(none.dtype).removeprefix("torch.")
+        dtype = str(getattr(kind, "stored_dtype", None) or none.dtype).removeprefix("torch.")
         rows[f"{name}.{dtype}"] = none.shape[1:]
     return rows
 
@@ -81,7 +139,6 @@ class Recipe:
         seed: seed of the noise and labels.
         precision: precision of the teacher's network.
         pictures: fingerprint of the training pictures.
-        flags: the flags that a run inherits from the teacher.
         points: points of each path; 1 for pairs.
         guidance_scale: guidance of the teacher.
         autoguidance: autoguidance of the teacher.
@@ -98,7 +155,6 @@ class Recipe:
     seed: int
     precision: str
     pictures: str
-    flags: dict[str, Any]
     points: int = 1
     guidance_scale: float = 1.0
     autoguidance: float = 1.0
@@ -106,25 +162,18 @@ class Recipe:
     space: dict[str, Any] = field(default_factory=dict)
     teacher: str = ""
     earlier: str = ""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Flags of the teacher, in recipes of commit c5b7768."""
     sha256: str = ""
 
 
-def open_drawn(
-    taught: TeacherData,
-    pictures: ImageDataset,
-    run: TrainingConfig,
-    flags: Mapping[str, Any],
-    *,
-    with_sources: bool = False,
-) -> tuple[StoreDataset, Space]:
+def open_drawn(distilled: DistillationData, pictures: ImageDataset, config: TrainConfig) -> tuple[StoreDataset, Space]:
     """Return the data of a teacher and its space; all processes generate the data first if they are missing.
 
     Args:
-        taught: the data to generate, with the teacher's checkpoint.
+        distilled: the data to generate, with the teacher's checkpoint.
         pictures: the teacher's training pictures, whose labels the data get.
-        run: the flags of the run.
-        flags: the flags of :func:`rectified_flow.cli.training.teacher.inherited_flags`.
-        with_sources: keep the source of each row, which the network takes as a condition.
+        config: the flags of the run.
 
     Returns:
         A dataset whose items have data as the space stores them, and ``noise``, float16 of the shape of ``x``, or
@@ -134,70 +183,70 @@ def open_drawn(
         UsageError: if the data cannot be generated, or those in the folder have another recipe.
         RunError: if the disk is full.
     """
+    run, with_sources = config.run, config.source.is_given and not config.source.as_start
     state = PartialState()
     batch = run.split_batch(state.num_processes)
-    if taught.count < batch.total:
-        raise UsageError(f"--{taught.count_flag} {taught.count} is fewer than one global batch ({batch}): pass more")
-    known = on_main(state, lambda: recipe_of(taught))
+    if distilled.count < batch.total:
+        raise UsageError(f"--teacher_samples {distilled.count} is fewer than one global batch ({batch}): pass more")
+    known = on_main(state, lambda: recipe_of(distilled))
     space: Space = build(
-        known.space if known else checkpoint.load_document(taught.source, checkpoint.FLOW_FILE)["space"]
+        known.space if known else checkpoint.load_document(distilled.source, checkpoint.FLOW_FILE)["space"]
     )
-    earlier = on_main(state, lambda: checkpoint.early_of(taught.source)) if taught.autoguidance != 1 else None
+    earlier = on_main(state, lambda: checkpoint.early_of(distilled.source)) if distilled.autoguidance != 1 else None
     recipe = Recipe(
-        source=str(taught.source),
-        pairs=taught.count,
-        steps=taught.steps,
+        source=str(distilled.source),
+        pairs=distilled.count,
+        steps=distilled.steps,
         seed=run.seed,
         precision="bf16" if choose_precision(run, state.device) == "bf16" else "float32",
         pictures=pictures.fingerprint,
-        flags=dict(flags),
-        points=taught.points,
-        guidance_scale=taught.guidance_scale,
-        autoguidance=taught.autoguidance,
-        solver=known.solver if known else taught.solver,  # stored paths keep their solver; no flag sets it
+        points=distilled.points,
+        guidance_scale=distilled.guidance_scale,
+        autoguidance=distilled.autoguidance,
+        solver=known.solver if known else distilled.solver,  # stored paths keep their solver; no flag sets it
         space=describe(space),
-        teacher=checkpoint.fingerprint(taught.source),
+        teacher=checkpoint.fingerprint(distilled.source),
         earlier="" if earlier is None else checkpoint.fingerprint(earlier),
     )
     columns = {name: column.kind for name, column in pictures.columns.items()}
-    files = files_of(taught, space, with_sources=with_sources, columns=columns)
-    writer = StoreWriter(taught.folder, taught.count, files, taught.rows, asdict(recipe))
+    files = files_of(distilled, space, with_sources=with_sources, columns=columns)
+    writer = StoreWriter(distilled.folder, distilled.count, files, distilled.rows, asdict(recipe))
     with ExitStack() as held:
-        if not on_main(state, lambda: _is_drawn(writer, recipe, taught, held)):
-            generator = _Generator(recipe, earlier, writer, pictures, state.device)
+        if not on_main(state, lambda: _is_drawn(writer, recipe, distilled, held)):
+            generator = _Generator(recipe, earlier, writer, pictures, config.data, state.device)
             with interruptible(generator.teacher):
                 fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.arguments), space
 
 
-def recipe_of(taught: TeacherData) -> Recipe | None:
+def recipe_of(distilled: DistillationData) -> Recipe | None:
     """Return the recipe of the data, complete or not; None if nothing has been generated.
 
     Raises:
         UsageError: if it cannot be read.
     """
-    for folder in Artifact(taught.folder, taught.rows, ()).folders:
+    for folder in Artifact(distilled.folder, distilled.rows, ()).folders:
         if (folder / RECIPE_FILE).exists():
             return read_document(folder / RECIPE_FILE, Recipe)
     return None
 
 
-def _is_drawn(writer: StoreWriter, recipe: Recipe, taught: TeacherData, held: ExitStack) -> bool:
+def _is_drawn(writer: StoreWriter, recipe: Recipe, distilled: DistillationData, held: ExitStack) -> bool:
     """Lock the store until ``held`` closes, and return whether it is whole.
 
     Raises:
         UsageError: if another run writes the store, its data differ from those that the flags ask for, or the teacher
             has no early checkpoint for autoguidance.
     """
-    rows, flag, path = taught.rows, f"{taught.rows}_dir", writer.path
+    rows, flag, path = distilled.rows, "teacher_dir", writer.path
     prepare_folder(flag, path.parent)
     held.enter_context(writer.locked(f"choose another --{flag}", LOCK_TIMEOUT))
     adopt(path, rows)
-    known, whole = recipe_of(taught), writer.is_whole
+    known, whole = recipe_of(distilled), writer.is_whole
     if recipe.autoguidance != 1 and not recipe.earlier and not whole:
         raise UsageError(
-            f"--autoguidance needs a checkpoint of the first quarter of the teacher's run, and {taught.source.parent} "
-            "has none: leave it out"
+            f"--autoguidance needs a checkpoint of the first quarter of the teacher's run, and "
+            f"{distilled.source.parent} has none: leave it out"
         )
     for name in () if known is None else COMPARED if whole else COMPARED + COMPARED_UNFINISHED:
         then, now = getattr(known, name), getattr(recipe, name)
@@ -214,7 +263,13 @@ class _Generator:
     """Generates rows of the store with the teacher."""
 
     def __init__(
-        self, recipe: Recipe, earlier: Path | None, writer: StoreWriter, pictures: ImageDataset, device: torch.device
+        self,
+        recipe: Recipe,
+        earlier: Path | None,
+        writer: StoreWriter,
+        pictures: ImageDataset,
+        data: DataConfig,
+        device: torch.device,
     ) -> None:
         self.recipe, self.writer, self.pictures, self.device = recipe, writer, pictures, device
         self.bf16 = recipe.precision == "bf16"
@@ -228,7 +283,7 @@ class _Generator:
         check_columns(self.teacher, recipe.source, pictures)
         # A picture for each row, whose label and source the row gets, so that these are distributed as in the pictures.
         if self.teacher.takes_source or pictures.columns:
-            self.pictures = _seen_by(Path(recipe.source), pictures)
+            self.pictures = _seen_by(pictures, data)
         source = randomness.generator("cpu", recipe.seed, "labels of pairs")
         self.pictures_of = torch.randint(len(self.pictures), (writer.length,), generator=source)
         if "labels" in self.teacher.conditions:
@@ -272,11 +327,9 @@ class _Generator:
         self.writer.complete(labels, source=source, image_size=side, class_names=names)
 
 
-def _seen_by(teacher: Path, pictures: ImageDataset) -> ImageDataset:
+def _seen_by(pictures: ImageDataset, data: DataConfig) -> ImageDataset:
     """Return the pictures that a teacher was trained on, without those that it held out. Collective."""
-    flags = {"holdout": 0.0, "seed": 0} | flags_of_checkpoint(teacher)
-    known = checked(TrainConfig, flags, teacher)
-    split = hold_out(pictures, known["holdout"], known["seed"]) if known["holdout"] else None
+    split = hold_out(pictures, data.holdout, data.data_seed or 0) if data.holdout else None
     if split is None or split.problem is not None:
         return pictures
-    return divided(pictures, split, split_sources(pictures, known["holdout"], known["seed"]))[0]
+    return divided(pictures, split, split_sources(pictures, data.holdout, data.data_seed or 0))[0]

@@ -5,7 +5,7 @@ from math import ceil
 import numpy as np
 from accelerate import PartialState
 
-from rectified_flow.cli.flags.training import EvaluationConfig, TrainConfig
+from rectified_flow.cli.config import EvaluationConfig, TrainConfig
 from rectified_flow.cli.plan import FEWEST_TO_HOLD_OUT
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.errors import UsageError
@@ -41,7 +41,7 @@ def hold_out_pictures(pictures: ImageDataset, config: TrainConfig, *, asked: boo
             text = f"none of {len(pictures)} pictures, as too few would be left: the run cannot warn when it memorises"
             state.print(line("held out", text))
         return None
-    split = hold_out(pictures, share, config.run.seed)
+    split = hold_out(pictures, share, config.data.data_seed or 0)
     if split.problem is not None:
         if asked:
             raise UsageError(f"--holdout {share:g} leaves {split.problem}: change it, or pass --holdout 0")

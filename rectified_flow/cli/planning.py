@@ -5,7 +5,6 @@ Flags that the user sets are never changed. The chosen flags are recorded, so a 
 
 import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from math import ceil, inf
 from typing import Any
 
@@ -14,23 +13,21 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from rectified_flow.cli import plan
+from rectified_flow.cli.build import build_flow
+from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig, seconds_of
 from rectified_flow.cli.data import build_space
-from rectified_flow.cli.flags.model import STARTER_FOLDER
-from rectified_flow.cli.flags.training import TrainConfig, TrainRectifiedFlow, seconds_of
-from rectified_flow.cli.parts import build_flow
-from rectified_flow.cli.training.rows import recipe_of
-from rectified_flow.cli.training.teacher import calls_for
+from rectified_flow.cli.distill import DistillationData, recipe_of
+from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.store import OriginalInfo
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import DamageError, UsageError
-from rectified_flow.flags import checked, command_line, plain, refuse, replaced
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import command_line, plain, refuse, replaced, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.load import autocast
 from rectified_flow.networks.unet import to_device
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import DEFAULT_TRAIN_NUM_STEPS
-from rectified_flow.runs.folder import flags_of_checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.machine import free_memory, memory
 from rectified_flow.system.terminal import duration, line, lines
@@ -40,17 +37,8 @@ from rectified_flow.training.speed import Speed, measure_speed, summarize
 
 DEFAULT_BUDGET = "1h"
 """Budget of runs on a folder of pictures and of runs with a teacher, unless a flag gives the length."""
-CHOSEN = (
-    *("space", "image_size", "augment", "holdout", "teacher_paths", "reflow_pairs"),
-    *("global_batch_size", "num_epochs", "train_num_steps", "mixed_precision"),
-    *("dim", "dim_mults", "dropout", "network_options", "init_from"),
-    *("optimizer", "learning_rate", "lr_warmup_steps", "lr_decay", "ema_decay", "time_options"),
-    *("whole_fraction", "flow_options"),
-    *("sample_every", "num_samples", "sample_steps", "save_every", "log_every"),
-)
-"""Flags that a recipe may set, ``num_epochs``, which ``train_num_steps`` replaces, and the kind of the data."""
 LENGTH_FLAGS = {"num_epochs", "train_num_steps"}
-BATCH_FLAGS = {"global_batch_size", "batch_size", "gradient_accumulation_steps"}
+BATCH_FLAGS = {"global_batch_size", "batch_size"}
 NETWORK_FLAGS = ("network", "dim", "dim_mults", "network_options")
 ALTERNATIVES = (
     LENGTH_FLAGS,
@@ -79,23 +67,18 @@ def check_length(config: TrainConfig) -> None:
         refuse(budget, "excludes --resume PATH, which keeps the length of that run: pass --init_from PATH instead")
 
 
-def with_recipe(
-    config: TrainConfig, begun: dict[str, Any] | None, count: int, originals: OriginalInfo | None = None
-) -> TrainConfig:
-    """Return the flags of a run on ``count`` pictures, and print the chosen ones.
+def with_recipe(config: TrainConfig, count: int, originals: OriginalInfo | None = None) -> TrainConfig:
+    """Return the flags of a new run on ``count`` pictures, and print the chosen ones. Collective.
 
     Args:
         config: the flags so far.
-        begun: the flags that the run began with, or None if it begins now.
-        count: number of pictures, before some are held out.
+        count: number of pictures.
         originals: properties of the pictures before they were resized, if known.
     """
     if not may_choose(config):
         return config
-    if begun is not None:
-        return _with_recorded(config, begun)
     fixed, flags = fixed_flags(config), dict[str, Any]()
-    if config.teacher_data is None:
+    if config.teacher.teacher is None:
         flags = plan.for_pictures(count, augmentable=config.data.autoencoder is None)
         if budget_of(config) is not None and not config.program.look:
             flags.pop("augment", None)  # the plan decides it, when it knows the number of passes
@@ -134,38 +117,20 @@ def may_choose(config: TrainConfig) -> bool:
     Without a time, nothing is chosen for other data, or for a config that was built in Python. With ``--config``,
     nothing is chosen.
     """
-    own = config.data.dataset_path is not None or config.teacher_data is not None
+    own = config.data.dataset_path is not None or config.teacher.teacher is not None
     chooses = own and config.program.given is not None
     asked = config.program.budget is not None or config.program.extend is not None or config.program.one_step
     return (chooses or asked) and config.program.config is None
 
 
-def recorded_flags(config: TrainConfig) -> dict[str, Any] | None:
-    """Return the flags of :data:`CHOSEN` that the run began with; None for a new run."""
-    found = checkpoint.list_checkpoints(config.run.checkpoints)
-    if not found and config.run.origin is not None:
-        with suppress(UsageError):  # the trainer reports an unusable checkpoint
-            found = [checkpoint.resolve(config.run.origin, (checkpoint.CONFIG_FILE,))]
-    for newest in reversed(found):
-        path = newest / checkpoint.CONFIG_FILE
-        with suppress(DamageError):  # the trainer reports a damaged checkpoint
-            flags = flags_of_checkpoint(newest)
-            return checked(type(config), {name: flags[name] for name in CHOSEN if name in flags}, path)
-    return None
-
-
 def with_plan(
-    config: TrainConfig,
-    begun: dict[str, Any] | None,
-    pictures: int,
-    conditions: ConditionSpecs,
-    space: Space | None = None,
+    config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space | None = None
 ) -> TrainConfig:
     """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print its plan. Collective.
 
     Args:
         config: the flags so far, as returned by :func:`with_recipe`.
-        begun: the flags that the run began with, which has its plan already, or None if it begins now.
+        has_begun: whether the run has begun before, and has its plan already.
         pictures: number of training pictures.
         conditions: conditions of the data.
         space: the space of the data, if it is not that of pictures.
@@ -176,7 +141,7 @@ def with_plan(
     time = budget_of(config)
     if config.program.extend is not None:
         return _extended(config, conditions, space)
-    if begun is not None:
+    if has_begun:
         return config
     if time is None:
         print_speed(config, pictures, conditions, space)
@@ -184,10 +149,10 @@ def with_plan(
     config, why_network = _with_network(config)
     facts = facts_of(config, pictures, time, space, why_network)
     made = planned(
-        facts, lambda trial: training_speed(_with_settings(config, plan.settings_of(facts, trial)), conditions, space)
+        facts, lambda trial: training_speed(replaced(config, plan.settings_of(facts, trial)), conditions, space)
     )
     PartialState().print(lines(made.reasons))
-    return _with_settings(config, made.settings)
+    return replaced(config, made.settings)
 
 
 def planned(facts: plan.Facts, measure: Callable[[plan.Trial], Speed]) -> plan.Plan:
@@ -202,14 +167,10 @@ def planned(facts: plan.Facts, measure: Callable[[plan.Trial], Speed]) -> plan.P
 
 def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None, why_network: str) -> plan.Facts:
     """Return the facts that the plan of a run depends on. Collective."""
-    state, fixed, taught = PartialState(), fixed_flags(config), config.teacher_data
-    stored = None if taught is None else on_main(state, lambda: recipe_of(taught))
-    method: plan.Method = "rectified" if isinstance(config, TrainRectifiedFlow) else "mean_flow"
-    if taught is not None:
-        method = "distill" if taught.rows == "paths" else "reflow"
-        fixed |= {"teacher_samples"} if taught.count_flag in config.given else set()
+    state, fixed, distilled = PartialState(), fixed_flags(config), DistillationData.of(config)
+    stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
     precisions: tuple[str | None, ...] = ("no", "bf16")
-    if state.device.type != "cpu" or "ACCELERATE_MIXED_PRECISION" in os.environ or method == "mean_flow":
+    if state.device.type != "cpu" or "ACCELERATE_MIXED_PRECISION" in os.environ or config.method == "mean_flow":
         precisions = (None,)
     elif "mixed_precision" in fixed:
         precisions = (config.run.mixed_precision,)
@@ -218,7 +179,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None,
     augment = plan.for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
     sides = ((space.shape if space else None) or config.data.framing.shape)[1:]
     return plan.Facts(
-        method,
+        config.method,
         pictures,
         time,
         seconds_of(time),
@@ -230,71 +191,13 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None,
         device=state.device.type,
         batch=None if fixed.isdisjoint(BATCH_FLAGS) else config.run.split_batch(state.num_processes).total,
         augment=config.data.augment if "augment" in fixed else augment,
-        network="the network of the teacher" if taught else why_network,
+        network="the network of the teacher" if distilled else why_network,
         starter=_starter_of(config, sides),
         precisions=precisions,
-        samples=taught.count if taught else 0,
+        samples=distilled.count if distilled else 0,
         drawn=stored.pairs if stored else None,
-        calls=calls_for(taught) if taught else 0,
+        calls=distilled.calls if distilled else 0,
     )
-
-
-def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> Speed:
-    """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective."""
-    state, taught = PartialState(), config.teacher_data
-    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
-        flow = build_flow(config, conditions, space or build_space(config.data))
-    precision = choose_precision(config.run, state.device)
-    to_device(flow, state.device, precision).train()
-    count = config.run.split_batch(state.num_processes).per_process
-    optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
-    points = taught.path_points if taught else 0
-    speed = measure_speed(flow, optimizer, count, points, lambda: autocast(precision, state.device))
-    rates, memories = zip(*gather_object([speed]), strict=True)
-    return Speed(state.num_processes * min(rates), max(memories))
-
-
-def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space | None) -> None:
-    """Print the time and the memory of a run without a plan. Collective.
-
-    Raises:
-        UsageError: if a step does not fit into the memory of this machine.
-    """
-    state, speed = PartialState(), training_speed(config, conditions, space)
-    batch = config.run.split_batch(state.num_processes)
-    if not speed.fits(memory() if state.device.type == "cpu" else inf):
-        needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
-        remedy = "lower --batch_size (--gradient_accumulation_steps makes up for it), --image_size or --dim"
-        raise UsageError(f"{needed}: {remedy}")
-    step, steps = batch.total / speed.rate, config.run.total_steps(batch, length)
-    time = f"{speed.rate:,.1f} images/s, {duration(step)} a step, {duration(step * steps)} in all"
-    state.print(lines({"time": time, "memory": f"about {speed.memory / 1e9:,.2f} GB for each process"}))
-
-
-def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
-    """Print the size of a run, and with ``--verbose`` all flags."""
-    accelerator = build_accelerator(config.run)
-    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
-    accelerator.print(summarize(config.run, accelerator, flow, data, length))
-    for name, value in plain(config).items() if config.program.verbose else ():
-        accelerator.print(f"{name:<28} {value}")
-
-
-def chooses_network(config: TrainConfig) -> bool:
-    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
-    is_free = budget_of(config) is not None and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
-    return is_free and config.teacher_data is None
-
-
-def _with_recorded(config: TrainConfig, recorded: dict[str, Any]) -> TrainConfig:
-    """Return the flags of a run that resumes with the settings it began with, unless a flag overrides them."""
-    state, given = PartialState(), fixed_flags(config, (LENGTH_FLAGS, BATCH_FLAGS))
-    kept = {name: value for name, value in recorded.items() if name not in given}
-    if kept.get("global_batch_size"):  # the number of processes may have changed
-        whole = kept["global_batch_size"] // state.num_processes * state.num_processes
-        kept["global_batch_size"] = max(whole, state.num_processes)
-    state.print(line("recipe", "the settings recorded at the start of the run; flags override them"))
-    return replaced(config, kept)
 
 
 def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> TrainConfig:
@@ -324,29 +227,71 @@ def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | No
     return replaced(config, {"train_num_steps": steps + more})
 
 
-def _with_settings(config: TrainConfig, settings: dict[str, object]) -> TrainConfig:
-    renamed = {"teacher_samples": config.teacher_data.count_flag} if config.teacher_data else {}
-    return replaced(config, {renamed.get(name, name): value for name, value in settings.items()})
+def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> Speed:
+    """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective."""
+    state, distilled = PartialState(), DistillationData.of(config)
+    with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
+        flow = build_flow(config, conditions, space or build_space(config.data))
+    precision = choose_precision(config.run, state.device)
+    to_device(flow, state.device, precision).train()
+    count = config.run.split_batch(state.num_processes).per_process
+    optimizer = find_optimizer(config.run, fused=state.device.type == "cuda")
+    points = distilled.path_points if distilled else 0
+    speed = measure_speed(flow, optimizer, count, points, lambda: autocast(precision, state.device))
+    rates, memories = zip(*gather_object([speed]), strict=True)
+    return Speed(state.num_processes * min(rates), max(memories))
+
+
+def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space | None) -> None:
+    """Print the time and the memory of a run without a plan. Collective.
+
+    Raises:
+        UsageError: if a step does not fit into the memory of this machine.
+    """
+    state, speed = PartialState(), training_speed(config, conditions, space)
+    batch = config.run.split_batch(state.num_processes)
+    if not speed.fits(memory() if state.device.type == "cpu" else inf):
+        needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
+        remedy = "lower --batch_size (with --global_batch_size, gradients are accumulated), --image_size or --dim"
+        raise UsageError(f"{needed}: {remedy}")
+    step, steps = batch.total / speed.rate, config.run.total_steps(batch, length)
+    time = f"{speed.rate:,.1f} images/s, {duration(step)} a step, {duration(step * steps)} in all"
+    state.print(lines({"time": time, "memory": f"about {speed.memory / 1e9:,.2f} GB for each process"}))
+
+
+def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:
+    """Print the size of a run, and with ``--verbose`` all flags."""
+    accelerator = build_accelerator(config.run)
+    data = f"{config.data.dataset_path or config.data.dataset} at {config.data.framing.size_text} px"
+    accelerator.print(summarize(config.run, accelerator, flow, data, length))
+    for name, value in plain(config).items() if config.program.verbose else ():
+        accelerator.print(f"{name:<28} {value}")
+
+
+def chooses_network(config: TrainConfig) -> bool:
+    """Return whether the plan chooses the network, with levels that fit the sides of the data."""
+    is_free = budget_of(config) is not None and fixed_flags(config).isdisjoint(NETWORK_FLAGS)
+    return is_free and config.teacher.teacher is None
 
 
 def _with_network(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Take the network of the run of ``--init_from``, and return the origin of the network if it is known."""
-    origin = config.network.origin
+    origin = config.init.origin
     if not fixed_flags(config).isdisjoint(NETWORK_FLAGS):
         return config, "set by flags"
-    if origin is None or origin == STARTER_FOLDER or config.teacher_data is not None:
+    if origin is None or origin == STARTER_FOLDER or config.teacher.teacher is not None:
         return config, ""
-    flags = checkpoint.read(origin, flags_of_checkpoint, PartialState(), [checkpoint.CONFIG_FILE])
-    names = {*NETWORK_FLAGS, "dropout"} & flags.keys() - config.given
-    network = checked(type(config), {name: flags[name] for name in names}, origin)
-    return replaced(config, network), f"the network of {config.network.init_from}" if flags else ""
+    known: TrainConfig = checkpoint.read(origin, config_of, PartialState(), [checkpoint.CONFIG_FILE])
+    given = {name: value for name, value in values_of(config).items() if name in config.given}
+    network = {name: value for name, value in plain(known.network).items() if name not in given}
+    return replaced(config, network), f"the network of {config.init.init_from}"
 
 
 def _starter_of(config: TrainConfig, sides: tuple[int, ...]) -> plan.Starter:
     """Return whether this run can start from the starter, an RGB rectified flow that predicts velocities."""
-    if config.network.origin == STARTER_FOLDER:
+    if config.init.origin == STARTER_FOLDER:
         return "requested"
     data, unlike = config.data, {"init_from", "prediction", "flow", "space", "alpha", "autoencoder"} & config.given
     own_pictures = data.dataset_path is not None and data.space is None
-    suits = isinstance(config, TrainRectifiedFlow) and own_pictures and not unlike and min(sides) >= plan.STARTER_SIDE
-    return "suited" if suits and config.teacher_data is None else "unsuited"
+    suits = config.method == "rectified" and own_pictures and not unlike and min(sides) >= plan.STARTER_SIDE
+    return "suited" if suits and config.teacher.teacher is None else "unsuited"

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rectified_flow.cli.flags.training import TrainRectifiedFlow
-from rectified_flow.cli.parts import build_flow, choose_flow
+from rectified_flow.cli.build import build_flow, choose_flow
+from rectified_flow.cli.config import TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 
@@ -13,14 +13,16 @@ from rectified_flow.flags import parse
 @pytest.mark.parametrize(
     ("words", "unused"),
     [
-        ("--time_distribution uniform --time_std 2", "--time_std has no effect: Uniform has no argument std"),
-        ("--reflow_from a --time_mean 0", "--time_mean has no effect: UShaped has no argument mean"),
-        ("--time_distribution u_shaped --time_shift 2", "--time_shift has no effect: UShaped"),
+        ("--time_distribution uniform --time_options std=2", "--time_options std=2: Uniform takes KEY=VALUE"),
+        ("--method reflow --teacher a --time_options mean=0", "--time_options mean=0: UShaped takes KEY=VALUE"),
+        ("--method distill --teacher a --time_distribution uniform", "DistilledFlow draws no times"),
+        ("--method mean_flow --prediction clean", "--prediction has no effect: MeanFlow has no argument prediction"),
+        ("--guidance_scale 2", "--guidance_scale has no effect: RectifiedFlow has no argument guidance_scale"),
     ],
 )
 def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
     with pytest.raises(UsageError, match=unused):
-        choose_flow(parse(TrainRectifiedFlow, "", words.split()))
+        choose_flow(parse(TrainConfig, "", words.split()))
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,14 @@ def test_a_flag_of_other_times_is_refused(words: str, unused: str) -> None:
 )
 def test_a_name_or_option_that_does_not_exist_is_one_sentence(words: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        build_flow(parse(TrainRectifiedFlow, "", f"--image_size 8 --dim 8 --dim_mults 1 {words}".split()), {})
+        build_flow(parse(TrainConfig, "", f"--image_size 8 --dim 8 --dim_mults 1 {words}".split()), {})
     assert str(refused.value).startswith(sentence)
 
 
 def test_options_have_the_types_of_the_annotations() -> None:
     words = "--image_size 8 --dim 8 --network_options dim_mults=[1,2] blocks_per_level=1 --time_distribution"
     words += " LogitNormal --time_options stratified=true --flow_options condition_dropout=0.5"
-    flow: Any = build_flow(parse(TrainRectifiedFlow, "", words.split()), {})
+    flow: Any = build_flow(parse(TrainConfig, "", words.split()), {})
     network, times = flow.network, flow.time_distribution
     assert (network.dim, network.dim_mults, network.blocks_per_level) == (8, (1, 2), 1)
     assert (times.mean, times.stratified, flow.condition_dropout) == (-0.5, True, 0.5)

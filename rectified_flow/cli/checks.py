@@ -2,8 +2,7 @@
 
 from math import gcd
 
-from rectified_flow.cli.flags.model import UNET
-from rectified_flow.cli.flags.training import TrainConfig
+from rectified_flow.cli.config import UNET, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space

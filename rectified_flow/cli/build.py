@@ -1,6 +1,7 @@
 """From flags to the parts of a run: the network, the flow, or a trained flow."""
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
@@ -8,10 +9,9 @@ from accelerate import PartialState
 from accelerate.utils import set_seed
 from torch import nn
 
+from rectified_flow.cli.config import FlowConfig, Method, NetworkConfig, TrainConfig
 from rectified_flow.cli.data import build_space, choose_degradation
-from rectified_flow.cli.flags.model import NetworkConfig
 from rectified_flow.cli.flags.sampling import SamplingConfig, SolverConfig
-from rectified_flow.cli.flags.training import TrainConfig, TrainMeanFlow
 from rectified_flow.condition import ConditionSpecs, Picture, chosen
 from rectified_flow.distributed.join import check_equal, join_processes
 from rectified_flow.errors import UsageError
@@ -21,7 +21,7 @@ from rectified_flow.flows.flow_map import DistilledFlow, FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.flows.times import LogitNormal, TimeDistribution
+from rectified_flow.flows.times import TimeDistribution
 from rectified_flow.load import Trained, load_earlier, load_trained
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import parameters_of
@@ -31,16 +31,24 @@ CONDITION_DROPOUT = 0.1
 TIMES = {"logit_normal": "LogitNormal", "uniform": "Uniform", "u_shaped": "UShaped"}
 """Short names of time distributions."""
 UNET_FLAGS = {"dim": "dim", "dim_mults": "dim_mults", "dropout": "dropout"}
-TIME_FLAGS = {"mean": "time_mean", "std": "time_std", "shift": "time_shift"}
-FLOW_FLAGS = {"coupling": "coupling", "time_distribution": "time_distribution"}
-WEIGHT_FLAGS = {"weight_power": "weight_power", "weight_epsilon": "weight_epsilon"}
-MEAN_FLOW_FLAGS = {name: name for name in ("objective", "mean_fraction", "guidance_scale", "guidance_mixing")}
-FLAGS_OF: dict[type[Flow], dict[str, str]] = {
-    RectifiedFlow: {"prediction": "prediction", "distance": "loss"},
-    MeanFlow: WEIGHT_FLAGS | MEAN_FLOW_FLAGS,
-    DistilledFlow: WEIGHT_FLAGS,
+
+
+@dataclass(frozen=True)
+class MethodParts:
+    """The flow of a training method, with the arguments that differ from the flow's own defaults."""
+
+    flow: type[Flow]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    times: str = "logit_normal"
+    time_arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+METHODS: dict[Method, MethodParts] = {
+    "rectified": MethodParts(RectifiedFlow, time_arguments={"mean": -0.5, "std": 1.2}),
+    "reflow": MethodParts(RectifiedFlow, {"distance": "pseudo_huber"}, "u_shaped"),  # arXiv:2405.20320
+    "mean_flow": MethodParts(MeanFlow, time_arguments={"mean": -0.6, "std": 1.6}),
+    "distill": MethodParts(DistilledFlow),
 }
-"""Flags by the argument of the constructor that they set."""
 
 
 def join(config: Any) -> PartialState:
@@ -176,24 +184,24 @@ def choose_flow(config: TrainConfig) -> Choice:
     Raises:
         UsageError: if one is not registered, or a flag does not fit it.
     """
-    flags, taught = config.flow, config.teacher_data is not None
-    ours: type[Flow] = RectifiedFlow
-    if isinstance(config, TrainMeanFlow):
-        ours = DistilledFlow if taught else MeanFlow
-    choice = choose("flow", Flow, flags.flow or ours.__name__, flags.flow_options)
-    target = choice.target
-    arguments = arguments_from(flags, target, Flow, FLOW_FLAGS) | arguments_from(flags, target, ours, FLAGS_OF[ours])
-    if "distance" in arguments:
-        arguments["distance"] = flags.loss or ("pseudo_huber" if taught else "mse")
-    if isinstance(config, TrainMeanFlow):
-        if config.teacher.whole_fraction is not None:
-            arguments["whole_fraction"] = config.teacher.whole_fraction
-        if "earlier_distribution" in parameters_of(target):
-            arguments["earlier_distribution"] = LogitNormal(flags.earlier_mean, flags.earlier_std)
-    if "time_distribution" in arguments:
-        name = flags.time_distribution or ("u_shaped" if taught else "logit_normal")
+    flags, method = config.flow, METHODS[config.method]
+    choice = choose("flow", Flow, flags.flow or method.flow.__name__, flags.flow_options)
+    target, known = choice.target, parameters_of(choice.target)
+    arguments = dict(method.arguments) if issubclass(target, method.flow) else {}
+    given: dict[str, Any] = {"prediction": flags.prediction, "coupling": flags.coupling}
+    given |= {"guidance_scale": flags.guidance_scale} if config.teacher.teacher is None else {}  # else the teacher's
+    for name, value in given.items():
+        if value != getattr(FlowConfig, name):
+            refuse({name: name not in known}, f"has no effect: {target.__name__} has no argument {name}; leave it out")
+            arguments[name] = value
+    chooses_times = flags.time_distribution is not None or flags.time_options or method.times != "logit_normal"
+    if chooses_times and "time_distribution" in known:
+        name = flags.time_distribution or method.times
         times = choose("time_distribution", TimeDistribution, TIMES.get(name, name)).target
-        known = {argument: flag for argument, flag in TIME_FLAGS.items() if hasattr(flags, flag)}
-        settings = arguments_from(flags, times, LogitNormal, known) | typed_options("time", times, flags.time_options)
+        defaults = {key: value for key, value in method.time_arguments.items() if key in parameters_of(times)}
+        settings = defaults | typed_options("time", times, flags.time_options)
         arguments["time_distribution"] = Choice("time_distribution", times, settings).build()
+    else:
+        unused = {"time_distribution": flags.time_distribution, "time_options": flags.time_options}
+        refuse({} if "time_distribution" in known else unused, f"has no effect: {target.__name__} draws no times")
     return Choice(choice.flag, target, arguments | dict(choice.arguments))

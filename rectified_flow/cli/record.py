@@ -1,0 +1,127 @@
+"""From the ``config.json`` of a run or checkpoint to a config."""
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from accelerate import PartialState
+
+from rectified_flow.cli.config import NetworkConfig, TrainConfig
+from rectified_flow.cli.distill import DistillationData, recipe_of
+from rectified_flow.data.config import RunData
+from rectified_flow.distributed.collectives import on_main
+from rectified_flow.errors import UsageError
+from rectified_flow.flags import Rule, based_on, checked, command_line, flags_in, plain, replaced, rules_of, values_of
+from rectified_flow.runs import checkpoint
+from rectified_flow.runs.folder import read_config
+
+C = TypeVar("C", bound=TrainConfig)
+
+
+def config_in(document: Mapping[str, Any], source: object, kind: type[C]) -> C:
+    """Return the config that the ``config.json`` of a run records; flags that it lacks have their defaults."""
+    return replaced(kind(), checked(kind, flags_in(document), source))
+
+
+def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
+    """Return the config of a run by its folder or checkpoint.
+
+    Raises:
+        UsageError: if it cannot be read, or the run was started from Python, without flags of data and network.
+    """
+    document = read_config(path / checkpoint.CONFIG_FILE)
+    if "network" not in flags_in(document):
+        raise UsageError(f"{path} was not trained by rectified-flow train: pass one of its runs")
+    return config_in(document, path / checkpoint.CONFIG_FILE, kind)
+
+
+def begun_config(config: C) -> C | None:
+    """Return the config that the run of ``config`` began with, or None if it begins now. Call in one process only."""
+    run = config.run
+    found = checkpoint.list_checkpoints(run.checkpoints)
+    if not found and run.origin is not None:
+        with suppress(UsageError):  # the trainer reports an unusable checkpoint
+            found = [checkpoint.resolve(run.origin, (checkpoint.CONFIG_FILE,))]
+    for newest in reversed(found):
+        with suppress(UsageError):  # the trainer reports a damaged checkpoint; runs of Python record no flags
+            return config_of(newest, type(config))
+    return None
+
+
+def resolved(config: C) -> tuple[C, bool]:
+    """Return the flags of a run, and whether the run has begun before. Collective.
+
+    The given flags take precedence over those that the run began with, or over the data and the network of its teacher.
+
+    Raises:
+        UsageError: if there is no such teacher, or a given flag has no effect beside it.
+    """
+    state = PartialState()
+    begun = on_main(state, lambda: begun_config(config))
+    if begun is not None:
+        places = {name: plain(config)[name] for name in ("output_dir", "checkpoint_dir", "resume")}
+        if begun.method != config.method:
+            raise UsageError(
+                f"{config.run.checkpoints} belongs to a run with --method {begun.method}: choose another --output_dir"
+            )
+        known = based_on(replaced(begun, places), config, config.given)
+        total = known.run.global_batch_size
+        if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
+            whole = max(total // state.num_processes, 1) * state.num_processes
+            known = replaced(known, {"global_batch_size": whole})
+        return known, True
+    config = replaced(config, {"method": config.method})
+    if config.data.data_seed is None:
+        config = replaced(config, {"data_seed": config.run.seed})
+    if config.method in ("mean_flow", "distill") and "lr_decay" not in config.given:
+        config = replaced(config, {"lr_decay": "cosine"})
+    distilled = DistillationData.of(config)
+    return (config if distilled is None else on_main(state, lambda: _with_teacher(config, distilled))), False
+
+
+def _with_teacher(config: C, distilled: DistillationData) -> C:
+    """Return a config with the data and the network of the teacher's run, and with the teacher's checkpoint."""
+    stored, source = recipe_of(distilled), distilled.source
+    if stored is not None:
+        source = Path(stored.source)
+        if not source.resolve().is_relative_to(distilled.source.resolve()):
+            raise UsageError(
+                f"{distilled.folder} contains {distilled.rows} of {source}: choose another --output_dir, or "
+                "--teacher_dir"
+            )
+        if checkpoint.fingerprint(source) == checkpoint.MISSING:
+            raise UsageError(
+                f"{source}, the teacher of the {distilled.rows} in {distilled.folder}, no longer exists: choose "
+                "another --output_dir, or --teacher_dir"
+            )
+    source = checkpoint.resolve(source, (checkpoint.CONFIG_FILE,))
+    teacher: TrainConfig = config_of(source)
+    if distilled.rows == "paths" and teacher.flow.prediction != "velocity":
+        raise UsageError(
+            f"--teacher {source} predicts the {teacher.flow.prediction}: pass one that predicts the velocity"
+        )
+    is_condition = teacher.source.is_given and not teacher.source.as_start
+    if distilled.guidance_scale != 1 and not (teacher.network.use_cfg or teacher.columns.condition_on or is_condition):
+        raise UsageError(f"--guidance_scale needs conditions, and {source} has none")
+    rules: dict[str, Rule] = {**rules_of(RunData), **rules_of(NetworkConfig), "prediction": Rule()}
+    mine, theirs = plain(config), plain(teacher)
+    for name in sorted(config.given & rules.keys()):
+        if not rules[name].is_local and mine[name] != theirs[name]:
+            inherited = " ".join(command_line({name: theirs[name]}))
+            raise UsageError(
+                f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}; leave it out"
+            )
+    values = values_of(config)
+    local = {name: values[name] for name in config.given & rules.keys() if rules[name].is_local}
+    return replaced(
+        replace(
+            config,
+            data=replace(teacher.data, augment=0.0),  # augmented pictures would not be the ends of the teacher's paths
+            source=teacher.source,
+            columns=teacher.columns,
+            network=teacher.network,
+        ),
+        {"teacher": source, "prediction": teacher.flow.prediction, **local},
+    )
