@@ -137,15 +137,15 @@ def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
     dim, why_network = _choose_width(facts, speeds)
     trial = Trial(dim, _choose_batch(facts, 0, facts.samples), _choose_precision(facts, speeds, dim))
     speed = _speed(speeds, trial)
-    if not speed.fits(MEMORY_SHARE * facts.memory):
-        needed = f"needs about {speed.memory / 1e9:.1f} GB of memory" if speed.rate else "does not fit into the memory"
-        raise UsageError(f"a step of {trial.batch:,} images {needed}: lower --image_size or --batch_size")
+    if not _parts(facts, trial, speed):
+        problem = f"a step of {trial.batch:,} images does not fit into the memory (about {speed.memory / 1e9:.1f} GB)"
+        raise UsageError(f"{problem}: lower --image_size or --batch_size")
     samples, seconds = _choose_samples(facts, speed)
     fitting = TRAINED_SHARE * seconds * speed.rate
     if not facts.calls and fitting > UNAUGMENTED_PASSES * facts.pictures:
         trial = trial._replace(augment=facts.augment)
     larger = trial._replace(batch=_choose_batch(facts, min(fitting, facts.limit), samples))
-    trial = larger if _speed(speeds, larger).fits(MEMORY_SHARE * facts.memory) else trial
+    trial = larger if _parts(facts, larger, _speed(speeds, larger)) else trial
     speed = _speed(speeds, trial)
     fitting = TRAINED_SHARE * seconds * speed.rate
     steps, step = int(min(fitting, facts.limit) / trial.batch), trial.batch / speed.rate
@@ -156,6 +156,9 @@ def plan(facts: Facts, speeds: Mapping[Trial, Speed]) -> Plan:
     settings |= {"train_num_steps": steps, "num_epochs": None, "lr_warmup_steps": max(10, steps // 50)}
     settings |= {"ema_decay": round(1 - 1 / max(10.0, EMA_SHARE * steps), 5)}
     settings |= {"teacher_samples": samples} if facts.calls else {}
+    parts = _parts(facts, trial, speed)
+    settings |= {"batch_size": trial.batch // (facts.processes * parts)} if parts > 1 else {}
+    speed = speed._replace(memory=speed.memory / parts)
     reasons = _reasons(facts, settings, speed, why_network, trial.batch, fitting)
     return Plan({name: value for name, value in settings.items() if name not in facts.fixed}, reasons)
 
@@ -230,14 +233,23 @@ def _choose_width(facts: Facts, speeds: Mapping[Trial, Speed]) -> tuple[int | No
         return STARTER_DIM, "the network of the starter"
     chosen, *wider = [dim for dim in WIDTHS if facts.starter == "unsuited" or dim >= STARTER_DIM]
     for dim in wider:
-        speed = _speed(speeds, Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0]))
-        if not speed.fits(MEMORY_SHARE * facts.memory):
+        trial = Trial(dim, _choose_batch(facts, 0, facts.samples), facts.precisions[0])
+        speed = _speed(speeds, trial)
+        if not _parts(facts, trial, speed):
             return chosen, f"a step with --dim {dim} does not fit into the memory"
         images = min(TRAINED_SHARE * facts.seconds * speed.rate, facts.limit)
         if images < WIDTHS[dim]:
             return chosen, f"--dim {dim} would process {images:,.0f} images, and needs {WIDTHS[dim]:,}"
         chosen = dim
     return chosen, "the largest size"
+
+
+def _parts(facts: Facts, trial: Trial, speed: Speed) -> int:
+    """Return the least number of parts of the batch with which a step fits into the memory; 0 if none does."""
+    most = 1 if facts.batch else trial.batch // facts.processes
+    fitting = (each for each in range(1, most + 1) if trial.batch % (each * facts.processes) == 0)
+    room = MEMORY_SHARE * facts.memory
+    return next((each for each in fitting if speed.rate > 0 and speed.memory / each <= room), 0)
 
 
 def _choose_precision(facts: Facts, speeds: Mapping[Trial, Speed], dim: int | None) -> str | None:
@@ -290,11 +302,11 @@ def _reasons(
         why = f"{images / facts.pictures:,.0f} passes; after {facts.passes:,}, samples become copies of the pictures"
     network = words("dim", "dim_mults", "network_options", "init_from")
     rates = words("optimizer", "learning_rate", "lr_decay", "lr_warmup_steps", "ema_decay", "augment")
+    why += f"; a step trains on {settings['batch_size']} at once, to save memory" if "batch_size" in settings else ""
     few = f"{images:,} images are too few for samples that look like pictures: {_remedy(facts, images)}"
     draws = f"draws {samples:,} samples before the training, {samples * facts.calls:,} network calls"
     texts = {
-        "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains "
-        f"{speed.rate:,.1f} images/s in about {speed.memory / 1e9:.1f} GB of memory for each process",
+        "budget": f"{facts.budget} (--budget changes it): {facts.processes} x {facts.device} trains {speed}",
         "length": f"{settings['train_num_steps']:,} steps of {batch} = {images:,} images, {why}",
         "network": f"{network}; {why_network}" if network else why_network,
         "training": f"{rates} {words('mixed_precision', 'time_options', 'flow_options')} (docs/budget.md)",

@@ -250,13 +250,12 @@ def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, sp
     """
     state, speed = PartialState(), training_speed(config, conditions, space)
     batch = config.run.split_batch(state.num_processes)
-    if not speed.fits(memory() if state.device.type == "cpu" else inf):
+    if speed.rate == 0 or (state.device.type == "cpu" and speed.memory > memory()):
         needed = f"a step of {batch.per_process:,} images does not fit into the memory ({speed.memory / 1e9:,.1f} GB)"
         remedy = "lower --batch_size (with --global_batch_size, gradients are accumulated), --image_size or --dim"
         raise UsageError(f"{needed}: {remedy}")
     step, steps = batch.total / speed.rate, config.run.total_steps(batch, length)
-    time = f"{speed.rate:,.1f} images/s, {duration(step)} a step, {duration(step * steps)} in all"
-    state.print(lines({"time": time, "memory": f"about {speed.memory / 1e9:,.2f} GB for each process"}))
+    state.print(lines({"speed": speed, "time": f"{duration(step)} a step, {duration(step * steps)} in all"}))
 
 
 def print_dry_run(config: TrainConfig, flow: Flow, length: int) -> None:

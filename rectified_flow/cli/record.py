@@ -69,8 +69,9 @@ def resolved(config: C) -> tuple[C, bool]:
         known = based_on(replaced(begun, places), config, config.given)
         total = known.run.global_batch_size
         if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
-            whole = max(total // state.num_processes, 1) * state.num_processes
-            known = replaced(known, {"global_batch_size": whole})
+            share, most = max(total // state.num_processes, 1), known.run.batch_size
+            batch = most and next(each for each in range(min(share, most), 0, -1) if share % each == 0)
+            known = replaced(known, {"global_batch_size": share * state.num_processes, "batch_size": batch})
         return known, True
     config = replaced(config, {"method": config.method})
     if config.data.data_seed is None:

@@ -196,21 +196,30 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, facts: Facts, precision:
     assert plan(facts, Machine(33, gain=gain)).settings.get("mixed_precision") == precision
 
 
-def test_a_network_or_a_batch_that_does_not_fit_into_the_memory_is_not_chosen() -> None:
-    """The memory of the machine below grows with the width and with the batch."""
-    day = replace(FLOWERS, seconds=86400, memory=48 * 8 / MEMORY_SHARE)
-    made = plan(day, Machine(500, memory=1))
-    assert (made.settings["dim"], made.settings["global_batch_size"]) == (48, 8)
-    assert "a step with --dim 64 does not fit into the memory" in made.reasons["network"]
-    with pytest.raises(UsageError, match=r"a step of 8 images needs about 128\.0 GB of memory: lower --image_size or"):
+@pytest.mark.parametrize(
+    ("memory", "dim", "part"), [(800, 48, None), (400, 48, 8), (200, 48, 4), (50, 48, 1), (45, 32, 1)]
+)
+def test_a_step_that_does_not_fit_into_the_memory_is_split(memory: float, dim: int, part: int | None) -> None:
+    """In the machine below, an image needs as much memory as the network has channels."""
+    made = plan(replace(HOUR, memory=memory / MEMORY_SHARE, precisions=(None,)), Machine(100, batch=0, memory=1))
+    settings = made.settings
+    assert (settings["dim"], settings.get("batch_size")) == (dim, part)
+    assert ("a step with --dim 48 does not fit into the memory" in made.reasons["network"]) == (dim == 32)
+    assert (f"a step trains on {part} at once" in made.reasons["length"]) == (part is not None)
+
+
+def test_a_step_that_does_not_fit_in_parts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"a step of 8 images does not fit into the memory \(about 128\.0 GB\): lower"):
         plan(replace(FLOWERS, memory=1e10), Machine(33, memory=1e9))
+    with pytest.raises(UsageError, match="a step of 24 images does not fit into the memory"):
+        plan(replace(FLOWERS, memory=500, batch=24, fixed=frozenset({"global_batch_size"})), Machine(33, memory=2))
     full = {Trial(None, 8, None): Speed(10.0)}
     fixed = replace(FLOWERS, network="set by flags", precisions=(None,), seconds=1e6)
     with pytest.raises(Unmeasured):
         plan(fixed, full)
     full |= {Trial(None, 256, None, AUGMENT): Speed(0.0, inf), Trial(None, 8, None, AUGMENT): Speed(10.0)}
-    assert plan(fixed, full).settings["global_batch_size"] == 8
-    with pytest.raises(UsageError, match="a step of 8 images does not fit into the memory: lower --image_size"):
+    assert plan(fixed, full).settings["global_batch_size"] == 8, "on a GPU, whose memory a larger batch exceeds"
+    with pytest.raises(UsageError, match="a step of 8 images does not fit into the memory"):
         plan(fixed, {Trial(None, 8, None): Speed(0.0, inf)})
 
 

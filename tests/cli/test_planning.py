@@ -151,6 +151,12 @@ def test_a_run_goes_on_as_it_began(
     assert extended["global_batch_size"] == 63, "the batch stays"
     monkeypatch.setattr(PartialState(), "num_processes", 2)
     assert chosen(800, run)["global_batch_size"] == 62, "and is one that two processes can share"
+    save(tmp_path, 4, began | {"global_batch_size": 8, "batch_size": 2})
+    assert [chosen(800, run)[name] for name in ("global_batch_size", "batch_size")] == [8, 2], "in two parts"
+    monkeypatch.setattr(PartialState(), "num_processes", 3)
+    assert [chosen(800, run)[name] for name in ("global_batch_size", "batch_size")] == [6, 2]
+    monkeypatch.setattr(PartialState(), "num_processes", 8)
+    assert [chosen(800, run)[name] for name in ("global_batch_size", "batch_size")] == [8, 1]
     monkeypatch.undo()
 
 
@@ -188,7 +194,9 @@ def test_a_finished_run_is_extended_by_a_time(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_run_without_a_plan_prints_its_time_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
     chosen(800, "--train_num_steps 60")
-    assert "time        4.9 images/s, 13 s a step, 13 minutes in all" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "speed       4.9 images/s in about 0 GB of memory" in said
+    assert "time        13 s a step, 13 minutes in all" in said
     with pytest.raises(UsageError, match=r"a step of 64 images does not fit into the memory .*: lower --batch_size"):
         chosen(800, "--train_num_steps 60", rate=0)
 

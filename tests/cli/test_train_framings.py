@@ -126,7 +126,7 @@ def test_pairs_and_paths_have_the_teachers_form(run: Path, tmp_path: Path) -> No
 def test_a_dry_run_opens_the_pictures_and_prints_the_plan_of_the_run(pictures: Path, tmp_path: Path) -> None:
     [text] = run_on_ranks(1, printed, f"{FRAMED} --dataset_path {pictures} --dry_run --output_dir {tmp_path}/run")
     assert f"{pictures} at 12x8 px" in text
-    assert "time        " in text
+    assert "speed       " in text
     assert "recipe      --augment 0.15, for 20 pictures" in text
     assert not (tmp_path / "run").exists()
 

@@ -100,7 +100,9 @@ def test_the_launch_script_without_gpus_runs_plain_python(tmp_path: Path) -> Non
     assert code == 0, output
     assert "1 x cpu, float32" in output
     assert "1 accumulation = 16\n" in output
-    assert re.search(r"time +.* images/s, .* a step, .* in all\nmemory +about 0\.\d\d GB for each process\n", output)
+    assert re.search(
+        r"speed +.* images/s in about .* GB of memory for each process\ntime +.* a step, .* in all\n", output
+    )
     assert not list(tmp_path.iterdir()), "a dry run left something behind"
 
 
