@@ -32,7 +32,7 @@ fuzz: $(READY_DEV)  ## test 2,000 random command lines and damaged runs, some 30
 soak: $(READY_DEV)  ## train while processes are killed and files damaged, some 15 minutes
 	$(BIN)/python -m tests.launch.soak --minutes 10
 
-several-machines: $(READY_DEV)  ## train on two network namespaces, and under Slurm if it is installed: needs root
+several-machines: $(READY_DEV)  ## train on two network namespaces: needs root
 	$(BIN)/python -m tests.several_machines
 
 bench: $(READY_DEV)  ## measure speed beside a peer, at most 20 minutes of a quiet CPU

@@ -93,10 +93,10 @@ def quick_program(name: str, argv: list[str]) -> tuple[int, str]:
 
 
 def assert_refused(name: str, world_size: int, flags: str, *expected: str, **variables: str) -> None:
-    """The script, with these variables set, must end on every rank with code 2, and say once what is expected."""
+    """The script, with these variables set, must end on every rank with code 2, and rank 0 says what is expected."""
     results = run_on_ranks(world_size, program, name, flags.split(), variables)
     assert [code for code, _ in results] == [2] * world_size, results
     written = "".join(text for _, text in results)
     assert "Traceback" not in written
     for words in expected:
-        assert written.count(words) == 1, written
+        assert results[0][1].count(words) == 1, written

@@ -17,7 +17,7 @@ from rectified_flow.flows.couplings import optimal_pairs
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.system.outputs import write_output
 from rectified_flow.system.pictures import Panel, draw_panels
-from rectified_flow.system.signals import interruptible, raise_if_stop_requested
+from rectified_flow.system.signals import raise_if_stop_requested
 from riemannian import RiemannianFlow, shares
 from transport import cloud_costs
 
@@ -55,7 +55,7 @@ class Distances(Measurement):
         flow = trainer.averaged_flow
         assert isinstance(flow, RiemannianFlow)
         weights, labels = (self.held_out[name][numbers] for name in ("weights", "labels"))
-        with randomness.deterministic(randomness.Samples(trainer.config.seed, numbers)), interruptible(flow):
+        with randomness.deterministic(randomness.Samples(trainer.config.seed, numbers)):
             drawn = flow.sample(
                 weights=weights.to(trainer.device), labels=labels.to(trainer.device), guidance=self.guidance
             ).cpu()

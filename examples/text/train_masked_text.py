@@ -34,7 +34,6 @@ from rectified_flow.flags import Flags, Positive, recorded
 from rectified_flow.runs.resume import check_start
 from rectified_flow.system.machine import require_memory
 from rectified_flow.system.pictures import Panel, draw_panels
-from rectified_flow.system.signals import interruptible
 from token_lines import HELD_OUT_EVERY, TokenLines, read_tokenizer
 
 
@@ -123,8 +122,7 @@ class Accuracy(Measurement):
         tokens = self.tokens[numbers].to(device)
         with randomness.deterministic(randomness.Samples(0, numbers), device):  # the same masks at each measurement
             hidden, chosen = model.mask(tokens)
-        with interruptible(model):
-            found = torch.cat([model.predict(part).argmax(dim=-1) for part in hidden.split(64)]) == tokens
+        found = torch.cat([model.predict(part).argmax(dim=-1) for part in hidden.split(64)]) == tokens
         common = tokens == self.most_frequent
         return torch.stack([(each & chosen).sum(dim=1) for each in (chosen, found, common)], dim=1).float()
 

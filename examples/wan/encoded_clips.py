@@ -14,9 +14,9 @@ from torch import Tensor
 from clips import Clip, clips_fingerprint
 from rectified_flow import LatentDataset
 from rectified_flow.data.build import default_cache_dir
+from rectified_flow.data.fill import claimed, fill
 from rectified_flow.data.store import LATENTS_FILE, StoreWriter
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import UsageError
 from rectified_flow.system.files import prepare_folder
 from wan_pipeline import Wan

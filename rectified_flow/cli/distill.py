@@ -16,9 +16,9 @@ from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.config import DataConfig
+from rectified_flow.data.fill import fill
 from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import fill
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
 from rectified_flow.evaluation.heldout import divided, hold_out, split_sources
@@ -33,7 +33,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import LOCK_TIMEOUT, prepare_folder, read_document
-from rectified_flow.system.signals import interruptible
 from rectified_flow.training.accelerator import choose_precision
 
 PATH_FILE, SOURCE_FILE = "path.float16", "source.float16"
@@ -214,8 +213,7 @@ def open_drawn(distilled: DistillationData, pictures: ImageDataset, config: Trai
     with ExitStack() as held:
         if not on_main(state, lambda: _is_drawn(writer, recipe, distilled, held)):
             generator = _Generator(recipe, earlier, writer, pictures, config.data, state.device)
-            with interruptible(generator.teacher):
-                fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
+            fill(writer, state, generator.rows, generator.finish, doing="drawing", batch_size=BATCH_SIZE)
     return StoreDataset(writer.path, pictures.arguments), space
 
 

@@ -13,17 +13,16 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from pkgutil import resolve_name
-from threading import Thread, Timer
+from threading import Timer
 from typing import Any
 
 from rectified_flow.errors import RunError, UsageError, first_line
 from rectified_flow.system.signals import STOPPED, exit_on_signals, stop_on_signals
-from rectified_flow.system.terminal import escaped, open_missing_streams, tolerant_streams
+from rectified_flow.system.terminal import escape_unencodable, escaped
 
-LEAVING_TIMEOUT = 10.0
-"""Seconds that an exiting process waits for the other processes, or for the error message of rank 0."""
+LEAVING_TIMEOUT, EXPLAINING_TIMEOUT = 10.0, 5.0
+"""Seconds that an exiting process waits for the other processes, and for the error message of rank 0."""
 DISTRIBUTIONS = {"PIL": "pillow", "ot": "pot", "sklearn": "scikit-learn"}
 """Names of packages for pip, where they differ from those in Python."""
 REMEDIES = {
@@ -41,24 +40,23 @@ MEMORY_FLAGS = ("batch_size", "image_size", "dim", "points", "frames", "height",
 def run(main: str, config_class: str, description: str | None) -> None:
     """Parse the command line, call ``main`` with the config in every process, and exit with a code.
 
-    The first of several processes that fails explains why, and its exit code is the code of all: 0 for a run that
-    finished, ``--interrupted_exit_code`` for one that a signal stopped, 2 for a :class:`UsageError` or a missing
-    package, 1 for anything else. Only an unforeseen error prints a traceback. A signal that arrives before the command
-    line is parsed, or while the program exits, kills the process.
+    The code is 0 for a run that finished, ``--interrupted_exit_code`` for one that a signal stopped, 2 for a
+    :class:`UsageError` or a missing package, 1 for anything else. Only an unforeseen error prints a traceback. A signal
+    that arrives before the command line is parsed, or while the program exits, kills the process.
 
     Args:
         main: ``module:function``, imported after parsing. The function returns False if a signal stopped it.
         config_class: ``module:class`` of all flags of the program.
         description: the text at the top of ``--help``, such as the docstring of the program.
     """
-    open_missing_streams()
-    with tolerant_streams(), exit_on_signals():
+    escape_unencodable()
+    with exit_on_signals():
         paragraphs = (description or "").split("\n\n")
-        _exit(*_outcome(main, config_class, "\n\n".join(" ".join(each.split()) for each in paragraphs)))
+        _exit(_outcome(main, config_class, "\n\n".join(" ".join(each.split()) for each in paragraphs)))
 
 
-def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]:
-    """Run the program; return its exit code, and whether all processes end at the same point of it."""
+def _outcome(main: str, config_class: str, description: str) -> int:
+    """Run the program, and return its exit code."""
     interrupted = 0
     try:
         from rectified_flow.flags import import_modules
@@ -69,14 +67,14 @@ def _outcome(main: str, config_class: str, description: str) -> tuple[int, bool]
             import_modules(config.program.import_)
             function = resolve_name(main)
         with stop_on_signals():
-            return (interrupted if function(config) is False else 0), True
+            return interrupted if function(config) is False else 0
     except KeyboardInterrupt:
-        return _explain(STOPPED, interrupted), False
+        return _explain(STOPPED, interrupted)
     except Exception as error:
         mistake = str(error) if isinstance(error, UsageError) else _missing_package(error)
         if mistake is not None:
-            return _explain(f"{_program()}: error: {mistake}", 2), True
-        return _explain(_describe(error, config_class), 1), True
+            return _explain(f"{_program()}: error: {mistake}", 2)
+        return _explain(_describe(error, config_class), 1)
 
 
 def _parse(config_class: str, description: str) -> Any:
@@ -88,10 +86,10 @@ def _parse(config_class: str, description: str) -> Any:
     # torch's own warning, in forward-mode derivatives
     warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
     try:
-        config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_first_worker())
+        config = parse(resolve_name(config_class), description, _arguments(), quiet=not _is_rank_0())
     except SystemExit as explained:
         if explained.code:
-            _await_explanation()
+            _await_rank_0()
         raise
     return config
 
@@ -146,25 +144,22 @@ def _describe(error: Exception, config_class: str) -> str:
 
 
 def _explain(sentence: str, code: int) -> int:
-    """Print the sentence in the first process that gets here; return the exit code of that process in all."""
-    first = _is_first_worker() or code in (1, 2)
-    if _group() is not None:
-        first, code = _agree_on_exit(code)
-    elif code in (1, 2):
-        _await_explanation()
-    if first:
+    """Print the sentence, and return the exit code."""
+    if code:
+        _await_rank_0()
+    if code or _is_rank_0():
         print(escaped(sentence), file=sys.stderr, flush=True)
     return code
 
 
-def _is_first_worker() -> bool:
+def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _await_explanation() -> None:
-    """Give rank 0 the time to explain an error of all: torchrun ends all workers with the first that exits."""
-    if not _is_first_worker() and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(LEAVING_TIMEOUT)
+def _await_rank_0() -> None:
+    """Give rank 0 the time to explain an error that all ranks have: torchrun ends the others with the first."""
+    if not _is_rank_0() and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(EXPLAINING_TIMEOUT)
 
 
 def _group() -> Any:
@@ -173,43 +168,21 @@ def _group() -> Any:
     return dist if dist is not None and dist.is_initialized() else None
 
 
-def _agree_on_exit(code: int) -> tuple[bool, int]:
-    """Return whether this process is the first to exit, and the code of the first.
-
-    The processes do not meet in a collective, since the others may never come to it: the first to write into the store
-    of the process group leads. (``torch.distributed.elastic``'s ``record`` reports errors to torchrun alone, from every
-    process.)
-    """
-    dist = _group()
-    mine, leader = f"{dist.get_rank()} {code}", ""
-
-    def find_leader() -> None:
-        nonlocal leader
-        with suppress(Exception):  # the store ends with the process that hosts it
-            leader = dist.distributed_c10d._get_default_store().compare_set("leaving", "", mine).decode()
-
-    call = Thread(target=find_leader, daemon=True)  # it never returns if the network does not answer
-    call.start()
-    call.join(LEAVING_TIMEOUT)
-    if leader:
-        return leader == mine, int(leader.split()[1])
-    return code == 1, code  # the host of the store has explained an error in the flags, but not its own death
-
-
-def _exit(code: int, together: bool) -> None:
+def _exit(code: int) -> None:
     """Exit; one of several processes that trained does so without the clean-up of the interpreter.
 
     DDP keeps the threads of the process group for good, and one that releases the last message while the interpreter
     ends aborts the process. After an error, clean-up could wait for a device that waits for another process.
     """
     dist = _group()
-    if code == 2 or dist is None:
-        sys.exit(code)
-    if code != 1:
+    if dist is not None and code != 1:
+        leaving = Timer(LEAVING_TIMEOUT, os._exit, [code])  # other processes may be in a collective
+        leaving.start()
         atexit._run_exitfuncs()
-        if together:  # else other processes may be in a collective, which this call would wait for
-            Timer(LEAVING_TIMEOUT, os._exit, [code]).start()
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+        leaving.cancel()
+    if dist is None or code == 2:  # before training
+        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -293,10 +266,10 @@ def main() -> None:
     if name in PROGRAMS:
         sys.argv = [f"{COMMAND} {name}", *arguments]  # the name of the program in its messages
         return PROGRAMS[name]()
-    open_missing_streams()
-    with tolerant_streams(), exit_on_signals():
+    escape_unencodable()
+    with exit_on_signals():
         if name in ("-h", "--help", "--version"):
-            if _is_first_worker():
+            if _is_rank_0():
                 print(_version() if name == "--version" else _help())
             sys.exit()
         close = difflib.get_close_matches(name, [*PROGRAMS, "--help", "--version"], 1)

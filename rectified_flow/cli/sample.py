@@ -49,7 +49,6 @@ from rectified_flow.system.pictures import (
     write_picture,
 )
 from rectified_flow.system.provenance import Provenance, metadata_options, read_provenance
-from rectified_flow.system.signals import interruptible
 from rectified_flow.system.terminal import lines, progress_bar
 
 LOCK_FILE, NEAREST_FILE = ".sample.lock", "nearest.png"
@@ -172,7 +171,6 @@ def _write_samples(
     rows: list[int] = []
     with (
         flow.network.register_forward_hook(lambda _network, arguments, _output: rows.append(len(arguments[0]))),
-        interruptible(flow),
         autocast(config.model.mixed_precision, state.device),
         progress_bar(total=len(mine), unit="img", disable=not state.is_main_process) as bar,
     ):

@@ -12,9 +12,9 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from rectified_flow.data.fill import claimed, fill
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, mapped
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.errors import UsageError
 from rectified_flow.spaces.autoencoders import Autoencoder
 from rectified_flow.spaces.latents import Latents

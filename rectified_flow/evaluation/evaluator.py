@@ -26,7 +26,6 @@ from rectified_flow.evaluation.features import (
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.registry import find
-from rectified_flow.system.signals import interruptible
 
 METRICS = ("kernel", "copies")
 """The metrics beside the Fréchet distance that cost little."""
@@ -134,10 +133,9 @@ class Evaluator:
             how["conditions"] = self._conditions(flow)
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
         parts = []
-        with interruptible(flow):
-            for some in in_batches(numbers, self.batch_size, doing):
-                [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
-                parts.append(torch.cat([each.of(images) for each in self.features], dim=1))
+        for some in in_batches(numbers, self.batch_size, doing):
+            [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
+            parts.append(torch.cat([each.of(images) for each in self.features], dim=1))
         return torch.cat(parts)
 
     def compute(self, generated: Tensor) -> dict[str, float]:

@@ -21,6 +21,7 @@ from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
+from rectified_flow.system.signals import raise_if_stop_requested
 from rectified_flow.system.terminal import progress_bar
 
 COLOURS, FEATURES_FILE = "colours_8x8", "features.npy"
@@ -57,6 +58,7 @@ def in_batches(numbers: Sequence[int], size: int, doing: str) -> Iterator[Sequen
     main = PartialState().is_main_process
     with progress_bar(total=len(numbers), desc=doing, unit="img", leave=None, disable=not main) as bar:
         for first in range(0, len(numbers), size):
+            raise_if_stop_requested()  # hundreds of samples take minutes
             some = numbers[first : first + size]
             yield some
             bar.update(len(some))

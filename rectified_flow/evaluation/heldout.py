@@ -22,7 +22,6 @@ from rectified_flow.evaluation.distances import near_duplicates, perceptual_hash
 from rectified_flow.evaluation.features import average_colours, in_batches, reference_features
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
-from rectified_flow.system.signals import interruptible
 
 D = TypeVar("D", bound=StoreDataset)
 FEWEST = 8
@@ -163,7 +162,7 @@ class HeldOutPictures:
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
-        with flow.evaluating(), interruptible(flow):
+        with flow.evaluating():
             batches = in_batches(numbers, AT_ONCE, "held-out loss")
             return torch.cat([self._losses(flow, some) for some in batches])
 

@@ -36,7 +36,6 @@ from rectified_flow.flows.solvers import Velocity, take_steps
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import cropped
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.signals import interruptible
 
 LEVEL = 1 / 127.5
 """Distance of two levels of 8 bits in the units of :class:`rectified_flow.spaces.pixels.Pixels`."""
@@ -88,14 +87,13 @@ def measure(
 
     def estimate(numbers: list[int]) -> Tensor:
         parts = []
-        with interruptible(flow):
-            for some in in_batches(numbers, batch_size, "likelihood"):
-                places = [divmod(number, probes) for number in some]
-                read = [rows[row][0].read(flow, rows[row][1]) for row, _ in places]
-                pictures = torch.cat([picture for picture, _ in read])
-                conditions = {name: torch.cat([each[name] for _, each in read]) for name in flow.conditions}
-                draws = [draw for _, draw in places]
-                parts.append(bits_per_dimension(flow, pictures, conditions, times, draws, seed))
+        for some in in_batches(numbers, batch_size, "likelihood"):
+            places = [divmod(number, probes) for number in some]
+            read = [rows[row][0].read(flow, rows[row][1]) for row, _ in places]
+            pictures = torch.cat([picture for picture, _ in read])
+            conditions = {name: torch.cat([each[name] for _, each in read]) for name in flow.conditions}
+            draws = [draw for _, draw in places]
+            parts.append(bits_per_dimension(flow, pictures, conditions, times, draws, seed))
         return torch.cat(parts)
 
     estimates = map_over_ranks(PartialState(), len(rows) * probes, estimate).unflatten(0, (-1, probes))

@@ -6,10 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
+from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 ECHO = 1.0
@@ -104,34 +101,6 @@ def raise_if_stop_requested() -> None:
     request = stop_requested()
     if request is not None:
         raise Interrupted(request)
-
-
-@contextmanager
-def interruptible(module: "nn.Module") -> Iterator[None]:
-    """Inside the block, abandon a forward or backward pass through ``module`` as soon as a stop is requested.
-
-    The request is polled before each submodule runs, and before its gradient is computed. The hooks read no value and
-    replace none, so the results are the same bit for bit.
-
-    Raises:
-        Interrupted: if a stop was requested.
-    """
-    # Imported here, as programs parse their flags before torch is imported.
-    from torch import Tensor, compiler, nn
-
-    def poll(*_arguments: object) -> None:
-        if not compiler.is_compiling():  # a compiled graph cannot poll, and a polling one would break in two
-            raise_if_stop_requested()
-
-    def poll_backward(_module: nn.Module, _inputs: object, output: object) -> None:
-        if isinstance(output, Tensor) and output.grad_fn is not None and not compiler.is_compiling():
-            output.register_hook(poll)
-
-    with ExitStack() as hooks:  # the hooks are removed at the end
-        for each in module.modules():
-            hooks.enter_context(each.register_forward_pre_hook(poll))
-            hooks.enter_context(each.register_forward_hook(poll_backward))
-        yield
 
 
 def leave_signals_to_parent(_worker: int) -> None:

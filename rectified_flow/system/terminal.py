@@ -1,15 +1,10 @@
-"""The standard streams of a program, and the lines and progress bars that it prints.
+"""Lines and progress bars that a program prints."""
 
-A stream may be missing when the program starts, have any encoding, and be closed before the program ends.
-"""
-
-import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from io import BufferedWriter, FileIO, TextIOWrapper
-from typing import TYPE_CHECKING, Any, TextIO
+from collections.abc import Mapping
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tqdm.auto import tqdm
@@ -17,63 +12,11 @@ if TYPE_CHECKING:
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def open_missing_streams() -> None:
-    """Open the null device for each standard stream that was closed when the program started.
-
-    Otherwise the next file to be opened would get the stream's descriptor, and the output of libraries with it.
-    """
-    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
-        if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
-            os.set_inheritable(descriptor, True)
-            setattr(sys, name, open(descriptor, mode, closefd=False))  # noqa: SIM115
-
-
-@contextmanager
-def tolerant_streams() -> Iterator[None]:
-    """Inside the block, output that cannot be written or encoded raises no error.
-
-    Output to a closed terminal or pipe, or to a full disk, is discarded. Characters that the encoding lacks are
-    escaped.
-    """
-    before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(_tolerant, before)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        sys.stdout, sys.stderr = before
-
-
-class _TolerantFile(FileIO):
-    """A file that discards bytes which cannot be written."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) or len(data)
-        except OSError:
-            return len(data)
-
-
-def _tolerant(stream: TextIO) -> TextIO:
-    if not isinstance(stream, TextIOWrapper):  # notebooks and tests use streams of other classes
-        return stream
-    if not isinstance(stream.buffer, BufferedWriter | FileIO):
-        stream.reconfigure(errors="backslashreplace")
-        return stream
-    with suppress(OSError):  # the terminal or pipe may be closed
-        stream.flush()
-    # Python would flush the stream's own buffer again at exit.
-    file = _TolerantFile(stream.fileno(), "w", closefd=False)
-    buffer = file if stream.write_through else BufferedWriter(file)
-    return TextIOWrapper(
-        buffer,
-        stream.encoding,
-        "backslashreplace",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
-    )
+def escape_unencodable() -> None:
+    """Print escapes for characters that the encoding of the terminal lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # notebooks use streams of other classes
+            stream.reconfigure(errors="backslashreplace")
 
 
 def progress_bar(**arguments: Any) -> "tqdm[Any]":

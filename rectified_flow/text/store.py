@@ -10,8 +10,8 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
+from rectified_flow.data.fill import claimed, fill
 from rectified_flow.data.store import StoreDataset, StoreWriter
-from rectified_flow.distributed.fill import claimed, fill
 from rectified_flow.system.terminal import line
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import TEXTS_AT_ONCE, PretrainedTextEncoder

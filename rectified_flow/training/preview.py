@@ -13,7 +13,7 @@ from rectified_flow.flows.flow import SOURCE, sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.system.pictures import Legend
-from rectified_flow.system.signals import Interrupted, interruptible
+from rectified_flow.system.signals import Interrupted, raise_if_stop_requested
 
 MAX_BATCH = 64
 """Samples that a process generates at once; fewer where it trains on fewer."""
@@ -47,10 +47,14 @@ def draw_preview(
             texts = [", ".join(filter(None, row)) for row in zip(*written, strict=True)]
 
     def sample(numbers: list[int]) -> Tensor:
-        return torch.cat([images for _, images in sample_batches(flow, numbers, **how)])
+        parts = []
+        for _, images in sample_batches(flow, numbers, **how):
+            parts.append(images)
+            raise_if_stop_requested()
+        return torch.cat(parts)
 
     space = getattr(flow, "space", None)  # other modules than flows can be sampled, too
-    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted), interruptible(flow):
+    with torch.no_grad(), accelerator.autocast(), suppress(Interrupted):
         images = map_over_ranks(accelerator, count, sample)
         if SOURCE in conditions:
             images = torch.stack((render_sources(flow, conditions[SOURCE]), images), dim=1).flatten(0, 1)

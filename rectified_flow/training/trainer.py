@@ -1,16 +1,14 @@
 """The training loop: steps, and at intervals a line of metrics, a grid of samples, a checkpoint."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain
-from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset
 
 from rectified_flow.data.stream import Batch, Batches, StreamSampler, image_indices
@@ -29,7 +27,7 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import data_description
 from rectified_flow.runs.run import Run
-from rectified_flow.system.signals import Interrupted, defer_signals, interruptible, stop_requested
+from rectified_flow.system.signals import defer_signals, stop_requested
 from rectified_flow.system.terminal import line, progress_bar
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.loader import checked, explain_loader_errors, load, paired
@@ -44,9 +42,6 @@ from rectified_flow.training.preview import draw_preview
 from rectified_flow.training.speed import Throughput, items_of, summarize
 from rectified_flow.training.state import TrainingState, constant_average
 from rectified_flow.training.stepper import Stepper, moved
-
-LONG_STEP = 1.0
-"""Time above which a step on a CPU can be abandoned between two layers [s]."""
 
 
 class Callback:
@@ -163,8 +158,6 @@ class Trainer:
         self.measured: dict[str, float] = {}
         """Values that callbacks measured last, which are logged with the metrics."""
         self._is_best = False
-        self._step_seconds = inf
-        """Time of the last step [s]; before the first step it is unknown."""
         self._saved: Path | None = None
         """The checkpoint of the current state, if there is one."""
 
@@ -209,11 +202,7 @@ class Trainer:
                     while self.state.step < self.total_steps:
                         if hasattr(self.flow, "progress"):
                             self.flow.progress = self.state.step / self.total_steps  # type: ignore[assignment]
-                        step = self.state.step
-                        with self._abandoning():
-                            self.stepper.take(batches)
-                        if self.state.step == step:
-                            break
+                        self.stepper.take(batches)
                         self._saved = None
                         bar.update()
                         with self.throughput.paused():
@@ -283,43 +272,14 @@ class Trainer:
         if self.accelerator.num_processes == 1:
             return batches
         check_equal_weights(self.accelerator, self.flow.parameters())
-        first, buffers = next(batches), self._copied_buffers()
+        # A forward pass may change buffers, such as running means.
+        first, buffers = next(batches), [buffer.clone() for buffer in self.flow.buffers()]
         self.stepper.backward(first, self.batch.accumulation - 1)
-        self._undo_passes(buffers)
-        set_collective_timeout(self.config.rank_timeout)
-        return chain([first], batches)
-
-    @contextmanager
-    def _abandoning(self) -> Iterator[None]:
-        """Abandon the step inside the block if a stop is requested, which leaves the state of the step before.
-
-        A step may take minutes on a CPU. One process alone can abandon it between two layers, since the weights,
-        averages and counters change only after the last backward pass. Several processes would have to agree first:
-        they finish the step. Steps that are short are finished, too: the hooks of :func:`interruptible` take some
-        milliseconds of each step.
-        """
-        alone = self.device.type == "cpu" and self.accelerator.num_processes == 1 and not self.config.compile
-        began = time.perf_counter()
-        if alone and self._step_seconds > LONG_STEP:
-            buffers = self._copied_buffers()
-            try:
-                with interruptible(self.flow):
-                    yield
-            except Interrupted:
-                self._undo_passes(buffers)
-        else:
-            yield
-        self._step_seconds = time.perf_counter() - began
-
-    def _copied_buffers(self) -> list[Tensor]:
-        """Copy the flow's buffers, such as running means, which a forward pass may change."""
-        return [buffer.clone() for buffer in self.flow.buffers()]
-
-    def _undo_passes(self, buffers: list[Tensor]) -> None:
-        """Reset the gradients and restore the flow's buffers, which the passes may have changed."""
         self.state.optimizer.zero_grad()
         for buffer, before in zip(self.flow.buffers(), buffers, strict=True):
             buffer.copy_(before)
+        set_collective_timeout(self.config.rank_timeout)
+        return chain([first], batches)
 
     # At intervals
 
@@ -379,7 +339,7 @@ class Trainer:
 
     def _finish(self) -> None:
         """Save the last step, wait for the disk, and report where everything is."""
-        if self._saved is None and self.state.step > 0:  # the first step may have been abandoned
+        if self._saved is None:
             self._save()
         set_collective_timeout(STARTUP_TIMEOUT.total_seconds())  # others wait while the main one writes
         on_main(self.accelerator, self.run.finish)

@@ -127,7 +127,7 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str | None
 def test_a_missing_file_is_one_sentence_on_two_ranks(tmp_path: Path) -> None:
     results = run_on_ranks(2, program, "train_oxford.py", ["--config", f"{tmp_path}/none.json"])
     assert [code for code, _ in results] == [2, 2]
-    written = "".join(text for _, text in results)
+    written = results[0][1]
     assert written.count("none.json is missing") == 1
     assert len(written.strip().splitlines()) == 1
 
@@ -145,7 +145,7 @@ def test_a_module_that_fails_is_one_sentence(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     results = run_on_ranks(2, import_in, tmp_path, "my_faulty_module")
     assert [code for code, _ in results] == [2, 2]
-    written = "".join(text for _, text in results)
+    written = results[0][1]
     assert written.count("--import my_faulty_module failed (ZeroDivisionError: division by zero)") == 1
     assert len(written.strip().splitlines()) == 1
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,27 +77,12 @@ def test_a_code_with_another_meaning_is_refused(config_class: type, code: str) -
         parse(config_class, "", ["--interrupted_exit_code", code])
 
 
-def agree_without_an_answer(code: int) -> tuple[bool, int]:
-    launch.LEAVING_TIMEOUT = 0.5
-    import torch.distributed as dist
-
-    mute = SimpleNamespace(compare_set=lambda *_: time.sleep(2 * PATIENCE))
-    setattr(dist.distributed_c10d, "_get_default_store", lambda: mute)  # noqa: B010
-    return launch._agree_on_exit(code)
-
-
-@pytest.mark.parametrize("code", [1, 2])
-def test_leaving_does_not_wait_for_a_store_that_gives_no_answer(code: int) -> None:
-    [agreed, _] = run_on_ranks(2, agree_without_an_answer, code)
-    assert agreed == (code == 1, code)
-
-
 def end_in_a_mute_group(code: int) -> None:
     launch.LEAVING_TIMEOUT = 0.5
     import torch.distributed as dist
 
     setattr(dist, "destroy_process_group", lambda: time.sleep(2 * PATIENCE))  # noqa: B010
-    launch._exit(code, together=True)
+    launch._exit(code)
 
 
 def test_leaving_does_not_wait_for_a_group_that_does_not_end() -> None:

@@ -18,9 +18,9 @@ from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train as run_training
+from rectified_flow.data import fill as filling
 from rectified_flow.data.latents import LatentDataset, encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreWriter
-from rectified_flow.distributed import fill as filling
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.hub import load_pretrained

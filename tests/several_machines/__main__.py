@@ -14,9 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.several_machines.cases import CASES, Lab
-from tests.several_machines.jobs import JOBS
 from tests.several_machines.rig import Rig
-from tests.several_machines.slurm import Slurm
 
 
 def main(words: list[str]) -> int:
@@ -36,14 +34,6 @@ def main(words: list[str]) -> int:
         for number, (title, case) in enumerate(CASES.items()):
             with rig.quiet():
                 table.add(title, partial(case, lab, folder / f"run-{number}"))
-        if Slurm.is_installed():
-            with Slurm(rig) as slurm:
-                print(slurm.version(), flush=True)
-                for number, (title, job) in enumerate(JOBS.items()):
-                    table.add(title, partial(job, lab, slurm, folder / f"job-{number}"))
-                    slurm("scancel", "--user", "root")
-        else:
-            print("without Slurm (Debian: apt-get install slurm-wlm munge)", file=sys.stderr)
     print("\n".join(["", *table.rows]))
     if table.failed == 0:
         shutil.rmtree(folder)

@@ -67,7 +67,7 @@ class Rig:
         for namespace, address in zip(NAMESPACES, ADDRESSES, strict=True):
             ip("-n", namespace, "addr", "add", f"{address}/24", "dev", INTERFACE)
         self.plug_in()
-        self.name_hosts(EVERY_NAME, EVERY_NAME)
+        self._name_hosts()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,12 +78,12 @@ class Rig:
                 file.unlink()
             folder.rmdir()
 
-    def name_hosts(self, *texts: str) -> None:
-        """Write the hosts file of each machine, for processes started from now on."""
-        for namespace, text in zip(NAMESPACES, texts, strict=True):
+    def _name_hosts(self) -> None:
+        """Write the hosts file of each machine."""
+        for namespace in NAMESPACES:
             folder = Path("/etc/netns") / namespace
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{text}")
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{EVERY_NAME}")
 
     def plug_in(self) -> None:
         for namespace in NAMESPACES:
@@ -129,13 +129,12 @@ class Rig:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Afterwards, nothing runs, the cable is plugged in, and all names resolve."""
+        """Afterwards, nothing runs, and the cable is plugged in."""
         try:
             yield
         finally:
             self.kill_all()
             self.plug_in()
-            self.name_hosts(EVERY_NAME, EVERY_NAME)
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> float:

@@ -6,12 +6,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 from rectified_flow.cli import programs as launch
 from rectified_flow.system import signals as interruption
@@ -21,7 +19,6 @@ from rectified_flow.system.signals import (
     Interrupted,
     defer_signals,
     exit_on_signals,
-    interruptible,
     raise_if_stop_requested,
     stop_on_signals,
     stop_requested,
@@ -101,46 +98,6 @@ def test_the_end_of_the_launcher_is_a_request(monkeypatch: pytest.MonkeyPatch) -
         assert stop_requested() is None
         monkeypatch.setattr(os, "getppid", lambda: -1)
         assert stop_requested() == "launcher exited"
-
-
-def test_a_module_is_interrupted_between_layers() -> None:
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
-    ran: list[int] = []
-    for number, layer in enumerate(layers):
-        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
-    stopper = layers[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    with stop_on_signals(), defer_signals():
-        with pytest.raises(Interrupted), interruptible(layers):
-            layers(torch.ones(1))
-        assert ran == [0, 1]
-        stopper.remove()
-        layers(torch.ones(1))
-    assert ran == [0, 1, 0, 1, 2, 3], "a hook is left"
-
-
-def test_a_backward_pass_is_interrupted() -> None:
-    layers = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
-    layers[2].register_forward_hook(lambda _m, _i, out: out.register_hook(lambda _: os.kill(os.getpid(), 15)) and None)
-    with stop_on_signals(), defer_signals(), pytest.raises(Interrupted), interruptible(layers):
-        layers(torch.ones(1)).backward()
-    gradients = [layer.weight.grad for layer in layers]
-    assert gradients[0] is None
-    assert gradients[3] is not None
-
-
-def test_interruptible_changes_no_number_and_no_graph() -> None:
-    torch.manual_seed(0)
-    layers, x = nn.Sequential(nn.Linear(3, 3), nn.SiLU(), nn.Linear(3, 1)), torch.randn(5, 3)
-    results = []
-    for block in (nullcontext(), interruptible(layers)):
-        layers.zero_grad()
-        with block:
-            loss = layers(x).mean()
-            loss.backward()
-            assert torch.equal(torch.compile(layers, backend="eager", fullgraph=True)(x).mean(), loss)
-            torch.export.export(layers, (x,), strict=False)
-        results.append([loss.detach(), *(each.grad.clone() for each in layers.parameters() if each.grad is not None)])
-    assert all(map(torch.equal, *results))
 
 
 def ended(function: Callable[..., object], *arguments: object) -> int | None:

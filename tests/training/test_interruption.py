@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import network_of
 from rectified_flow.runs import folder
 from rectified_flow.system.signals import Interrupted, stop_on_signals
-from rectified_flow.system.terminal import tolerant_streams
-from rectified_flow.training import trainer as trainer_module
 from rectified_flow.training.trainer import Trainer
 from tests.ranks import run_on_ranks
 from tests.training.runs import build_trainer, losses, tiny_config, train
@@ -96,48 +93,6 @@ def test_a_signal_on_any_rank_ends_all_at_the_same_step(
     assert status(stopped)["step"] == STEPS
 
 
-def train_with_signal_in_pass(output_dir: Path, dataset: ImageDataset, step: int, backward: bool) -> tuple[int, int]:
-    """Train in one process, which gets a signal in the forward or backward pass of a step."""
-    setattr(trainer_module, "LONG_STEP", 0.0)  # noqa: B010 -- in this process only
-    trainer = build_trainer(tiny_config(output_dir, train_num_steps=STEPS, num_samples=0), dataset)
-    steps_seen = torch.zeros(1)
-    trainer.flow.register_buffer("steps_seen", steps_seen, persistent=False)
-
-    def stop(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def stop_in_pass(*_: Any) -> None:
-        steps_seen.add_(1)  # as a running mean is updated
-        if trainer.state.step == step - 1 and not backward:
-            stop()
-
-    def stop_in_backward(_module: Any, _inputs: Any, loss: Tensor) -> None:
-        if trainer.state.step == step - 1 and backward:
-            loss.register_hook(stop)
-
-    trainer.flow.register_forward_pre_hook(stop_in_pass)
-    trainer.flow.register_forward_hook(stop_in_backward)
-    with stop_on_signals():
-        assert not trainer.train()
-    assert all(parameter.grad is None for parameter in trainer.flow.parameters())
-    return trainer.state.step, int(steps_seen)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_one_process_on_a_cpu_abandons_a_step(
-    straight: dict[int, Path], tmp_path: Path, flowers: ImageDataset, backward: bool
-) -> None:
-    stopped = tmp_path / "stopped"
-    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 1, backward) == [(0, 0)]
-    assert not (stopped / "checkpoints").exists() or not list((stopped / "checkpoints").glob("step_*"))
-    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 6)]
-    assert run_on_ranks(1, train_with_signal_in_pass, stopped, flowers, 7, backward) == [(6, 0)], "resumed"
-    assert [path.name for path in (stopped / "checkpoints").glob("step_*")] == ["step_00000006"]
-    assert status(stopped)["state"] == "interrupted"
-    run_on_ranks(1, train, tiny_config(stopped, train_num_steps=STEPS, num_samples=0), flowers)
-    assert_same_end(straight[1], stopped)
-
-
 def test_a_preview_is_given_up_on_all_ranks(tmp_path: Path, flowers: ImageDataset) -> None:
     assert run_on_ranks(2, train_with_signal_in_preview, tmp_path, flowers) == [(False, 8)] * 2
     assert [path.name for path in (tmp_path / "samples").glob("*.png")] == ["step_00000004.png"]
@@ -154,29 +109,6 @@ def test_building_a_store_is_given_up(tmp_path: Path, flowers: ImageDataset) -> 
     with stop_on_signals(), pytest.raises(Interrupted):
         open_store(SignallingFlowers(8, count=100), 4, cache_dir=tmp_path)
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-
-
-def train_into_a_pipe(output_dir: Path, path: Path) -> bool:
-    """The reader of stdout and stderr goes away before the first step, as tee does after Ctrl-C."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    stdout, stderr = os.dup(1), os.dup(2)
-    os.dup2(writer, 1)
-    os.dup2(writer, 2)
-    try:
-        with tolerant_streams():
-            done, _ = train_with_signal(output_dir, path, 0, 7)
-        sys.stdout.flush()
-        return done
-    finally:
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-
-
-def test_a_run_outlives_who_reads_its_output(tmp_path: Path, flowers: ImageDataset) -> None:
-    assert run_on_ranks(1, train_into_a_pipe, tmp_path, flowers.path) == [False]
-    assert status(tmp_path)["state"] == "interrupted"
-    assert (tmp_path / "checkpoints/step_00000007/manifest.json").exists()
 
 
 def hold_folder(output_dir: Path, dataset: ImageDataset) -> str:

@@ -22,7 +22,6 @@ from rectified_flow.load import Trained, autocast
 from rectified_flow.randomness import mix
 from rectified_flow.system.files import writing
 from rectified_flow.system.pictures import draw_panels
-from rectified_flow.system.signals import interruptible
 
 FIELDS_FILE = "fields.png"
 UNUSED = ("feature_network", "metric")
@@ -90,10 +89,9 @@ def _generate(flow: Flow, fields: ImageDataset, count: int, how: dict[str, Any])
 
     def sample(numbers: list[int]) -> Tensor:
         parts = []
-        with interruptible(flow):
-            for some in in_batches(numbers, how["batch_size"], f"evaluating {how['steps']} steps"):
-                [(_, data)] = sample_batches(flow, some, render=False, conditions=conditions, **how)
-                parts.append(data.cpu())
+        for some in in_batches(numbers, how["batch_size"], f"evaluating {how['steps']} steps"):
+            [(_, data)] = sample_batches(flow, some, render=False, conditions=conditions, **how)
+            parts.append(data.cpu())
         return torch.cat(parts)
 
     return map_over_ranks(PartialState(), count, sample)
