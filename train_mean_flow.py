@@ -1,6 +1,6 @@
-"""Earlier name of train_one_step.py."""
+"""Train a one-step generator; see rectified_flow/cli/programs.py."""
 
-from rectified_flow.cli.programs import train_one_step
+from rectified_flow.cli.programs import train_mean_flow
 
 if __name__ == "__main__":
-    train_one_step()
+    train_mean_flow()

@@ -3,7 +3,7 @@
 #   scripts/run_multi_gpu_simple.sh [N] [--max_restarts R] [flags of train_oxford.py ...]
 # N is the number of GPUs (default: all of them). With one GPU or none, this runs plain python.
 # --max_restarts R restarts all processes, up to R times, when one of them dies. They resume from the last checkpoint.
-# PROGRAM=train_one_step.py trains a one-step generator instead.
+# PROGRAM=train_mean_flow.py trains a one-step generator instead.
 # PYTHON selects the interpreter (default: the one in .venv if it exists, else python3).
 set -euo pipefail
 

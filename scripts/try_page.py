@@ -10,16 +10,18 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 from playwright.sync_api import sync_playwright
 
+from rectified_flow.cli.export import QuietHandler
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.system.files import prepare_folder
 from rectified_flow.system.outputs import claim, write_output
-from rectified_flow.system.server import folder_server
 
 PATIENCE = 300.0
 """Time limit of loading the model, of reading a picture, and of one generation [s]."""
@@ -32,7 +34,7 @@ SOFTWARE_CARD = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Serve ``folder`` inside the block, and yield its address."""
-    with folder_server(folder, 0) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()

@@ -19,12 +19,10 @@ from tests.ranks import run_on_ranks
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     "train_oxford.py": programs.train_oxford,
-    "train_one_step.py": programs.train_one_step,
-    "train_mean_flow.py": programs.train_one_step,
+    "train_mean_flow.py": programs.train_mean_flow,
     "sample.py": programs.sample,
     "evaluate.py": programs.evaluate,
     "export.py": programs.export,
-    "watch.py": programs.watch,
     "train_masked_text.py": partial(programs.run, "train_masked_text:train", "train_masked_text:TextFlags", ""),
     "train_wan.py": partial(programs.run, "train_wan:train", "wan_flags:WanFlags", ""),
     "train_point_clouds.py": partial(programs.run, "train_point_clouds:train", "train_point_clouds:CloudFlags", ""),

@@ -36,22 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGS: dict[str, type] = {
     "train_oxford.py": TrainConfig,
-    "train_one_step.py": OneStepConfig,
     "train_mean_flow.py": OneStepConfig,
     "sample.py": SampleConfig,
     "evaluate.py": EvaluateConfig,
     "export.py": ExportConfig,
     "watch.py": WatchConfig,
 }
-CONSOLE_COMMANDS = {
-    "rectified-flow-train": "train_oxford.py",
-    "rectified-flow-train-one-step": "train_one_step.py",
-    "rectified-flow-train-mean-flow": "train_one_step.py",
-    "rectified-flow-sample": "sample.py",
-    "rectified-flow-evaluate": "evaluate.py",
-    "rectified-flow-export": "export.py",
-    "rectified-flow-watch": "watch.py",
-} | {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
+CONSOLE_COMMANDS = {f"{COMMAND} {name}": f"{program.__name__}.py" for name, program in PROGRAMS.items()}
 LAUNCH_SCRIPT = "scripts/run_multi_gpu_simple.sh"
 RUN_ELSEWHERE = {
     LAUNCH_SCRIPT: "tests/launch/test_programs.py::test_the_launch_script_on_two_processes",
@@ -80,7 +71,7 @@ LAUNCHER_FLAGS = {
 """Flags of torchrun, accelerate launch and Slurm that prose mentions."""
 
 TINY_TRAINING = (
-    "--dataset_path pictures --image_size 8 --dim 8 --dim_mults 1 --batch_size 4 --gradient_accumulation_steps 1"
+    "--dataset_path pictures --image_size 8 --dim 8 --dim_mults 1 --batch_size 4"
     " --num_samples 2 --sample_steps 1 --sample_every 0 --save_every 0 --log_with none --no_compile"
 )
 TINY_EVALUATION = "--num_samples 4 --steps 1 --feature_network efficientnet_lite0"

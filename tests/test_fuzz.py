@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from rectified_flow.cli.config import OneStepConfig, TrainConfig
-from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig, WatchConfig
+from rectified_flow.cli.flags.sampling import EvaluateConfig, ExportConfig, SampleConfig
 from rectified_flow.flags import flag_types
-from rectified_flow.runs.watched import WatchedRuns
 from tests.programs import program
 from tests.ranks import run_on_ranks
 from train_masked_text import TextConfig, TextFlags
@@ -42,7 +41,6 @@ PROGRAMS: dict[str, tuple[type, str]] = {
     "sample.py": (SampleConfig, SAMPLE),
     "evaluate.py": (EvaluateConfig, f"{SAMPLE} --feature_network efficientnet_lite0"),
     "export.py": (ExportConfig, "--checkpoint trained"),
-    "watch.py": (WatchConfig, "trained --port 0"),
     "train_masked_text.py": (
         TextFlags,
         f"--text lines.txt --vocabulary 40 --length 8 --measured_lines 20 --output_dir new {SMALL}",
@@ -152,25 +150,14 @@ def run_limited(folder: Path, trained: Path, script: str, words: list[str], dama
     if script in PACKAGES:
         importlib.import_module(PACKAGES[script])
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, resource.RLIM_INFINITY))
-    seconds = 1.0 if script == "watch.py" else SECONDS
-    timer = threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    timer = threading.Timer(SECONDS, lambda: os.kill(os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()
     try:
-        if script == "a report":
-            return read_report()
         return program(script, words, {"WANDB_MODE": "offline", "HOME": str(folder)})
     finally:
         timer.cancel()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def read_report() -> tuple[int, str]:
-    """Read the report of the run that the page of watch.py shows: JSON as browsers read it, without Infinity."""
-    runs = WatchedRuns((Path("trained"),))
-    for _ in range(2):  # the second reads on where the first has ended
-        json.loads(runs.report(), parse_constant=pytest.fail)
-    return 0, ""
 
 
 VALUES: tuple[Any, ...] = (
@@ -187,7 +174,6 @@ PLACES = tuple(
     )
 )
 READERS = (
-    ("a report", ""),
     ("sample.py", SAMPLE),
     ("evaluate.py", f"{SAMPLE} --feature_network efficientnet_lite0"),
     ("export.py", "--checkpoint trained"),

@@ -4,7 +4,9 @@ import json
 import lzma
 import webbrowser
 from collections.abc import Mapping
+from functools import partial
 from hashlib import sha256
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,6 @@ from rectified_flow.spaces.pixels import RGB
 from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.provenance import PACKET
-from rectified_flow.system.server import folder_server
 from rectified_flow.system.terminal import lines, progress_bar
 
 CHECKED_BATCHES = (1, 3)
@@ -135,9 +136,16 @@ def _as_json(description: Mapping[str, Any]) -> bytes:
     return (json.dumps(description, indent=1) + "\n").encode()
 
 
+class QuietHandler(SimpleHTTPRequestHandler):
+    """Serves the files of a folder without a line for each."""
+
+    def log_message(self, *_arguments: Any) -> None:
+        """Print nothing."""
+
+
 def _open(folder: Path) -> None:
     """Serve the page in a folder until Ctrl-C, and open it in a browser."""
-    with folder_server(folder) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=folder)) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}"
         print(lines({"server": f"{address}, until Ctrl-C"}), flush=True)
         webbrowser.open(address)

@@ -201,7 +201,7 @@ def train_oxford() -> None:
     run(f"{CLI}.train:train", f"{CLI}.config:TrainConfig", train_oxford.__doc__)
 
 
-def train_one_step() -> None:
+def train_mean_flow() -> None:
     """Train a one-step generator, which needs one network call per picture.
 
     With --teacher RUN, the generator learns from samples of a trained rectified flow (--method distill or reflow).
@@ -209,7 +209,7 @@ def train_one_step() -> None:
     teacher or your own pictures, the program chooses some of the flags that are not given, and prints them. Start it
     with torchrun or accelerate launch to train on several devices. The same command resumes from the newest checkpoint.
     """
-    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_one_step.__doc__)
+    run(f"{CLI}.train:train", f"{CLI}.config:OneStepConfig", train_mean_flow.__doc__)
 
 
 def sample() -> None:
@@ -240,10 +240,9 @@ def export() -> None:
 
 
 def watch() -> None:
-    """Show runs in a browser while they train.
+    """Show runs in TensorBoard while they train.
 
-    The page shows losses, samples, distances and the remaining time. It is served to this machine alone, unless --host
-    names another address. The program reads the folders of the runs, and writes nothing.
+    The runs are trained with --log_with tensorboard. The page has curves, samples and settings.
     """
     run(f"{CLI}.watch:watch", f"{CLI}.flags.sampling:WatchConfig", watch.__doc__)
 
@@ -251,7 +250,7 @@ def watch() -> None:
 COMMAND = "rectified-flow"
 PROGRAMS: dict[str, Callable[[], None]] = {
     "train": train_oxford,
-    "one-step": train_one_step,
+    "one-step": train_mean_flow,
     "sample": sample,
     "evaluate": evaluate,
     "export": export,

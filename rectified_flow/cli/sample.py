@@ -31,8 +31,6 @@ from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
-from rectified_flow.runs.film import film_of, format_of
-from rectified_flow.runs.watched import WatchedRun
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
@@ -66,9 +64,6 @@ def sample(config: SampleConfig) -> None:
         RunError: if a picture cannot be written.
     """
     flags = config.samples
-    if flags.film is not None:
-        _write_film(config.model.checkpoint, flags.film)
-        return
     guided = config.solver.autoguidance != 1
     refuse({"autoguidance": guided and flags.reverse}, "has no effect with --reverse: leave it out")
     refuse({"autoguidance": guided and flags.save_pretrained}, "excludes --save_pretrained, which saves one network")
@@ -135,22 +130,6 @@ def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
     if count > 1:
         raise UsageError(f"--from_images has two files for the result {name}: rename one")
     return names
-
-
-def _write_film(run: Path, path: Path) -> None:
-    """Write a film of the grids of samples that a run saved during training; only the main process does.
-
-    Raises:
-        UsageError: if the run has fewer than two grids, or the file has another suffix than films have.
-        RunError: if the file cannot be written.
-    """
-    state, kind = PartialState(), format_of(path)
-    if state.is_main_process:
-        content = film_of(grids := WatchedRun(run).grids(), kind)
-        with writing(path):
-            prepare_folder("film", path.parent)
-            write_output(path, content)
-        tqdm.write(lines({"film": f"{path}, {len(grids)} grids"}))
 
 
 def _write_samples(

@@ -56,7 +56,7 @@ class FlowMap(Flow):
         if self.training and rows == 0 < share:
             raise UsageError(
                 f"{share:g} of a micro-batch of {count} is no row, and one step would never be learned: raise "
-                "--batch_size, and lower --gradient_accumulation_steps or the number of processes"
+                "--batch_size, and lower --global_batch_size or the number of processes"
             )
         return rows
 

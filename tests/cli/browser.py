@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.cli.export import export
+from rectified_flow.cli.export import QuietHandler, export
 from rectified_flow.cli.flags.sampling import ExportConfig
 from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow, sample_batches
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Guidance
-from rectified_flow.system.server import QuietHandler
 from tests.patience import PATIENCE
 from tests.test_load import write
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from rectified_flow.cli.export import finished, page_sources
+from rectified_flow.cli.export import QuietHandler, finished, page_sources
 from rectified_flow.cli.flags.sampling import SampleConfig
 from rectified_flow.cli.sample import sample
 from rectified_flow.condition import Labels, Number
@@ -20,7 +20,6 @@ from rectified_flow.flags import parse
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.spaces.pixels import Pixels
-from rectified_flow.system.server import QuietHandler
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 from tests.cli.browser import Shown, export_page, looking_at, serving

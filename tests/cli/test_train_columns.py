@@ -150,7 +150,7 @@ def test_guidance_of_one_condition(runs: Path, tmp_path: Path, capsys: pytest.Ca
 def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> None:
     flags = f"--teacher {runs}/one --teacher_samples 16 --teacher_steps 2 --guidance_scale 2 --global_batch_size 8"
     more = f"--train_num_steps 3 --num_samples 2 --output_dir {tmp_path}/map"
-    [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
+    [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", [*flags.split(), *more.split()])
     assert code == 0, errors
     assert list(load_flow(tmp_path / "map").conditions) == ["text", "size", "parity"]
     sample(

@@ -150,7 +150,7 @@ def test_the_one_step_model_its_page_and_its_program(
     run: Callable[[str, list[str]], tuple[int, str]], runs: Path, tmp_path: Path
 ) -> None:
     flags = f"--teacher {runs}/floats --teacher_samples 16 --teacher_steps 2 --global_batch_size 8 --train_num_steps 3"
-    steps = [("train_one_step.py", f"{flags} --num_samples 2 --output_dir {tmp_path}/map")]
+    steps = [("train_mean_flow.py", f"{flags} --num_samples 2 --output_dir {tmp_path}/map")]
     steps += [("export.py", f"--checkpoint {tmp_path}/map --format page --output_dir {tmp_path}/page")]
     steps += [("sample.py", f"--checkpoint {tmp_path}/map --num_samples 1 --output_dir {tmp_path}/made")]
     for name, words in steps:
@@ -251,7 +251,7 @@ def test_a_student_has_the_scale_of_its_teacher(folder: Path, runs: Path, tmp_pa
     np.save(tmp_path / "grown/z.npy", np.full((2, SIDE, SIDE), 1000, np.float32))
     flags = f"--teacher {runs}/floats --dataset_path {tmp_path}/grown --teacher_samples 16 --teacher_steps 2"
     more = f"--global_batch_size 8 --train_num_steps 2 --num_samples 0 --output_dir {tmp_path}/map"
-    [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
+    [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", [*flags.split(), *more.split()])
     assert code == 0, errors
     spaces = [load_flow(run).space for run in (runs / "floats", tmp_path / "map")]
     assert spaces[0].high == spaces[1].high  # type: ignore[attr-defined]

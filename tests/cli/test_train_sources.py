@@ -108,7 +108,7 @@ def test_a_map_of_one_call_learns_from_it(runs: tuple[str, Path], folders: Path,
     kind, folder = runs
     flags = f"--teacher {folder}/one --teacher_samples 16 --teacher_steps 2 --global_batch_size 8 --num_samples 4"
     more = f"--train_num_steps 3 --output_dir {tmp_path}/map"
-    [(code, errors)] = run_on_ranks(1, program, "train_one_step.py", [*flags.split(), *more.split()])
+    [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", [*flags.split(), *more.split()])
     assert code == 0, errors
     flow = load_flow(tmp_path / "map")
     assert (flow.takes_source, flow.from_source) == (True, kind in ("paired", "unpaired"))

@@ -40,5 +40,5 @@ def test_commands_run_in_the_folder_until_one_fails(tmp_path: Path) -> None:
     run("rectified-flow --help > help.txt\npython -c 'import rectified_flow'", tmp_path)
     assert "rectified-flow" in (tmp_path / "help.txt").read_text()
     with pytest.raises(UsageError, match="the last command above failed"):
-        run("rectified-flow sample --film a.avi\ntouch later", tmp_path)
+        run("rectified-flow sample --like a.avi\ntouch later", tmp_path)
     assert not (tmp_path / "later").exists()

@@ -1,4 +1,4 @@
-"""The flags of sample.py, evaluate.py, export.py and watch.py; imports no torch, so that ``--help`` answers at once."""
+"""The flags of the programs that use a trained model; imports no torch, so that ``--help`` answers at once."""
 
 import re
 from dataclasses import dataclass, field, fields
@@ -119,8 +119,6 @@ class PicturesConfig(Flags):
     """Also write a sheet of the training pictures nearest to each sample; FOLDER has them if they have moved."""
     path: Literal["none", "strip", "gif"] = "none"
     """Save the sampling trajectory."""
-    film: Path | None = None
-    """Generate no pictures; write the saved grids of samples of the run as a film: .gif, .webp, .mp4 or .webm."""
     save_pretrained: Path | None = None
     """Also save the model with its card in this folder, ready for the Hugging Face hub."""
     license: str | None = None
@@ -128,9 +126,6 @@ class PicturesConfig(Flags):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.film is not None:
-            changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
-            refuse(changed | {"film": False}, "has no effect with --film, which uses saved grids: leave it out")
         if self.like is not None:
             kept = {"like", "output_dir", "metadata", "nearest", "save_pretrained", "license"}
             changed = {each.name.rstrip("_"): getattr(self, each.name) != each.default for each in fields(self)}
@@ -255,19 +250,15 @@ class ExportConfig:
 class WatchedConfig(Flags):
     """The runs to watch."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional] = (Path("runs"),)
-    """Folders of runs (--output_dir), or folders that contain runs."""
-    host: str = "127.0.0.1"
-    """Address of the page; 0.0.0.0 shows it to everyone who can reach this machine."""
-    port: Annotated[int, Interval(ge=0, le=65535)] = 8765
-    """Port of the page; if it is taken, one of the next."""
-    open: bool = False
-    """Open the page in a browser."""
+    runs: Annotated[Path, tyro.conf.Positional] = Path("runs")
+    """Folder of a run (--output_dir), or a folder that contains runs."""
+    port: Annotated[int, Interval(ge=0, le=65535)] = 6006
+    """Port of the page."""
 
 
 @dataclass(frozen=True)
 class WatchConfig:
-    """All flags of watch.py."""
+    """All flags of watch."""
 
     watched: WatchedConfig = field(default_factory=WatchedConfig)
     program: ProgramConfig = field(default_factory=ProgramConfig)

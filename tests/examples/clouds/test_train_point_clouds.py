@@ -46,7 +46,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_the_same_run_on_two_processes_with_accumulation(whole: Path, tmp_path: Path) -> None:
-    flags = "--geometry sphere --coupling ot --gradient_accumulation_steps 2 --batch_size 4 --num_workers 1"
+    flags = "--geometry sphere --coupling ot --global_batch_size 8 --batch_size 4 --num_workers 1"
     two = run(tmp_path / "two", flags, world_size=2)
     assert losses(two) == pytest.approx(losses(whole), rel=1e-4)
     assert list(losses(two)) == [2, 4, 6, 8]
@@ -81,7 +81,7 @@ def train_with_a_far_point(words: str) -> None:
 
 @pytest.mark.slow
 def test_a_step_with_bad_numbers_is_skipped(tmp_path: Path) -> None:
-    flags = f"--output_dir {tmp_path} --batch_size 8 {FLAGS} --seed 1 --max_bad_steps 8"
+    flags = f"--output_dir {tmp_path} --batch_size 8 {FLAGS} --seed 1"
     run_on_ranks(2, train_with_a_far_point, flags)
     bad = [json.loads(line) for line in (tmp_path / "bad_steps.jsonl").read_text().splitlines()]
     assert 0 < len(bad) < 8

@@ -49,16 +49,9 @@ def whole(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_same_run_on_two_processes_with_loader_processes(text: Path, whole: Path, tmp_path: Path) -> None:
-    two = run(text, tmp_path / "two", "--num_workers 1 --multiprocessing_context fork", world_size=2)
+    two = run(text, tmp_path / "two", "--num_workers 1", world_size=2)
     assert losses(two) == pytest.approx(losses(whole), rel=1e-4)
     assert list(losses(two)) == [2, 4, 6, 8]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_any_start_method_of_loader_processes(method: str, text: Path, whole: Path, tmp_path: Path) -> None:
-    other = run(text, tmp_path, f"--num_workers 2 --multiprocessing_context {method}")
-    assert losses(other) == losses(whole)
 
 
 def test_a_resumed_run_is_the_same_to_the_byte(text: Path, whole: Path, tmp_path: Path) -> None:
