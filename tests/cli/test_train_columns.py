@@ -182,12 +182,15 @@ def test_bad_values_are_named(runs: Path, tmp_path: Path, flags: str, sentence: 
     programs.assert_refused("sample.py", 1, f"--checkpoint {runs}/one --output_dir {tmp_path} {flags}", sentence)
 
 
-def test_flags_without_columns_are_refused(folder: Path, tmp_path: Path) -> None:
-    start = f"--dataset_path {folder}/pictures --output_dir {tmp_path}"
-    for flags, sentence in (
-        ("--condition_types text=label", "--condition_types needs --condition_on"),
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--condition_types text=label", "--condition_types has no effect without --condition_on"),
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
         ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),
-    ):
-        programs.assert_refused("train_oxford.py", 1, f"{start} {flags}", sentence)
+    ],
+)
+def test_flags_that_do_not_go_together(folder: Path, tmp_path: Path, flags: str, sentence: str) -> None:
+    start = f"--dataset_path {folder}/pictures --output_dir {tmp_path}"
+    programs.assert_refused("train_oxford.py", 1, f"{start} {flags}", sentence)
