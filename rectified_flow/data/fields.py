@@ -8,7 +8,6 @@ import os
 import re
 import struct
 import zipfile
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ LOSSLESS = {1: "none", 5: "LZW", 8: "deflate", 32946: "deflate", 32773: "PackBit
 """Compressions of a TIFF file that are read, by their number in the file."""
 REDUCED, MASK, PALETTE = 1, 4, 3
 """Bits of the tag of a TIFF's page that is a smaller copy or a mask, and the number of a palette in TIFF and PNG."""
+PNG_COLOURS = "PNG files of 16-bit colours"
 NODATA = 42113
 """Number of GDAL's tag of the value that stands for "unknown"."""
 PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
@@ -302,7 +302,7 @@ def _open_png(stream: IO[bytes], size: int) -> Opened:
     shape = (height, width) if channels == 1 else (height, width, channels)
     header = Header(".png", _check(shape, dtype, _room(size)), shape, channels_last=channels > 1)
     # Pillow keeps 8 bits of such colours, and torchvision's decoder crashes on a damaged file.
-    decoder = require("imagecodecs", "PNG files of 16-bit colours") if bits == 16 and channels > 1 else None
+    decoder = require("imagecodecs", PNG_COLOURS) if bits == 16 and channels > 1 else None
 
     def read() -> Array:
         stream.seek(0)
@@ -441,7 +441,10 @@ def encode_field(values: Array, how: FieldFormat) -> bytes:
         case ".npz":
             np.savez_compressed(content, array, allow_pickle=False)
         case ".png":
-            return _encode_png(array)
+            if array.itemsize == 1 or how.channels == 1:
+                Image.fromarray(array).save(content, "PNG")
+            else:
+                content.write(require("imagecodecs", PNG_COLOURS).png_encode(array))
         case _:
             across, down, unit = how.pixel_size or (1, 1, 1)
             axis_of_channels = "contig" if how.channels_last else "separate"
@@ -466,19 +469,3 @@ def _as_type(values: Array, dtype: np.dtype[Any]) -> Array:
     bounds = np.iinfo(dtype)
     rounded = np.nan_to_num(np.rint(values.astype(np.float64)), nan=bounds.min)
     return rounded.clip(bounds.min, bounds.max).astype(dtype)
-
-
-def _encode_png(array: Array) -> bytes:
-    """Return a PNG file with an array ``[h, w]`` or ``[h, w, c]`` of 8 or 16 bits; Pillow writes no 16-bit colours."""
-    height, width = array.shape[:2]
-    colours = {channels: number for number, channels in PNG_CHANNELS.items()}[array[0, 0].size]
-    rows = array.astype(array.dtype.newbyteorder(">")).reshape(height, -1).view(np.uint8)
-    above = np.pad(rows, ((1, 0), (0, 0)))[:-1]
-    filtered = np.insert(rows - above, 0, 2, axis=1)  # filter 2 keeps the differences from the row above
-    head = struct.pack(">IIBBBBB", width, height, 8 * array.itemsize, colours, 0, 0, 0)
-    chunks = ((b"IHDR", head), (b"IDAT", zlib.compress(filtered.tobytes())), (b"IEND", b""))
-    packed = [
-        struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
-        for name, content in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)

@@ -217,7 +217,7 @@ def _find_folder(path: Path, fields: bool, split: str, arguments: Mapping[str, A
     source = PictureFolder(folder, **how)
     for reader, _most, odd in _claims(folder):
         if odd:
-            found = f"{len(odd)} {reader.kind} are read as pictures, such as {printable(odd[0])}"
+            found = f"{len(odd)} files of {reader.kind} are read as pictures, such as {printable(odd[0])}"
             source.notes.append(f"{found}: pass --space {reader.space} to read {reader.kind}")
     return source
 

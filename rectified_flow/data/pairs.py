@@ -34,7 +34,7 @@ def pair_by_name(
             f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"
         )
     unlike = list[str]()
-    if not _is_alike(_one_size(target[1]), _one_size(source[1])):
+    if not _is_uniform(target[1], source[1]):
         sizes = {name: (images.size_of(mine[name]), others.size_of(theirs[name])) for name in both}
         unlike = [name for name in both if not _is_alike(*sizes[name])]
     found = f"{len(alone)} pictures in {where} have no partner, such as {alone[0]}" if alone else ""
@@ -72,18 +72,12 @@ def _names_of(folder: Path, pictures: ImageDataset) -> tuple[ImageSource, dict[s
     return source, names
 
 
-Size = tuple[int, int]
+def _is_uniform(*stores: ImageDataset) -> bool:
+    """Return whether all pictures had one size before they were resized."""
+    sides = [side for store in stores if (known := store.info.originals) for side in (known.width, known.height)]
+    return len({*map(tuple, sides[::2])}) == len({*map(tuple, sides[1::2])}) == 1 and all(a == b for a, b in sides)
 
 
-def _one_size(pictures: ImageDataset) -> Size | None:
-    """Return the width and height of all pictures before they were resized [px]; None if they differ."""
-    sides = pictures.info.originals
-    is_one = sides is not None and sides.width[0] == sides.width[1] and sides.height[0] == sides.height[1]
-    return (sides.width[0], sides.height[0]) if sides is not None and is_one else None
-
-
-def _is_alike(one: Size | None, other: Size | None) -> bool:
+def _is_alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
     """Return whether two sizes have the same ratio of width to height, up to one pixel."""
-    if one is None or other is None:
-        return False
     return abs(one[0] * other[1] - one[1] * other[0]) <= max(*one, *other)

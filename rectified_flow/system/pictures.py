@@ -39,6 +39,7 @@ CONTENTS = (
     (128, b"DICM", "a DICOM file; convert it to PNG or TIFF"),
     *((4, b"ftyp" + kind, f"a HEIC picture; {PLUGIN_HINT}") for kind in (b"heic", b"heix", b"mif1", b"msf1")),
     *((0, mark, f"a JPEG XL picture; {PLUGIN_HINT}") for mark in (b"\0\0\0\x0cJXL ", b"\xff\x0a")),
+    *((0, mark, "a TIFF file of another kind; --space Fields reads measurements") for mark in (b"II", b"MM")),
     (0, b"<", "text such as a web page"),
 )
 """Files that are taken for pictures: the place of a mark, the mark, and what to do."""
@@ -123,7 +124,7 @@ def fit(image: Image.Image, size: tuple[int, int], *, alpha: bool = False, pad: 
     if image.mode.startswith("I;16"):
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     elif image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no known range")
+        raise ValueError(f"pixels of mode {image.mode} have no known range; --space Fields reads measurements")
     image = to_srgb(image)
     image = image.convert("RGBA") if alpha else over_white(image)
     image = _padded(image, size) if pad else ImageOps.fit(image, size, Image.Resampling.LANCZOS)

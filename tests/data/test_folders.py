@@ -177,7 +177,9 @@ def test_the_majority_decides_whether_files_are_measurements(
     assert space_of_folder(tmp_path) is None
     assert len(open_dataset(str(tmp_path), image_size=4, cache_dir=tmp_path / "cache")) == 11
     said = "".join(capsys.readouterr())
-    assert f"1 fields are read as pictures, such as {tmp_path}/{name}: pass --space Fields to read fields" in said
+    assert (
+        f"1 files of fields are read as pictures, such as {tmp_path}/{name}: pass --space Fields to read fields" in said
+    )
 
 
 def test_caches_of_captioning_programs_beside_pictures_are_no_data(tmp_path: Path) -> None:
@@ -350,3 +352,13 @@ def test_files_can_be_left_out_by_their_names(tmp_path: Path, kind: str) -> None
     assert len(dataset.class_names) == 2, "labels keep their numbers"
     assert len(open_dataset(str(folder), image_size=4)) == 3
     assert len(open_dataset(**dataset.arguments)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_measurements_that_are_no_picture_are_named_with_the_way_to_read_them(tmp_path: Path, dtype: str) -> None:
+    values = np.zeros((5, 8, 10) if dtype == "int32" else (8, 10), "uint8" if dtype == "int32" else dtype)
+    tifffile.imwrite(tmp_path / "0.tif", values, planarconfig="separate" if dtype == "int32" else None)
+    for number in range(1, 4):
+        picture(tmp_path / f"{number}.jpg")
+    with pytest.raises(UsageError, match=r"broken image .*0\.tif \(.*; space Fields reads measurements\): remove it"):
+        open_dataset(str(tmp_path), image_size=4)

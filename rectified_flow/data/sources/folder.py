@@ -76,34 +76,36 @@ class FileFolder(ImageSource):
         unreadable, left_out = list[OSError](), list[Path]()
         everything = find_files(path, unreadable.append if skip_unreadable else refuse_folder, left_out)
         if unreadable:
-            first = printable(unreadable[0].filename)
-            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {first}")
+            such = printable(unreadable[0].filename)
+            tqdm.write(f"skipped {len(unreadable)} unreadable folders; the first is {such}")
         found = [file for file in everything if file.suffix.lower() in self.suffixes]
-        self.notes = [*self._left_out(everything, left_out)]
+        hidden = [file for file in left_out if file.suffix.lower() in self.suffixes]
+        others = [file for file in everything if file.suffix.lower() in self.other_suffixes]
+        kinds = Counter(file.suffix.lower() for file in others)
+        counted = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds.most_common())
+        hint = f" ({PLUGIN_HINT})" * any(kinds[suffix] for _, *known in PLUGINS.values() for suffix in known)
+        self.notes = [
+            *self._left_out(f"{len(hidden)} hidden files and by-products of systems", hidden),
+            *self._left_out(f"{counted} files of other formats{hint}", others),
+        ]
         if not found:
             read = ", ".join(sorted(suffix[1:] for suffix in self.suffixes))
-            others = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
-            reason = "; ".join((*self.notes, *others))
-            raise UsageError(f"--dataset_path {path} holds no {self.kind} ({read}) and no datasets files; {reason}")
+            first = [f"{printable(file)} is {what}" for file in everything[:1] if (what := content_of(file))]
+            nothing = f"--dataset_path {path} holds no {self.kind} ({read}) and no datasets files"
+            raise UsageError("; ".join((nothing, *self.notes, *first)))
         root, files = narrow(path, found, split)
         rest = sorted({*found} - {*files})
-        if rest:
-            such = printable(rest[0].relative_to(path))
-            self.notes.append(f"left out {len(rest)} {self.kind} of other splits or of labels, such as {such}")
+        self.notes += self._left_out(f"{len(rest)} {self.kind} of other splits or of labels", rest)
         if root != path:
             self.notes.append(f"read the {self.kind} in {printable(root)}, whose subfolders, if any, are the classes")
-        self.files = sorted(files)
-        self._metadata = [
-            file
-            for file in everything
-            if file.name in METADATA_FILES and (file.is_relative_to(root) or root.is_relative_to(file.parent))
-        ]
+        self.files, tables = sorted(files), [file for file in everything if file.name in METADATA_FILES]
+        self._metadata = [each for each in tables if each.is_relative_to(root) or root.is_relative_to(each.parent)]
         self.fingerprint = files_fingerprint(path, self.files)
         parts = [file.relative_to(root).parts for file in self.files]
         stray = [part[0] for part in parts if len(part) == 1]
         if 0 < len(stray) < len(parts):
-            some = f"{len(stray)} {self.kind} are in no subfolder, such as {printable(stray[0])}"
-            self.notes.append(f"no classes: {some}")
+            such = printable(stray[0])
+            self.notes.append(f"no classes: {len(stray)} {self.kind} are in no subfolder, such as {such}")
         classes = [] if stray else sorted({part[0] for part in parts})
         self.class_names = [printable(name) for name in classes]
         number = {name: label for label, name in enumerate(classes)}
@@ -133,19 +135,9 @@ class FileFolder(ImageSource):
         """Return whether most of the files of a folder are of this kind, and some of these files."""
         return False, []
 
-    def _left_out(self, files: Sequence[Path], byproducts: Sequence[Path]) -> list[str]:
-        """Return notes on the files that are not read."""
-        notes, thumbnails = [], [file for file in byproducts if file.suffix.lower() in self.suffixes]
-        if thumbnails:
-            such = printable(thumbnails[0].relative_to(self.path))
-            notes.append(f"left out {len(thumbnails)} hidden files and by-products of systems, such as {such}")
-        others = [file for file in files if file.suffix.lower() in self.other_suffixes]
-        if others:
-            kinds = Counter(file.suffix.lower() for file in others)
-            counted = ", ".join(f"{count} {suffix[1:]}" for suffix, count in kinds.most_common())
-            hint = f" ({PLUGIN_HINT})" * any(kinds[suffix] for _, *known in PLUGINS.values() for suffix in known)
-            notes.append(f"left out {counted} files of other formats, such as {printable(others[0].name)}{hint}")
-        return notes
+    def _left_out(self, what: str, files: Sequence[Path]) -> list[str]:
+        """Return a note on files that are not read, if there are any."""
+        return [f"left out {what}, such as {printable(file.relative_to(self.path))}" for file in files[:1]]
 
 
 @register(role="reader")
@@ -194,12 +186,10 @@ def _choose(folder: Path, names: Sequence[str], split: str) -> str | None:
         UsageError: if they may be splits or classes.
     """
     splits = {name: _split_of(name) for name in names if name.lower() not in COMPANIONS}
-    [first, *others] = [*splits] or names
-    if not others:
-        is_exact = first.lower() in PICTURES | SPLITS.keys()
-        return first if is_exact or (_split_of(first) and len(names) > 1) else None
-    exact = {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
-    found = {*splits.values()}
+    found, exact = {*splits.values()}, {SPLITS[name.lower()] for name in splits if name.lower() in SPLITS}
+    if len(splits) == 1:
+        [(only, known)] = splits.items()
+        return only if only.lower() in PICTURES | SPLITS.keys() or (known and len(names) > 1) else None
     if len(found - {None}) < 2 or (None in found and len(exact) < 2):
         return None
     wanted = [name for name, known in splits.items() if known == split]
@@ -269,15 +259,8 @@ def files_fingerprint(folder: Path, files: list[Path]) -> str:
     """Hash each file's path relative to ``folder``, its size and its modification time."""
     digest = blake2b(digest_size=16)
     for file in files:
-        size, time = _size_and_time(file)
-        digest.update(f"{file.relative_to(folder)}\0{size}\0{time}\n".encode(errors="surrogateescape"))
-    return digest.hexdigest()
-
-
-def _size_and_time(file: Path) -> tuple[int, int]:
-    """Return size [bytes] and time [ns]; a link that leads nowhere, which is a broken image, has its own."""
-    for stat in (os.stat, os.lstat):
+        status = (-1, -1)  # of a link that leads nowhere, or in a folder whose rights forbid reading it
         with suppress(OSError):
-            status = stat(file)
-            return status.st_size, status.st_mtime_ns
-    return -1, -1  # the rights of the folder forbid reading the size and time
+            status = os.stat(file).st_size, os.stat(file).st_mtime_ns
+        digest.update(f"{file.relative_to(folder)}\0{status[0]}\0{status[1]}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()

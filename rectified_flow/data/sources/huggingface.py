@@ -145,10 +145,9 @@ class HuggingFaceSource(ImageSource):
         table = find_dataset_file(self.source) if isinstance(self.source, Path) else None
         datasets.config.HF_HUB_OFFLINE |= offline  # load the cached copy without a minute of retries
         try:
-            if isinstance(self.source, str) or not any((self.source / name).exists() for name in SAVED_TO_DISK):
-                return datasets.load_dataset(str(self.source))
-            saved = datasets.load_from_disk(str(self.source))
-            return saved if isinstance(saved, dict) else {"train": saved}
+            is_saved = table is not None and table.name in SAVED_TO_DISK
+            splits = (datasets.load_from_disk if is_saved else datasets.load_dataset)(str(self.source))
+            return splits if isinstance(splits, dict) else {"train": splits}
         except Exception as error:  # from datasets, the hub client, the network or the file system
             reason = f"cannot be read as a dataset ({(table and content_of(table)) or first_line(error)})"
             if isinstance(self.source, str):
