@@ -39,7 +39,7 @@ MOST_VALUES = 2**24
 """Number of stored values from which percentiles are taken."""
 DATA_FLAGS = (
     *("dataset", "dataset_path", "image_size", "cache_dir"),
-    *("skip_broken_images", "aspect_ratio", "crop", "alpha", "channels_last", "store_bits"),
+    *("skip_broken_images", "aspect_ratio", "crop", "alpha", "channels_last", "store_bits", "exclude"),
 )
 """Flags that are arguments of :func:`rectified_flow.open_dataset`."""
 
@@ -157,7 +157,7 @@ def add_source(pictures: ImageDataset, data: DataConfig, flags: SourceConfig) ->
     if flags.source_path is None:
         return pictures
     try:
-        source = open_pictures(replace(data, dataset_path=flags.source_path))
+        source = open_pictures(replace(data, dataset_path=flags.source_path, exclude=()))
     except UsageError as error:
         raise UsageError(str(error).replace("--dataset_path", "--source_path")) from error
     if not flags.paired:

@@ -22,6 +22,7 @@ from rectified_flow.flags import (
     flag,
 )
 from rectified_flow.registry import register
+from rectified_flow.system.files import read_lines
 
 FIELDS = "Fields"
 """Name of the space of measurements."""
@@ -79,6 +80,8 @@ class DataConfig(Flags):
     """Seed of the held-out images, of unpaired sources, and of the choice among several captions."""
     skip_broken_images: bool = False
     """Skip pictures that cannot be decoded instead of stopping."""
+    exclude: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LIST.txt | NAME ..."), default_is("none")] = ()
+    """Pictures to leave out: paths in the folder, numbers of rows of a table, or a text file with one a line."""
     cache_dir: Annotated[
         Path | None, flag(local=True), default_is("$RECTIFIED_FLOW_CACHE, else ~/.cache/rectified-flow")
     ] = None
@@ -87,6 +90,8 @@ class DataConfig(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_ratio(self.aspect_ratio)
+        lists = [read_lines(Path(name)) if name.endswith(".txt") else [name] for name in self.exclude]
+        object.__setattr__(self, "exclude", tuple(name for names in lists for name in names))
 
     @property
     def of_fields(self) -> dict[str, object]:
@@ -114,7 +119,7 @@ class SourceConfig(Flags):
     source_path: Annotated[Path | None, flag(local=True, excludes="degrade")] = None
     """Folder of source pictures, which are translated to pictures like those of the dataset."""
     paired: Annotated[bool, flag(needs="source_path", excludes="coupling")] = False
-    """Pair files of the same name in --source_path and --dataset_path; otherwise pairs are random in each epoch."""
+    """Pair files of the same name in both folders (cut pairs in one file first); otherwise pairs are random."""
     skip_unpaired: Annotated[bool, flag(needs="paired")] = False
     """Leave out pictures without a partner instead of stopping."""
     degrade: Annotated[str | None, flag(excludes="autoencoder coupling")] = None

@@ -80,7 +80,7 @@ def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
     how = {name: arguments[name] for name in ("skip_broken_images", "store_bits") if name in arguments}
     cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
-    source = find_source(**arguments) if source is None else _without(source, **arguments)
+    source = _without(find_source(**arguments) if source is None else source, **arguments)
     store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
     return ImageDataset(store, arguments)
 
@@ -155,7 +155,7 @@ def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tu
         UsageError: if the images have changed since they were decoded.
     """
     given, broken = pictures.arguments, {*pictures.info.skipped}
-    source = find_source(**given) if source is None else _without(source, **given)
+    source = _without(find_source(**given) if source is None else source, **given)
     rows = [row for row in range(len(source)) if source.describe(row) not in broken]
     if len(rows) != pictures.info.length:
         found = f"{source.name} has {len(rows)} intact pictures, and had {pictures.info.length} when they were decoded"
@@ -200,7 +200,7 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
         raise UsageError(f"--dataset {dataset} is a folder: pass it as --dataset_path {dataset}")
     else:
         source = HuggingFaceSource(dataset, split)
-    return _without(source, **arguments)
+    return source
 
 
 def _find_folder(path: Path, fields: bool, split: str, arguments: Mapping[str, Any]) -> ImageSource:

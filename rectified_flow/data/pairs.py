@@ -28,7 +28,8 @@ def pair_by_name(
     (images, mine), (others, theirs) = _names_of(*target), _names_of(*source)
     where = f"--source_path {source[0]} and --dataset_path {target[0]}"
     both = [name for name in mine if name in theirs]
-    alone = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs)]
+    excluded = {str(Path(name).with_suffix("")) for name in target[1].arguments.get("exclude", ())}
+    alone = [name for name in (*mine, *theirs) if (name in mine) != (name in theirs) and name not in excluded]
     if not both:
         raise UsageError(
             f"{where} have no file names in common ({alone[0]} has no partner): rename the files of a pair alike"

@@ -146,6 +146,11 @@ def read_bytes(path: Path) -> bytes:
         return file.read()
 
 
+def read_lines(path: Path) -> list[str]:
+    """Read the lines of a text that are not empty, with the errors of :func:`reading`."""
+    return [line.strip() for line in read_bytes(path).decode("utf-8-sig", "replace").splitlines() if line.strip()]
+
+
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a regular file, with the errors of :func:`reading`."""
     with reading(path), open_regular(path) as file:

@@ -1,5 +1,6 @@
 """The first command on one's own few pictures: whatever they are, it trains, and says what it could not do."""
 
+import json
 import os
 import shutil
 from contextlib import redirect_stdout
@@ -12,8 +13,11 @@ from accelerate import PartialState
 from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.data import open_pictures
 from rectified_flow.cli.evaluations import build_heldout_hook
+from rectified_flow.cli.record import config_in
 from rectified_flow.cli.train import train as run_training
+from rectified_flow.data.open import stored_rows
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
 from tests.programs import assert_refused
@@ -51,6 +55,23 @@ def test_five_pictures_fill_any_batch(world_size: int, one_each: Path, tmp_path:
     assert "held out    none of 5 pictures" in first
     assert "the run cannot warn when it memorises" in first
     assert len(losses(tmp_path / "run")) == 3
+
+
+def test_a_run_without_some_files_keeps_their_list(one_each: Path, tmp_path: Path) -> None:
+    for number in range(6):
+        shutil.copytree(one_each / f"{number:03}", tmp_path / f"pictures/{number}")
+    (tmp_path / "list.txt").write_text("3/only.png\n\n5/only.png\n")
+    flags = f"{TINY} --dataset_path {tmp_path}/pictures --output_dir {tmp_path}/run --exclude {tmp_path}/list.txt"
+    [said] = run_on_ranks(1, train, flags)
+    assert "4 images of 8 px" in said
+    assert "left out 2 images by --exclude" in said
+    (tmp_path / "list.txt").unlink()
+    document = json.loads((tmp_path / "run/config.json").read_text())
+    assert document["data"]["pictures"]["exclude"] == ["3/only.png", "5/only.png"]
+    source, rows = stored_rows(open_pictures(config_in(document, tmp_path, TrainConfig).data))
+    assert [source.name_of(row) for row in rows] == [f"{number}/only.png" for number in (0, 1, 2, 4)]
+    again = flags.replace(f"{tmp_path}/list.txt", "3/only.png 9/only.png")
+    assert_refused("train_oxford.py", 1, again, "--exclude names 9/only.png, which is no image of pictures: correct")
 
 
 def test_frames_that_are_too_alike_to_hold_any_out(tmp_path: Path) -> None:

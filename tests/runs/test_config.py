@@ -14,7 +14,7 @@ from rectified_flow.runs.config import TrainingConfig
 FLAGS = """
 dataset dataset_options dataset_path image_size native_size aspect_ratio crop alpha space space_options value_range
 transform show channels_last store_bits autoencoder autoencoder_options horizontal_flip augment holdout data_seed
-skip_broken_images cache_dir
+skip_broken_images exclude cache_dir
 network network_options dim dim_mults dropout use_cfg gradient_checkpointing init_from
 method flow flow_options prediction coupling time_distribution time_options guidance_scale
 teacher teacher_samples teacher_steps teacher_dir autoguidance
