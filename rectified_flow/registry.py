@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
-Role = Literal["dataset", "reader", "optimizer", "metric", "degradation"]
+Role = Literal["dataset", "reader", "optimizer", "metric", "score", "degradation"]
 """The purpose of a registered function, or of a class that is called as one."""
 T = TypeVar("T", bound=Callable[..., Any])
 _REGISTERED: defaultdict[Role | None, dict[str, Any]] = defaultdict(dict)

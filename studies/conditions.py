@@ -20,8 +20,8 @@ from torchvision.utils import save_image
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet
 from rectified_flow.cli.data import add_columns
 from rectified_flow.data.config import ColumnConfig
-from rectified_flow.evaluation.agreement import agreement_scores
-from rectified_flow.evaluation.evaluator import conditions_of
+from rectified_flow.evaluation import agreement  # noqa: F401 -- it registers its score
+from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.flows.flow import sample_batches
 from rectified_flow.flows.solvers import Guidance
 from rectified_flow.flows.times import LogitNormal
@@ -92,11 +92,10 @@ def measure(
     training, held_out = open_rows(row.data, row.image_size, columns, tokens)
     flow, figures = load_trained(row), {}
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "held_out": held_out}
-    evaluator = Evaluator(training, FEATURES, metrics=("kernel", "copies"), **how)
+    evaluator = Evaluator(training, FEATURES, metrics=("frechet", "kernel", "copies", "agreement"), **how)
     for scale in SCALES:
         options: dict[str, Any] = {"steps": STEPS, "guidance": Guidance(scale)}
-        generated = evaluator.generate(flow, **options)
-        numbers = evaluator.compute(generated) | agreement_scores(evaluator, flow, generated, **options)
+        numbers = evaluator.measure(Comparison(evaluator, flow, options))
         figures[f"guidance {scale:g}"] = {
             name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()
         }

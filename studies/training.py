@@ -246,7 +246,7 @@ def measure_samples(
     """Return the figures of samples for each way to draw them, and write a grid of each beside the run."""
     pictures = open_pictures(row.data, row.image_size) if data is None else data
     how: dict[str, Any] = {"num_samples": row.num_samples, "seed": row.seed, "batch_size": 50}
-    evaluator = Evaluator(pictures, FEATURES, metrics=("kernel", "copies", "manifold"), **how)
+    evaluator = Evaluator(pictures, FEATURES, metrics=("frechet", "kernel", "copies", "manifold"), **how)
     figures = {}
     for name, options in ways.items():
         generated = evaluator.generate(flow, **options)

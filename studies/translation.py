@@ -17,8 +17,8 @@ from torchvision.utils import save_image
 
 from rectified_flow import Evaluator, ImageDataset, Pixels, RectifiedFlow, Unet, register
 from rectified_flow.condition import Picture
-from rectified_flow.evaluation.evaluator import render_sources
-from rectified_flow.evaluation.translation import translation_scores
+from rectified_flow.evaluation import translation  # noqa: F401 -- it registers its score
+from rectified_flow.evaluation.evaluator import Comparison, render_sources
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.times import LogitNormal
 from rectified_flow.spaces.degradations import Degradation, Downsample, Grey, Mask
@@ -103,11 +103,10 @@ def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settin
     training, held_out = open_sides(row, paired=paired, degraded=degraded)
     flow = load_trained(row)
     how: dict[str, Any] = {"num_samples": VARIANTS * len(held_out), "seed": row.seed, "held_out": held_out}
-    evaluator, figures = Evaluator(training, FEATURES, metrics=("kernel",), **how), {}
+    evaluator, figures = Evaluator(training, FEATURES, metrics=("frechet", "kernel", "translation"), **how), {}
     for steps in (1,) if kind is Regression else (1, STEPS):
         euler: dict[str, Any] = {"solver": "euler"} if steps == 1 and kind is not Regression else {}
-        generated = evaluator.generate(flow, steps=steps, **euler)
-        numbers = evaluator.compute(generated) | translation_scores(evaluator, flow, generated)
+        numbers = evaluator.measure(Comparison(evaluator, flow, {"steps": steps, **euler}))
         short = {name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()}
         figures["1 call" if steps == 1 else f"{2 * STEPS} calls"] = short
         data, rows, conditions = evaluator.translated(flow)

@@ -362,8 +362,6 @@ def tiny(name: str, flags: list[str]) -> list[str]:
     if name == "sample.py":
         steps = ["--steps", "1"]
         return [*flags, "--num_samples", "2", *steps]
-    if name == "evaluate.py" and "--likelihood" in flags:
-        return [*flags, "--likelihood_steps", "1"]
     if name == "evaluate.py":
         return [*flags, *TINY_EVALUATION.split()]
     more = [words for flag, words in TINY_IF_GIVEN.items() if flag in flags]

@@ -1,7 +1,6 @@
 """evaluate.py: how near a trained flow's pictures are to the training pictures, on all processes together."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +11,18 @@ from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.data import check_classes, check_fields, open_data, open_registered
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
-from rectified_flow.cli.measures.fields import FIELDS_FILE, check_field_flags, measure_fields
-from rectified_flow.cli.measures.likelihood import FILES, check_likelihood, measure_likelihood
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.agreement import agreement_scores
-from rectified_flow.evaluation.evaluator import METRICS, Evaluator
+from rectified_flow.evaluation import agreement, fields, likelihood, translation  # noqa: F401 -- they register scores
+from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
-from rectified_flow.evaluation.translation import translation_scores
 from rectified_flow.flags import flags_in, plain, refuse, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.pixels import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
@@ -44,48 +39,18 @@ LOCK_TIMEOUT = 60.0
 def evaluate(config: EvaluateConfig) -> None:
     """Compare samples with the training data, and print and save the results; each process takes a share.
 
-    With ``--likelihood``, measure the likelihood of pictures instead.
-
     Raises:
         UsageError: if the checkpoint, its training pictures or the feature network are unavailable.
         RunError: if the results cannot be written.
     """
     measure = config.samples
     state, trained, options = open_trained(config)
-    flow, source = trained.flow, trained.source
-    # Flags that cannot work, and results that cannot be read, end here, before hours of sampling.
-    by_likelihood, of_fields = measure.likelihood is not None, isinstance(flow.space, Fields)
-    if by_likelihood:
-        check_likelihood(config, trained)
-    elif of_fields:
-        check_field_flags(config)
-    folder = measure.output_dir or trained.run_folder
-    files = FILES if by_likelihood else (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE, FIELDS_FILE)
-    on_main(state, lambda: claim(prepare_folder("output_dir", folder), files))
+    flow, folder = trained.flow, measure.output_dir or trained.run_folder
+    # Results that cannot be read or written end here, before hours of sampling.
+    on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE)))
     read_results(folder)
-    dataset, held_out, compared = split_data(training_data(measure, trained), trained, state)
-    check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
-    check_classes(flow, source, dataset)
-    if isinstance(dataset, ImageDataset):
-        check_fields(flow.space, dataset, f"--dataset_path {dataset.info.source}")
-    # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
-    is_distilled = flags_in(trained.config).get("teacher") is not None
-    known = None if trained.run is None or is_distilled else trained.run.dataset
-    if state.is_main_process and known not in (None, dataset.fingerprint):
-        tqdm.write(f"warning: {dataset.info.source} is not, or no longer, what {source} was trained on")
-    if by_likelihood:
-        measure_likelihood(config, trained, dataset, held_out, folder)
-        return
-    settings = {"checkpoint": str(source), "weights": trained.weights, **plain(config.solver)}
-    settings |= {"solver": config.solver.solver or "default", "guidance_scale": guidance_of(config.solver, flow).scale}
-    if config.solver.autoguidance != 1:
-        settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(source)))
-    if isinstance(dataset, ImageDataset) and dataset.info.fields is not None:
-        for found in measure_fields(config, trained, dataset, held_out, folder, options):
-            _write_down(folder, settings | found)
-            tqdm.write(_describe(settings | found | {"feature_network": "spectra and values", "resize": "never"}))
-        state.print(lines({"results": folder / RESULTS_FILE, "plot": folder / FIELDS_FILE}))
-        return
+    dataset, held_out, losses = split_data(training_data(measure, trained), trained, state)
+    _check_data(trained, dataset, state)
     evaluator = Evaluator(
         dataset,
         measure.feature_network,
@@ -93,46 +58,52 @@ def evaluate(config: EvaluateConfig) -> None:
         seed=measure.seed,
         batch_size=config.model.batch_size,
         held_out=held_out,
-        metrics=measure.metric or (*METRICS, "manifold"),
+        metrics=measure.metric or flow.space.metrics,
     )
-    results = _compare(config, trained, evaluator, compared, folder, settings, options)
+    settings = _settings(config, trained, state)
+    results, texts = [], {"results": str(folder / RESULTS_FILE)}
+    for steps in dict.fromkeys(measure.steps) or (flow.default_steps,):
+        comparison = Comparison(evaluator, flow, {**options, "steps": steps})
+        with autocast(config.model.mixed_precision, state.device):
+            numbers = evaluator.measure(comparison) | ({} if losses is None else losses.measure(flow))
+            if not state.is_main_process:
+                continue
+            rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
+        results.append({**settings, "steps": steps, **evaluator.settings, "distances": numbers})
+        _write_down(folder, results[-1])
+        tqdm.write(_describe(results[-1]))
+        if rows is not None:
+            write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
+            nearest = "the pictures most like copies, each before the training pictures that are nearest to it"
+            texts["neighbours"] = f"{folder / NEIGHBOURS_FILE}: {nearest}"
     state.wait_for_everyone()
     if state.is_main_process:
-        neighbours = "the pictures most like copies, each before the training pictures that are nearest to it"
-        texts = {"results": f"{folder / RESULTS_FILE}", "neighbours": f"{folder / NEIGHBOURS_FILE}: {neighbours}"}
-        if len(results) > 1:
-            texts["plot"] = str(_plot(folder, results, evaluator.headline))
+        if len(results) > 1 and results[0]["distances"]:
+            texts["plot"] = str(_plot(folder, results, next(iter(results[0]["distances"]))))
         tqdm.write(lines(texts))
 
 
-def _compare(
-    config: EvaluateConfig,
-    trained: Trained,
-    evaluator: Evaluator,
-    compared: HeldOutPictures | None,
-    folder: Path,
-    settings: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """Compare samples for each number of steps, and print and save the results, which the main process returns."""
-    flow, state, results = trained.flow, evaluator.state, []
-    for steps in dict.fromkeys(config.samples.steps) or (flow.default_steps,):
-        how = {**options, "steps": steps}
-        with autocast(config.model.mixed_precision, state.device):
-            generated = evaluator.generate(flow, **how)
-            losses = {} if compared is None else compared.measure(flow)
-            scores = agreement_scores(evaluator, flow, generated, **how)
-            if not state.is_main_process:
-                continue
-            rows = evaluator.beside_neighbours(flow, generated, **how)
-            scores |= translation_scores(evaluator, flow, generated) if flow.takes_source else {}
-        distances = evaluator.compute(generated) | losses | scores
-        result = {**settings, "weights": trained.weights, "steps": steps, **evaluator.settings, "distances": distances}
-        results.append(result)
-        _write_down(folder, result)
-        write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
-        tqdm.write(_describe(result))
-    return results
+def _check_data(trained: Trained, dataset: ImageDataset | RenderedItems, state: PartialState) -> None:
+    """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
+    check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
+    check_classes(trained.flow, trained.source, dataset)
+    if isinstance(dataset, ImageDataset):
+        check_fields(trained.flow.space, dataset, f"--dataset_path {dataset.info.source}")
+    # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
+    is_distilled = flags_in(trained.config).get("teacher") is not None
+    known = None if trained.run is None or is_distilled else trained.run.dataset
+    if known not in (None, dataset.fingerprint):
+        state.print(f"warning: {dataset.info.source} is not, or no longer, what {trained.source} was trained on")
+
+
+def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> dict[str, Any]:
+    """Return the settings of the samples that must match for two results to be comparable."""
+    solver, scale = config.solver, guidance_of(config.solver, trained.flow).scale
+    settings = {"checkpoint": str(trained.source), "weights": trained.weights, **plain(solver)}
+    settings |= {"solver": solver.solver or "default", "guidance_scale": scale}
+    if solver.autoguidance != 1:
+        settings["early_checkpoint"] = str(on_main(state, lambda: checkpoint.early_of(trained.source)))
+    return settings
 
 
 def split_data(
@@ -186,10 +157,10 @@ def _describe(result: dict[str, Any]) -> str:
     size = size_text(framing["width"], framing["height"]) if framing else result["image_size"]
     where = f" ({result['split']} split, {size} px)" if size else ""
     did = "{steps}-step pictures: {num_samples}, seed {seed}, against {num_real} of {dataset}{where}, {weights}"
-    how = "  by {feature_network}, resized {resize}"
+    network = ["  by {feature_network}, resized {resize}".format(**result)] if "feature_network" in result else []
     wide = max(38, *map(len, result["distances"]))
     numbers = [f"  {name:<{wide}} {value:.5g}" for name, value in result["distances"].items()]
-    return "\n".join([did.format(**result, where=where), how.format(**result), *numbers])
+    return "\n".join([did.format(**result, where=where), *network, *numbers])
 
 
 def _write_down(folder: Path, result: dict[str, Any]) -> None:

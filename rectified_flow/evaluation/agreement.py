@@ -4,8 +4,6 @@ A distance between distributions does not measure whether a sample suits its own
 regression on the features of an evaluator is fitted on real pictures, and predicts the labels and numbers of samples.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -13,9 +11,9 @@ from torch import Tensor
 
 from rectified_flow.condition import Condition, Labels, Number, WrittenCondition, all_none
 from rectified_flow.distributed.collectives import map_over_ranks
-from rectified_flow.evaluation.evaluator import Evaluator, conditions_of
+from rectified_flow.evaluation.evaluator import Comparison, conditions_of
 from rectified_flow.evaluation.heldout import FEWEST
-from rectified_flow.flows.flow import Flow
+from rectified_flow.registry import register
 
 MOST_SAMPLES, MOST_FITTED, FOLDS = 500, 3000, 5
 """Largest numbers of samples to score and of real pictures to fit on, and number of folds of cross-validation."""
@@ -23,24 +21,20 @@ PENALTIES = 10.0 ** torch.arange(-4, 3)
 """Penalties to choose from, relative to the mean squared distance of the features from their mean."""
 
 
+@register(role="score")
 @torch.no_grad()
-def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how: Any) -> dict[str, float]:
+def agreement(comparison: Comparison) -> dict[str, float]:
     """Score how well samples meet their conditions; a condition with fewer than 8 known rows is left out. Collective.
 
     The conditions are those of held-out rows, for which further samples are generated. Without held-out rows, they are
     those of training rows, and a regression judges only rows that it was not fitted on, and their samples.
-
-    Args:
-        evaluator: the evaluator.
-        flow: the flow.
-        generated: the result of ``evaluator.generate``.
-        how: the options that ``evaluator.generate`` was given.
 
     Returns:
         On the main process: ``NAME_accuracy`` of labels, ``NAME_correlation`` between numbers and their predictions,
         both as shares of the training data below them (0 if one is constant), and these scores ``_of_real`` pictures;
         ``_by_chance``: the expected score of samples in random order. Other conditions have scores of their own.
     """
+    evaluator, flow = comparison.evaluator, comparison.flow
     kinds = {name: kind for name, kind in flow.conditions.items() if isinstance(kind, WrittenCondition)}
     if not kinds:
         return {}
@@ -49,8 +43,10 @@ def agreement_scores(evaluator: Evaluator, flow: Flow, generated: Tensor, **how:
     rows = evaluator.order(data, count)
     asked = conditions_of(flow, data, rows, evaluator.seed)
     if held_out is not None and not flow.takes_source:  # from sources, they were generated with these conditions
-        how = {**how, "conditions": asked}
+        how = {**comparison.options, "conditions": asked}
         generated = map_over_ranks(evaluator.state, count, lambda some: evaluator.sample_features(flow, some, **how))
+    else:
+        generated = comparison.generated
     if not evaluator.state.is_main_process:
         return {}
     fitted = evaluator.order(dataset, MOST_FITTED)  # begins with `rows` if nothing is held out

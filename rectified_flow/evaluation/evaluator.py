@@ -1,7 +1,7 @@
 """Compare the samples of a flow with its training data, on all processes together."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,10 +25,10 @@ from rectified_flow.evaluation.features import (
     reference_features,
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
-from rectified_flow.registry import find
+from rectified_flow.registry import find, names
 
-METRICS = ("kernel", "copies")
-"""The metrics beside the Fréchet distance that cost little."""
+METRICS = ("frechet", "kernel", "copies")
+"""The metrics that cost little."""
 SHOWN, NEIGHBOURS_SHOWN = 8, 5
 AT_ONCE = 64
 """Number of sources that are read at once."""
@@ -46,8 +46,7 @@ class Evaluator:
         seed: seed of the samples, and of the subsets of the kernel distance.
         batch_size: samples that each process generates at once.
         held_out: data of the same kind that were not trained on, if there are any.
-        metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`). The Fréchet distance is
-            always computed, as flows are ranked by it.
+        metrics: names of registered metrics (:mod:`rectified_flow.evaluation.distances`) and of :data:`Score`.
 
     Raises:
         UsageError: if the feature network is unavailable, a metric is not registered, or there is a single item.
@@ -68,17 +67,27 @@ class Evaluator:
         if len(dataset) < 2:
             raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
-        self.metrics: list[Metric] = [find("metrics", "metric", name) for name in dict.fromkeys(("frechet", *metrics))]
+        scores = [name for name in dict.fromkeys(metrics) if name in names("score")]
+        self.scores: list[Score] = [find("metric", "score", name) for name in scores]
+        self.metrics: list[Metric] = [
+            find("metric", "metric", name) for name in dict.fromkeys(metrics) if name not in scores
+        ]
         self._translated: dict[str, Tensor] = {}
-        self.features: list[Features] = [load_features(feature_network, self.state.device), average_colours()]
+        self._network = feature_network
+        if self.metrics:
+            _ = self.features  # a network that is unavailable ends a run before it begins
+
+    @cached_property
+    def features(self) -> list[Features]:
+        """The feature networks; scores that need none do not load them."""
+        return [load_features(self._network, self.state.device), average_colours()]
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings that must match for two results to be comparable."""
-        info = self.dataset.info
+        info, network = self.dataset.info, self.features[0] if self.metrics else None
         return {
-            "feature_network": self.features[0].name,
-            "resize": self.features[0].resize,
+            **({} if network is None else {"feature_network": network.name, "resize": network.resize}),
             "dataset": info.source,
             "split": "train",
             "image_size": info.image_size,
@@ -128,38 +137,46 @@ class Evaluator:
         Raises:
             Interrupted: if a stop was requested meanwhile.
         """
+        batches = self.sampled(flow, numbers, **how)
+        return torch.cat([torch.cat([each.of(images) for each in self.features], dim=1) for images in batches])
+
+    def sampled(self, flow: Flow, numbers: Sequence[int], **how: Any) -> Iterator[Tensor]:
+        """Generate some samples, and yield batches of them as :func:`sample_batches` does with these options."""
         how = {"steps": flow.default_steps, **how}
         if "conditions" not in how:
             how["conditions"] = self._conditions(flow)
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
-        parts = []
         for some in in_batches(numbers, self.batch_size, doing):
-            [(_, images)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
-            parts.append(torch.cat([each.of(images) for each in self.features], dim=1))
-        return torch.cat(parts)
+            [(_, data)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
+            yield data
+
+    def measure(self, comparison: "Comparison") -> dict[str, float]:
+        """Compute all metrics and scores by name; the main process has those of features. Collective."""
+        generated = comparison.generated if self.metrics else torch.empty(0)
+        numbers = self.compute(generated) if self.state.is_main_process else {}
+        for score in self.scores:
+            numbers |= score(comparison)
+        return numbers
 
     def compute(self, generated: Tensor) -> dict[str, float]:
-        """Compute all metrics, by name, from the features of samples. Main process only."""
+        """Compute the metrics of features, by name, from the features of samples. Main process only."""
+        if not self.metrics:
+            return {}
         features = self._by_network(generated)
         return {name: number for metric in self.metrics for name, number in metric(self.real, features).items()}
 
-    def beside_neighbours(self, flow: Flow, generated: Tensor, **how: Any) -> Tensor:
+    def beside_neighbours(self, comparison: "Comparison") -> Tensor:
         """Render the samples that are most like copies, each before the training images that are nearest to it.
 
         Main process only. The samples are generated again, with the same result.
 
-        Args:
-            flow: the flow.
-            generated: the result of :meth:`generate`.
-            how: the options that :meth:`generate` was given.
-
         Returns:
             Images, uint8 ``[n, 1 + k, c, h, w]``.
         """
-        features, real = self._by_network(generated)[0], self.real.features[0]
+        features, real = self._by_network(comparison.generated)[0], self.real.features[0]
         worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
-        options = {"seed": self.seed, "batch_size": SHOWN, "conditions": self._conditions(flow), **how}
-        [(_, sampled)] = sample_batches(flow, worst.tolist(), **options)
+        options = {"seed": self.seed, "conditions": self._conditions(comparison.flow), **comparison.options}
+        [(_, sampled)] = sample_batches(comparison.flow, worst.tolist(), batch_size=SHOWN, **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
         return torch.cat((sampled.cpu()[:, None], shown), dim=1)
@@ -192,6 +209,33 @@ class Evaluator:
         if not self._translated:
             self._translated = conditions_of(flow, data, rows, self.seed)
         return data, rows, self._translated
+
+
+@dataclass
+class Comparison:
+    """One flow under an evaluation; its samples are generated when a metric first needs them.
+
+    Args:
+        evaluator: the evaluator.
+        flow: the flow.
+        options: options of ``flow.sample``.
+    """
+
+    evaluator: Evaluator
+    flow: Flow
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def generated(self) -> Tensor:
+        """The result of :meth:`Evaluator.generate` with these options. Collective."""
+        return self.evaluator.generate(self.flow, **self.options)
+
+
+Score = Callable[[Comparison], Mapping[str, float]]
+"""Numbers by name, of the main process, from a flow itself. Collective, so that it can generate or measure more.
+
+It is registered with ``@register(role="score")``, and is empty for a flow that it does not apply to.
+"""
 
 
 def conditions_of(

@@ -5,21 +5,54 @@ in physical units ``[n, c, h, w]``, whose pixels are finite, or NaN if unknown. 
 of other real fields, which is not 0 either, because the number of fields is limited.
 """
 
-from collections.abc import Sequence
 from itertools import combinations
 from math import isnan, nan
 
 import torch
 from torch import Tensor
 
-from rectified_flow.system.pictures import Line, Panel
+from rectified_flow.data.store import ImageDataset
+from rectified_flow.data.stream import Batches
+from rectified_flow.distributed.collectives import map_over_ranks
+from rectified_flow.evaluation.evaluator import Comparison
+from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.flows.flow import Flow
+from rectified_flow.registry import register
 
 FLOOR = 1e-12
 """Lower limit of the power, as a share of the variance of real fields: smaller powers are rounding of float32."""
-MOST_CHANNELS, BINS = 4, 50
-"""Largest number of channels in plots, and number of bins of a histogram."""
 AT_ONCE = 2**22
 """Number of pixels that are transformed at once; more if one field alone has more."""
+
+
+@register(role="score")
+@torch.no_grad()
+def spectra(comparison: Comparison) -> dict[str, float]:
+    """Return the :func:`field_scores` of samples and of as many training fields, in physical units.
+
+    The other real fields are held-out fields, or half of the training fields if there are none.
+    """
+    evaluator, flow = comparison.evaluator, comparison.flow
+    data, held_out = evaluator.dataset, evaluator.held_out
+    count = min(evaluator.num_samples, len(data) if held_out is not None else len(data) // 2)
+    order = evaluator.order(data, 2 * count)
+    others = (data, order[count:]) if held_out is None else (held_out, evaluator.order(held_out, count))
+
+    def sample(numbers: list[int]) -> Tensor:
+        batches = evaluator.sampled(flow, numbers, render=False, **comparison.options)
+        return torch.cat([data.cpu() for data in batches])
+
+    samples = map_over_ranks(evaluator.state, evaluator.num_samples, sample)
+    if not evaluator.state.is_main_process:
+        return {}
+    real, other = (_physical(flow, *each) for each in ((data, order[:count]), others))
+    return field_scores(samples, real, other)
+
+
+def _physical(flow: Flow, data: ImageDataset | RenderedItems, rows: list[int]) -> Tensor:
+    """Return real fields as the flow generates them, float32 ``[n, c, h, w]`` in physical units."""
+    stored = Batches(data.items if isinstance(data, RenderedItems) else data).__getitems__(rows)
+    return flow.space.decode(flow.space.encode(stored[flow.space.key]))
 
 
 def wave_numbers(height: int, width: int) -> Tensor:
@@ -155,46 +188,3 @@ def _deviations(fields: Tensor) -> Tensor:
 def _relative_spectrum(fields: Tensor, scale: Tensor) -> Tensor:
     """Return the spectrum over the squares of ``scale`` ``[c]``, at least :data:`FLOOR`, on the CPU ``[c, k]``."""
     return (spectrum(fields).cpu() / scale[:, None].square()).clamp(min=FLOOR)
-
-
-def field_panels(samples: Tensor, real: Tensor, other: Tensor, names: Sequence[str]) -> list[Panel]:
-    """Return plots of spectra, of the values of each channel, and of the correlations of several channels.
-
-    Args:
-        samples: samples ``[n, c, h, w]``.
-        real: real fields ``[m, c, h, w]``.
-        other: other real fields.
-        names: names of the channels, with their units. Only the first four channels are plotted.
-    """
-    names = names[:MOST_CHANNELS]
-    sets = {"samples": samples, "real": real, "other real": other}
-    sets = {name: fields[:, : len(names)] for name, fields in sets.items()}
-    scale = _deviations(sets["real"])
-    spectra = {name: _relative_spectrum(sets[name], scale).tolist() for name in ("samples", "real")}
-    lines = {f"{name}, {of}": _line(spectra[of][row]) for row, name in enumerate(names) for of in spectra}
-    x, y = "wave number [cycles per shorter side]", "power / variance of real"
-    panels = [Panel(lines, "power spectra", x, y, log_x=True, log_y=True)] if any(lines.values()) else []
-    panels += [_histogram({of: fields[:, row] for of, fields in sets.items()}, name) for row, name in enumerate(names)]
-    if len(names) > 1:
-        pairs = [f"{number}: {' and '.join(pair)}" for number, pair in enumerate(combinations(names, 2), 1)]
-        lines = {of: _line(correlations(fields).tolist()) for of, fields in sets.items()}
-        panels.append(Panel(lines, "correlations of channels", ", ".join(pairs), "correlation coefficient"))
-    return panels
-
-
-def _line(values: Sequence[float]) -> Line:
-    """Return the values that are not NaN by their numbers 1, 2, ..."""
-    return {number: value for number, value in enumerate(values, 1) if not isnan(value)}
-
-
-def _histogram(sets: dict[str, Tensor], name: str) -> Panel:
-    """Return the share of values in bins over the range of real fields; the outermost bins have the values outside."""
-    values = {of: _known(fields) for of, fields in sets.items()}
-    low, high = (values["real"].min().item(), values["real"].max().item()) if len(values["real"]) else (0.0, 0.0)
-    width = (high - low) / BINS or 1.0
-    lines = {}
-    for of, each in values.items():
-        bins = ((each - low) / width).clamp(0, BINS - 1).long()
-        shares = bins.bincount(minlength=BINS) / max(1, len(each))
-        lines[of] = {low + (number + 0.5) * width: share for number, share in enumerate(shares.tolist())}
-    return Panel(lines, f"values of {name}", name, "share of the pixels", is_histogram=True)

@@ -10,143 +10,128 @@ A picture has 256 levels, and the density is that of continuous values, so each 
 level (Theis et al. 2015, arXiv:1511.01844). The mean over such draws is at most the logarithm of the probability that
 the flow gives to the 8-bit picture. Its negative is therefore an upper bound, in the unit of published figures.
 
-Measurements (:class:`rectified_flow.spaces.fields.Fields`) of integer type are treated alike. For those of floating
-point, the figure is that of the density in physical units.
+The space of the data draws within levels, and tells the change of volume (:meth:`Space.dequantised
+<rectified_flow.spaces.space.Space.dequantised>`). For data of floating point, the figure is that of the density.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import log, pi
 from zlib import crc32
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.distributed.collectives import map_over_ranks
-from rectified_flow.errors import UsageError
+from rectified_flow.distributed.collectives import map_over_ranks, on_main
+from rectified_flow.errors import RunError, UsageError
+from rectified_flow.evaluation.evaluator import Comparison
 from rectified_flow.evaluation.features import in_batches
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
-from rectified_flow.spaces.fields import Fields
-from rectified_flow.spaces.pixels import cropped
-from rectified_flow.spaces.space import Space
+from rectified_flow.registry import register
 
-LEVEL = 1 / 127.5
-"""Distance of two levels of 8 bits in the units of :class:`rectified_flow.spaces.pixels.Pixels`."""
+MOST_PICTURES = 128
+"""Largest number of training pictures, and of held-out pictures, that are measured."""
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """Pictures whose likelihood is measured.
-
-    Args:
-        data: the pictures.
-        names: the name of each.
-        conditional: whether the likelihood is that under the conditions of the pictures, instead of "none".
-    """
-
-    data: ImageDataset
-    names: list[str]
-    conditional: bool = True
-
-    def read(self, flow: Flow, index: int) -> tuple[Tensor, Values]:
-        """Return a picture, uint8 ``[1, c, h, w]``, and its conditions by name ``[1, ...]``."""
-        known = self.data.condition_values([index]) if self.conditional else {}
-        kinds = flow.conditions.items()
-        conditions = {name: known[name] if name in known else kind.none(1, torch.device("cpu")) for name, kind in kinds}
-        return self.data.read_entries([index])["images"], conditions
-
-
-def measure(
-    flow: RectifiedFlow, groups: Sequence[Pictures], *, steps: int, probes: int, batch_size: int, seed: int = 0
-) -> list[Tensor]:
-    """Estimate the bits per dimension of all pictures, a share on every process. Collective.
-
-    Args:
-        flow: a rectified flow on pixels.
-        groups: the pictures.
-        steps: number of steps of the solver.
-        probes: number of independent estimates of each picture.
-        batch_size: number of estimates that each process makes at once.
-        seed: seed of all draws.
+@register(role="score")
+def likelihood(comparison: Comparison) -> dict[str, float]:
+    """Estimate the mean bits per dimension of training and of held-out pictures, with as many steps as samples have.
 
     Returns:
-        The estimates of each group, float64 ``[n, probes]``.
+        ``bits_per_dimension`` and ``heldout_bits_per_dimension``, and the standard error ``_error`` of each mean.
 
     Raises:
-        Interrupted: on every process, if a stop was requested on one.
+        UsageError: if the likelihood of the data is undefined for the flow.
+        RunError: if an estimate is not finite.
     """
-    rows = [(group, index) for group in groups for index in range(len(group.names))]
-    times = time_grid(steps)
+    evaluator, flow, numbers = comparison.evaluator, _checked(comparison.flow), dict[str, float]()
+    times = cubic_times(comparison.options["steps"])
+    for prefix, data in {"": evaluator.dataset, "heldout_": evaluator.held_out}.items():
+        if data is None:
+            continue
+        if not isinstance(data, ImageDataset):
+            raise UsageError("--metric likelihood needs a folder of pictures: pass it with --dataset_path")
+        rows = evaluator.order(data, MOST_PICTURES)
+        estimate = partial(estimates, flow, data, rows, times, evaluator.batch_size, evaluator.seed)
+        bits = map_over_ranks(evaluator.state, len(rows), estimate)
+        numbers |= on_main(evaluator.state, partial(_summary, f"{prefix}bits_per_dimension", bits))
+    return numbers
 
-    def estimate(numbers: list[int]) -> Tensor:
-        parts = []
+
+def _summary(name: str, bits: Tensor) -> dict[str, float]:
+    if not bits.isfinite().all():
+        raise RunError("the ODE of the flow diverges for some of the pictures: raise --steps")
+    return {name: bits.mean().item(), f"{name}_error": bits.std().item() / len(bits) ** 0.5}
+
+
+def _checked(flow: Flow) -> RectifiedFlow:
+    """Return a flow with an ODE of the data alone, whose velocity exists at time 0."""
+    whole = not flow.takes_source and not flow.space.has_missing
+    if whole and isinstance(flow, RectifiedFlow) and flow.prediction != "clean":
+        return flow
+    raise UsageError(
+        "--metric likelihood needs a rectified flow from noise to data without unknown values, and a prediction of the "
+        "velocity or the noise"
+    )
+
+
+def estimates(
+    flow: RectifiedFlow,
+    data: ImageDataset,
+    rows: Sequence[int],
+    times: list[float],
+    batch_size: int,
+    seed: int,
+    numbers: Sequence[int],
+) -> Tensor:
+    """Return the bits per dimension of some of the rows of a dataset, float64 ``[n]``, under their conditions."""
+    parts = []
+    with torch.autocast(flow.device.type, enabled=False):
         for some in in_batches(numbers, batch_size, "likelihood"):
-            places = [divmod(number, probes) for number in some]
-            read = [rows[row][0].read(flow, rows[row][1]) for row, _ in places]
-            pictures = torch.cat([picture for picture, _ in read])
-            conditions = {name: torch.cat([each[name] for _, each in read]) for name in flow.conditions}
-            draws = [draw for _, draw in places]
-            parts.append(bits_per_dimension(flow, pictures, conditions, times, draws, seed))
-        return torch.cat(parts)
-
-    estimates = map_over_ranks(PartialState(), len(rows) * probes, estimate).unflatten(0, (-1, probes))
-    return list(estimates.split([len(group.names) for group in groups]))
+            read = [rows[number] for number in some]
+            known = data.condition_values(read)
+            conditions = {
+                name: known[name] if name in known else kind.none(len(read), torch.device("cpu"))
+                for name, kind in flow.conditions.items()
+            }
+            parts.append(bits_per_dimension(flow, data.read_entries(read)["images"], conditions, times, seed))
+    return torch.cat(parts)
 
 
-def time_grid(steps: int) -> list[float]:
+def cubic_times(steps: int) -> list[float]:
     """Return the cubes of ``steps + 1`` evenly spaced numbers: most of the change in density happens near time 0."""
     return [(step / steps) ** 3 for step in range(steps + 1)]
 
 
 def bits_per_dimension(
-    flow: RectifiedFlow, pictures: Tensor, conditions: Values, times: list[float], draws: Sequence[int], seed: int = 0
+    flow: RectifiedFlow, pictures: Tensor, conditions: Values, times: list[float], seed: int = 0
 ) -> Tensor:
     """Estimate the bits per dimension of pictures, each by one draw within its levels and one probe.
 
-    The draws are a function of the seed, of the number of the draw, and of the picture. So an estimate does not depend
-    on the other pictures of the batch.
+    The draws are a function of the seed and of the picture. So an estimate does not depend on the other pictures of the
+    batch.
 
     Args:
-        flow: a rectified flow on pixels.
-        pictures: uint8 ``[b, c, h, w]``.
+        flow: a rectified flow.
+        pictures: stored data ``[b, c, h, w]``.
         conditions: their conditions by name.
         times: the times that bound the steps, from 0 to 1.
-        draws: the number of the draw of each picture; different draws are independent.
         seed: seed of all draws.
 
     Returns:
         The estimates, float64 ``[b]`` on the CPU.
     """
     conditions, device = {name: each.to(flow.device) for name, each in conditions.items()}, flow.device
-    numbers = [randomness.mix(crc32(each.numpy()), draw) for each, draw in zip(pictures.cpu(), draws, strict=True)]
-    with randomness.deterministic(randomness.Samples(seed, numbers), device):
-        x, log_volume = _dequantised(flow.space, pictures.to(device))
+    with randomness.deterministic(randomness.Samples(seed, [crc32(each.numpy()) for each in pictures.cpu()]), device):
+        x, log_volume = flow.space.dequantised(pictures.to(device))
         probe = 2.0 * randomness.randint("probe", 2, x.shape, device) - 1
         densities = log_density(flow, x, conditions, times, probe)
     return -densities / (x[0].numel() * log(2)) - log_volume
-
-
-def _dequantised(space: Space, data: Tensor) -> tuple[Tensor, Tensor | float]:
-    """Return encoded data, drawn within the levels of integers, and the mean change of volume of each row in bits."""
-    if not isinstance(space, Fields):
-        x = space.encode(data)
-        return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log(LEVEL, 2)
-    values = cropped(data.float(), space.shape)
-    if not data.is_floating_point():
-        values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
-    log_volume = space.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
-    if not log_volume.isfinite().all():
-        raise UsageError(
-            "--likelihood: the transform has an infinite slope at a value of the fields, such as sqrt at 0"
-        )
-    return space.encode(values), log_volume
 
 
 @torch.no_grad()

@@ -10,22 +10,19 @@ import torch
 from torch import Tensor
 
 from rectified_flow.evaluation.distances import FIELDS, frechet_distance, kernel_distance
-from rectified_flow.evaluation.evaluator import Evaluator, render_sources
+from rectified_flow.evaluation.evaluator import Comparison, Evaluator, render_sources
 from rectified_flow.evaluation.features import in_batches
-from rectified_flow.flows.flow import SOURCE, Flow
+from rectified_flow.flows.flow import SOURCE
+from rectified_flow.registry import register
 
 NEAREST, MOST_VARIANTS = 10, 4
 """Number k of the top-k accuracy of retrieval, and largest number of results for each source that are compared."""
 
 
+@register(role="score")
 @torch.no_grad()
-def translation_scores(evaluator: Evaluator, flow: Flow, generated: Tensor) -> dict[str, float]:
-    """Score the results of an evaluation. Main process only.
-
-    Args:
-        evaluator: the evaluator, whose held-out pictures, or else training pictures, were translated.
-        flow: a flow that takes sources.
-        generated: the result of ``evaluator.generate``, ``[n, d]``.
+def translation(comparison: Comparison) -> dict[str, float]:
+    """Score the translations of held-out pictures, or else of training pictures, for a flow that takes sources.
 
     Returns:
         ``copy_DISTANCE``: the Fréchet distance and the kernel distance of the sources. With known partners,
@@ -36,6 +33,12 @@ def translation_scores(evaluator: Evaluator, flow: Flow, generated: Tensor) -> d
         :func:`structure_of`. ``copy_`` and ``neighbour_`` before such a name: the score of the source itself, and of
         the training picture that is nearest to the source.
     """
+    evaluator, flow = comparison.evaluator, comparison.flow
+    if not flow.takes_source:
+        return {}
+    generated = comparison.generated
+    if not evaluator.state.is_main_process:
+        return {}
     data, rows, conditions = evaluator.translated(flow)
     real = evaluator.real.features[0]
     results = generated[:, : real.shape[1]].cpu()

@@ -3,12 +3,15 @@
 import re
 from collections.abc import Mapping, Sequence
 from functools import cache
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from rectified_flow import randomness
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
+from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.pixels import RGB, cropped, mirrored
@@ -53,6 +56,8 @@ class Fields(Space):
     Raises:
         ValueError: if there is not one range for each channel, a range is empty, or ``show`` names no channels.
     """
+
+    metrics = ("spectra",)
 
     def __init__(
         self,
@@ -192,6 +197,16 @@ class Fields(Space):
         least, greatest = (f"{value:.4g}" for value in (self.low[channel], self.high[channel]))
         name = f"channel {channel + 1}" if len(self.low) > 1 else ""
         return Legend(colour_map(self._colour_map), least, greatest, name)
+
+    def dequantised(self, data: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Draw integers within their unit; the volume changes by the slopes of the transform, in the mean of a row."""
+        values = cropped(data.float(), self.shape)
+        if not data.is_floating_point():
+            values = values + randomness.rand("dequantisation", values.shape, values.device) - 0.5
+        log_volume = self.log_slope(values).double().flatten(1).mean(dim=1).cpu() / log(2)
+        if not log_volume.isfinite().all():
+            raise UsageError("--metric likelihood needs a transform with finite slopes, unlike sqrt at 0")
+        return self.encode(values), log_volume
 
     def outside(self, data: Tensor) -> float:
         """Return the share of the known values that are outside of their range by more than 1% of it."""

@@ -1,6 +1,7 @@
 """Pixels: pictures as a dataset stores them, uint8, and as a flow works on them, in [-1, 1]."""
 
 from collections.abc import Sequence
+from math import log2
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from rectified_flow.spaces.augmentation import NUMBERS, augmented
 from rectified_flow.spaces.space import Space
 
 RGB, RGBA = 3, 4
+LEVEL = 1 / 127.5
+"""Distance of two levels of 8 bits in [-1, 1]."""
 
 
 @register
@@ -83,6 +86,11 @@ class Pixels(Space):
     def to_stored(self, x: Tensor) -> Tensor:
         """Return uint8 pictures."""
         return _to_uint8(self.decode(x))
+
+    def dequantised(self, data: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Draw each value uniformly within its level (Theis et al. 2015, arXiv:1511.01844)."""
+        x = self.encode(data)
+        return x + LEVEL * (randomness.rand("dequantisation", x.shape, x.device) - 0.5), log2(LEVEL)
 
     def problem_with(self, data: Tensor) -> str | None:
         """Return a sentence on floating-point pictures outside [-1, 1], or in [0, 1] only (as of ``ToTensor``)."""

@@ -27,6 +27,8 @@ class Space(ABC):
     shape: tuple[int, ...] | None = None
     """Shape of one ``x``, without the batch; a flow sets it at its first training batch where it is None."""
 
+    metrics: ClassVar[tuple[str, ...]] = ("frechet", "kernel", "copies", "manifold", "agreement", "translation")
+    """Names of the registered metrics and scores that compare samples with real data by default."""
     has_missing: bool = False
     """Whether ``x`` is NaN where a value is unknown; such values are left out of the loss."""
 
@@ -93,6 +95,14 @@ class Space(ABC):
             UsageError: if the space has no such way.
         """
         raise UsageError(f"{type(self).__name__} cannot be stored")
+
+    def dequantised(self, data: Tensor) -> tuple[Tensor, Tensor | float]:
+        """Encode stored data, drawn within the levels of integers, and return the change of volume of a value in bits.
+
+        Raises:
+            UsageError: if the space has no such density.
+        """
+        raise UsageError(f"--metric likelihood needs a run on pixels or measurements, not {type(self).__name__}")
 
     def prepare(self, device: torch.device) -> None:  # noqa: B027, as most have nothing to load
         """Load the weights that decoding needs, if there are any.

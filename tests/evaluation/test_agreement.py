@@ -13,8 +13,8 @@ from sklearn.linear_model import RidgeCV
 from torch import Tensor
 
 from rectified_flow.condition import Labels, Number, Values
-from rectified_flow.evaluation.agreement import PENALTIES, agreement_scores, ridge
-from rectified_flow.evaluation.evaluator import Evaluator
+from rectified_flow.evaluation.agreement import PENALTIES, agreement, ridge
+from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.text.caption import Caption
 from rectified_flow.text.encoders import BagOfWords
 
@@ -71,7 +71,9 @@ def score(
     evaluator.sample_features = sample_features
     generated = torch.full((num_samples, WIDTH), torch.nan) if holds_out else sample(rows)
     flow: Any = SimpleNamespace(conditions={"it": kind}, takes_source=False)
-    return agreement_scores(evaluator, flow, F.pad(generated, (0, 5)), steps=3)  # other networks' features follow
+    comparison = Comparison(evaluator, flow, {"steps": 3})
+    comparison.generated = F.pad(generated, (0, 5))  # other networks' features follow
+    return agreement(comparison)
 
 
 @both

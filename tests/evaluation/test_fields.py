@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from math import isfinite, log10, nan, pi
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from rectified_flow.evaluation.fields import (
     correlations,
-    field_panels,
     field_scores,
     shell_means,
     spectrum,
     wasserstein_distance,
     wave_numbers,
 )
-from rectified_flow.system.pictures import draw_panels
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -222,7 +219,7 @@ def unknown(fields: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("change", [constant, unknown])
-def test_channels_without_a_scale(change: Callable[[Tensor], Tensor], tmp_path: Path) -> None:
+def test_channels_without_a_scale(change: Callable[[Tensor], Tensor]) -> None:
     """A channel that is constant or unknown in real fields has no scores; other channels keep theirs."""
     samples, real, other = (random(6, 2, 8, 8, seed=seed).double() for seed in range(3))
     expected = field_scores(samples[:, :1], real[:, :1], other[:, :1])
@@ -231,9 +228,6 @@ def test_channels_without_a_scale(change: Callable[[Tensor], Tensor], tmp_path: 
     correlation = {name: scores.pop(name) for name in [*scores] if name.startswith("correlation")}
     assert scores == expected
     assert correlation.keys() == ({"correlation_error", "correlation_error_of_real"} if change is constant else set())
-    spectra, *_ = panels = field_panels(samples, real, other, ["one", "two"])
-    assert [len(line) for line in spectra.lines.values()] == [4, 4, 0, 0]
-    draw_panels(tmp_path / "fields.png", panels)
 
 
 def test_constant_samples() -> None:
@@ -247,43 +241,6 @@ def test_constant_samples() -> None:
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 6), (2, 3), (5, 4)])
-def test_one_small_field(size: tuple[int, int], tmp_path: Path) -> None:
+def test_one_small_field(size: tuple[int, int]) -> None:
     samples, real, other = (random(1, 2, *size, seed=seed) for seed in range(3))
     assert all(map(isfinite, field_scores(samples, real, other).values()))
-    draw_panels(tmp_path / "fields.png", field_panels(samples, real, other, ["one", "two"]))
-
-
-def test_panels(tmp_path: Path) -> None:
-    samples, real, other = (280 + random(50, 5, 16, 16, seed=seed) for seed in range(3))
-    real[:, :, :4] = nan
-    panels = field_panels(2 * samples - 280, real, other, ["one [K]", "two [m]", "three", "four", "five"])
-    assert [panel.title for panel in panels] == [
-        "power spectra",
-        "values of one [K]",
-        "values of two [m]",
-        "values of three",
-        "values of four",
-        "correlations of channels",
-    ]
-    spectra, histogram, *_, coefficients = panels
-    assert (spectra.log_x, spectra.log_y, histogram.is_histogram) == (True, True, True)
-    assert [*spectra.lines][:3] == ["one [K], samples", "one [K], real", "two [m], samples"]
-    assert len(spectra.lines) == 8
-    assert np.mean(
-        [*field_panels(3 * real, 3 * real, other, ["a", "b"])[0].lines["a, real"].values()]
-    ) == pytest.approx(1, rel=0.05)
-    for name, height in (("two [m], samples", 4), ("two [m], real", 1)):
-        assert [*spectra.lines[name]] == list(range(1, 9))
-        assert [*spectra.lines[name].values()] == pytest.approx([height] * 8, rel=0.25)
-    shares = {name: [*line.values()] for name, line in histogram.lines.items()}
-    assert [*shares] == ["samples", "real", "other real"]
-    assert all(sum(each) == pytest.approx(1) for each in shares.values())
-    assert shares["samples"][0] > 0.02 > shares["other real"][0], "values below the range of real fields are counted"
-    known = real[:, 0, 4:].double()
-    counts, edges = np.histogram(known, 50)
-    assert shares["real"] == pytest.approx((counts / known.numel()).tolist())
-    assert [*histogram.lines["real"]] == pytest.approx(((edges[1:] + edges[:-1]) / 2).tolist())
-    assert coefficients.x_label.startswith("1: one [K] and two [m], 2: one [K] and three")
-    assert [len(line) for line in coefficients.lines.values()] == [6, 6, 6]
-    assert len(field_panels(samples[:, :1], real[:, :1], other[:, :1], ["one"])) == 2
-    draw_panels(tmp_path / "fields.png", panels)

@@ -159,8 +159,8 @@ class MeasureConfig(Flags):
     """Sampling steps; one evaluation for each number."""
     feature_network: FeatureNetwork = "inception"
     """Features for comparing pictures: inception (FID and KID), or efficientnet_lite0 (no download)."""
-    metric: Annotated[tuple[str, ...], default_is("all")] = ()
-    """Registered metrics to compute: frechet, kernel, manifold, copies, or your own."""
+    metric: Annotated[tuple[str, ...], default_is("those of the data")] = ()
+    """Registered metrics: frechet, kernel, copies, manifold, agreement, translation, spectra, likelihood or yours."""
     seed: Seed = 0
     """Seed of the samples and of the kernel distance's subsets."""
     dataset_path: Path | None = None
@@ -170,21 +170,7 @@ class MeasureConfig(Flags):
     cache_dir: Path | None = None
     """Folder of decoded images, if it has moved."""
     output_dir: Annotated[Path | None, default_is("the run's folder")] = None
-    """Folder for the results, evaluation.json or likelihood.json."""
-    likelihood: Annotated[
-        tuple[Path] | tuple[()] | None, tyro.conf.arg(metavar="[FOLDER]", help_behavior_hint="(default: no)")
-    ] = None
-    """Measure the likelihood of pictures instead: of training and held-out pictures, and of those in a folder."""
-    likelihood_steps: Annotated[Positive | None, default_is("16")] = None
-    """Steps of the solver for the likelihood, with 4 network calls and their gradients each."""
-    likelihood_probes: Annotated[Positive | None, default_is("1")] = None
-    """Independent estimates of the likelihood of each picture, which are averaged."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.likelihood is None:
-            needs = {"likelihood_steps": self.likelihood_steps, "likelihood_probes": self.likelihood_probes}
-            refuse(needs, "has no effect without --likelihood: pass both")
+    """Folder for the results, evaluation.json."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Parts of evaluate.py: scores of fields, and likelihoods."""
