@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -19,7 +20,7 @@ from rectified_flow.cli import export as exporting
 from rectified_flow.cli import network_call
 from rectified_flow.cli.export import export, newest_samples, page_sources
 from rectified_flow.cli.flags.sampling import ExportConfig
-from rectified_flow.cli.network_call import MODEL_FILE, NetworkCall
+from rectified_flow.cli.network_call import MODEL_FILE
 from rectified_flow.condition import LARGEST, AugmentationLabels, Labels, Number, Picture, with_map
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
@@ -237,18 +238,6 @@ def test_a_text_encoder_is_exported_beside_the_model(
     assert (found - velocity).abs().max() <= largest * velocity.abs().max()
 
 
-def test_a_text_encoder_that_a_page_cannot_run_is_refused(tmp_path: Path) -> None:
-    captions = [Caption(Lengths(), 1, 0, ("a",)), *(Caption(tiny_encoder(tmp_path / str(i), i), 8) for i in range(2))]
-    for named, sentence in (
-        ({"text": captions[0]}, "cannot run the text encoder the lengths: pass --format onnx"),
-        ({"text": captions[1], "title": captions[2]}, "has captions of several encoders"),
-    ):
-        write(RectifiedFlow(small(**named), space=Pixels((3, 8, 8))), tmp_path)
-        sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
-        with pytest.raises(UsageError, match=sentence):
-            export(parse(ExportConfig, "Export."))
-
-
 @register
 class Lengths(TextEncoder):
     """An encoder that the page does not know."""
@@ -287,13 +276,6 @@ class Mirrored(Degradation):
 
     def __call__(self, x: Tensor) -> Tensor:
         return (x + x.flip(-1)) / 2
-
-
-def test_a_page_that_cannot_apply_a_projection_is_refused(tmp_path: Path) -> None:
-    write(RectifiedFlow(small(), space=Pixels((3, 8, 8)), from_source=True, degradation=Mirrored()), tmp_path)
-    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", "page"]
-    with pytest.raises(UsageError, match="--format page cannot apply Mirrored to the visitor's picture: pass --format"):
-        export(parse(ExportConfig, "Export."))
 
 
 @pytest.mark.parametrize("returned", [1.0, float("nan")])
@@ -381,13 +363,46 @@ def test_the_page_is_served_and_opened(
     assert f"server      {opened[0]}, until Ctrl-C" in capsys.readouterr().out
 
 
-def test_what_cannot_be_exported_is_refused() -> None:
-    latents = RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8))
-    with pytest.raises(UsageError, match="--checkpoint has a flow of latents: only pixels and fields can be exported"):
-        NetworkCall(latents)
-    with pytest.raises(UsageError, match="condition caption, a Picture: only labels, numbers, captions and a"):
-        NetworkCall(RectifiedFlow(small(caption=Picture((3, 8, 8))), space=Pixels((3, 8, 8))))
-    NetworkCall(RectifiedFlow(small(labels=Labels(3)), space=Pixels((3, 8, 8))))
+def of_pixels(*_folder: Path, channels: int = 3, settings: Any = None, **conditions: object) -> Flow:
+    network = small(**conditions) if channels == 3 else Unet(8, (1,), channels, image_size=8)
+    return RectifiedFlow(network, space=Pixels((channels, 8, 8)), **(settings or {}))
+
+
+def of_two_encoders(folder: Path) -> Flow:
+    text, title = (Caption(tiny_encoder(folder / str(seed), seed), 8) for seed in range(2))
+    return of_pixels(text=text, title=title)
+
+
+@pytest.mark.parametrize(
+    ("build", "form", "sentence"),
+    [
+        (partial(of_pixels, text=Caption(Lengths(), 1, 0, ("a",))), "page", "cannot run the text encoder the lengths"),
+        (of_two_encoders, "page", "has captions of several encoders"),
+        (
+            partial(of_pixels, settings={"from_source": True, "degradation": Mirrored()}),
+            "page",
+            "cannot apply Mirrored",
+        ),
+        (partial(of_pixels, channels=2), "page", "supports grey and RGB pictures, not 2 channels: pass --format onnx"),
+        (
+            partial(of_pixels, caption=Picture((3, 8, 8))),
+            "onnx",
+            "condition caption, a Picture: only labels, numbers",
+        ),
+        (
+            lambda _folder: RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8)),
+            "onnx",
+            "has a flow of latents: only pixels and fields can be exported",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    build: Callable[[Path], Flow], form: str, sentence: str, tmp_path: Path
+) -> None:
+    write(build(tmp_path), tmp_path)
+    sys.argv = ["export.py", "--checkpoint", str(tmp_path), "--format", form]
+    with pytest.raises(UsageError, match=sentence):
+        export(parse(ExportConfig, "Export."))
 
 
 def test_a_missing_checkpoint_or_package_is_one_sentence(tmp_path: Path) -> None:
