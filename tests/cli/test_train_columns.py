@@ -185,7 +185,7 @@ def test_bad_values_are_named(runs: Path, tmp_path: Path, flags: str, sentence: 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--condition_types text=label", "--condition_types has no effect without --condition_on"),
+        ("--condition_types text=label", "--condition_types needs --condition_on: pass both"),
         ("--condition_on text --text_tokens 4", "--text_tokens needs --text_encoder"),
         ("--condition_on text --condition_types text", "--condition_types text must be COLUMN=caption"),
         ("--condition_on size --coupling ot", "--coupling ot pairs only rows with equal conditions, and size differs"),
