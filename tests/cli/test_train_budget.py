@@ -197,5 +197,5 @@ def test_a_run_and_its_map_in_one_command(world_size: int, pictures: Path, tmp_p
 
 def test_a_map_that_could_not_learn_from_the_run_is_refused_before_it_starts() -> None:
     for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow")):
-        with pytest.raises(UsageError, match=f"--{flag} excludes --one_step"):
+        with pytest.raises(UsageError, match=f"--{flag} .*exclude"):
             parse(TrainConfig, "", ["--one_step", *words.split()])
