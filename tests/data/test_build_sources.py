@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -61,12 +62,6 @@ def test_subfolders_are_classes(tmp_path: Path) -> None:
     assert again.path == dataset.path, "the recipe opens other pictures"
     with pytest.raises(UsageError, match="is empty: check whether a variable is unset"):
         open_dataset("", "", image_size=4)
-
-
-def test_a_picture_beside_the_subfolders_means_no_classes(tmp_path: Path) -> None:
-    save_picture(tmp_path / "rose/1.png")
-    save_picture(tmp_path / "loose.png")
-    assert PictureFolder(tmp_path).class_names == []
 
 
 def test_the_hubs_layout(tmp_path: Path) -> None:
@@ -207,3 +202,20 @@ def test_only_pictures_are_opened_whatever_they_are_called(tmp_path: Path) -> No
     (tmp_path / "pics/2.png").write_text(eps)
     with pytest.raises(UsageError, match=r"broken image .*2\.png \(cannot identify image file"):
         open_dataset("", tmp_path / "pics", image_size=8, cache_dir=tmp_path / "cache")
+
+
+def test_a_hub_that_does_not_answer_is_named_before_the_wait(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = list[str]()
+
+    def wait(*_arguments: Any, **_options: Any) -> None:
+        said.append(capsys.readouterr().out)
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", wait)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(UsageError, match="could not be loaded from the hub: there is no network"):
+        open_dataset("some/pictures", image_size=4)
+    assert said[0] == f"reading some/pictures from {huggingface_hub.constants.ENDPOINT}\n"

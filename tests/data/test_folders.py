@@ -76,6 +76,7 @@ LAYOUTS = {
     "trash glass": (["glass", "trash"], "glass trash"),
     "#cat #dog": (["#cat", "#dog"], "#cat #dog"),
     "cat": (["cat"], "cat"),
+    "cat dog .": ([], "1.png cat dog"),
 }
 
 
@@ -86,7 +87,8 @@ def test_which_subfolders_are_read_and_which_are_classes(tmp_path: Path, layout:
     classes, read = LAYOUTS[layout]
     folder = PictureFolder(tmp_path)
     assert folder.class_names == classes
-    assert [folder.name_of(index) for index in range(len(folder))] == [f"{name}/1.png" for name in read.split()]
+    names = [name if name.endswith(".png") else f"{name}/1.png" for name in read.split()]
+    assert [folder.name_of(index) for index in range(len(folder))] == names
     left = len(layout.split()) - len(read.split())
     assert (left > 0) == any(f"left out {left} pictures of other splits or of labels" in note for note in folder.notes)
 
