@@ -84,6 +84,21 @@ class ImageSource:
         """Return the width and height of one image [px]."""
         return upright_size(self.load(index)[0])
 
+    def numbers_without(self, exclude: Sequence[str]) -> list[int]:
+        """Return the numbers of all images but those with the names to exclude.
+
+        Raises:
+            UsageError: if an image to exclude does not exist, or no other is left.
+        """
+        names = {self.name_of(index): index for index in range(len(self))} if exclude else {}
+        unknown = sorted({*exclude} - names.keys())
+        if unknown:
+            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {self.name}: correct the list")
+        numbers = sorted({*range(len(self))} - {names[name] for name in exclude})
+        if not numbers and exclude:
+            raise UsageError(f"--exclude leaves no image of {self.name}: shorten the list")
+        return numbers
+
     def read_table(self) -> Table:
         """Return the columns beside the images."""
         return Table({}, [""] * len(self))
@@ -111,6 +126,7 @@ def open_store(
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
     store_bits: StoreBits = 32,
+    exclude: Sequence[str] = (),
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
 
@@ -122,6 +138,7 @@ def open_store(
         cache_dir: folder of the stores; by default the user's cache folder.
         skip_broken_images: leave out images that cannot be decoded.
         store_bits: most bits of a stored value of measurements.
+        exclude: names of images to leave out.
 
     Raises:
         UsageError: if an image is broken and ``skip_broken_images`` is off, if there are no images, or if the cache
@@ -129,7 +146,7 @@ def open_store(
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
     rows = source.rows(framing, store_bits)
-    shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key)
+    shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *sorted(exclude))
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]
     cache_dir = default_cache_dir() if cache_dir is None else usable_path("--cache_dir", cache_dir)
@@ -138,14 +155,16 @@ def open_store(
     if not store.is_whole:  # a whole store is read without a lock, even from a read-only cache
         with store.locked(REMEDY):
             if not store.is_whole:  # another process may have built it meanwhile
-                _build(path, source, rows, skip_broken_images)
+                _build(path, source, source.numbers_without(exclude), rows, skip_broken_images)
     return path
 
 
-def _build(path: Path, source: ImageSource, rows: PictureRows, skip_broken_images: bool) -> None:
-    """Decode all images into the store, and measure the originals on the way."""
+def _build(
+    path: Path, source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
+) -> None:
+    """Decode the images with some numbers into the store, and measure the originals on the way."""
     framing = rows.framing
-    store = StoreWriter(path, len(source), {rows.file: rows.shape}, KIND)
+    store = StoreWriter(path, len(numbers), {rows.file: rows.shape}, KIND)
     what = f"{store.length} images of --image_size {framing.size_text}"
     remedy = "lower --image_size, or pass a --cache_dir with more room"
     require_disk(store.length * row_size(rows.file, rows.shape), path.parent, what, remedy)
@@ -154,7 +173,8 @@ def _build(path: Path, source: ImageSource, rows: PictureRows, skip_broken_image
     with store.building():
         # Not through a memory map: on a full disk, a write to a memory map crashes the process.
         with (store.stage / rows.file).open("wb") as file:
-            for index, decoded in enumerate(_decode_all(source, rows, skip_broken_images)):
+            decoder = _decode_all(source, numbers, rows, skip_broken_images)
+            for index, decoded in zip(numbers, decoder, strict=True):
                 if decoded is None:
                     broken.append(source.describe(index))
                     continue
@@ -168,7 +188,8 @@ def _build(path: Path, source: ImageSource, rows: PictureRows, skip_broken_image
                 rows.add(row)
         if not labels:
             raise UsageError(f"none of the {len(broken)} images in {source.name} could be read")
-        for note in source.notes:
+        excluded = [f"left out {count} images by --exclude"] if (count := len(source) - len(numbers)) else []
+        for note in (*source.notes, *excluded):
             tqdm.write(note)
         if broken:
             tqdm.write(f"skipped {len(broken)} broken images of {store.length}; the first is {broken[0]}")
@@ -189,7 +210,9 @@ Decoded = tuple[Row, tuple[int, int], int]
 """The row of an image, its width and height before it was resized [px], and its class or -1."""
 
 
-def _decode_all(source: ImageSource, rows: PictureRows, skip_broken_images: bool) -> Iterator[Decoded | None]:
+def _decode_all(
+    source: ImageSource, numbers: Sequence[int], rows: PictureRows, skip_broken_images: bool
+) -> Iterator[Decoded | None]:
     """Decode in order, one chunk at a time, with threads on all cores: the decoder releases the GIL."""
 
     def decode(index: int) -> Decoded | None:
@@ -207,9 +230,9 @@ def _decode_all(source: ImageSource, rows: PictureRows, skip_broken_images: bool
             broken = f"broken image {source.describe(index)} ({reason})"
             raise UsageError(f"{broken}: {remedy}, or pass --skip_broken_images") from error
 
-    bar = progress_bar(total=len(source), desc=f"preparing {source.name}", unit="img")
+    bar = progress_bar(total=len(numbers), desc=f"preparing {source.name}", unit="img")
     with bar, ThreadPoolExecutor(processors()) as pool:
-        for start in range(0, len(source), 256):  # at most one chunk in flight
-            for result in pool.map(decode, range(start, min(start + 256, len(source)))):
+        for start in range(0, len(numbers), 256):  # at most one chunk in flight
+            for result in pool.map(decode, numbers[start : start + 256]):
                 yield result
                 bar.update()

@@ -78,9 +78,9 @@ def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset
     arguments = {name: as_plain(value) for name, value in given.items()}
     if "" in (arguments.get("dataset_path"), arguments.get("cache_dir")):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
-    how = {name: arguments[name] for name in ("skip_broken_images", "store_bits") if name in arguments}
+    how = {name: arguments[name] for name in ("skip_broken_images", "store_bits", "exclude") if name in arguments}
     cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
-    source = _without(find_source(**arguments) if source is None else source, **arguments)
+    source = find_source(**arguments) if source is None else source
     store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
     return ImageDataset(store, arguments)
 
@@ -90,58 +90,6 @@ def _framing(
 ) -> Framing:
     """Return the framing that arguments of :func:`open_dataset` ask for."""
     return Framing.of(image_size, aspect_ratio, alpha=alpha, crop=crop)
-
-
-class Subset(ImageSource):
-    """A source without some of its images.
-
-    Args:
-        source: all images.
-        exclude: names of the images to leave out.
-
-    Raises:
-        UsageError: if an image does not exist, or none is left.
-    """
-
-    def __init__(self, source: ImageSource, exclude: Sequence[str]) -> None:
-        found = [source.name_of(row) for row in range(len(source))]
-        unknown = [name for name in exclude if name not in {*found}]
-        if unknown:
-            raise UsageError(f"--exclude names {unknown[0]}, which is no image of {source.name}: correct the list")
-        self.source, self.kept = source, [row for row, name in enumerate(found) if name not in {*exclude}]
-        if not self.kept:
-            raise UsageError(f"--exclude leaves no image of {source.name}: shorten the list")
-        self.name, self.class_names = source.name, source.class_names
-        self.fingerprint = f"{source.fingerprint} without {sorted(exclude)}"
-        self.notes = [*source.notes, f"left out {len(exclude)} images by --exclude"]
-        self.rows = source.rows  # type: ignore[method-assign]
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def load(self, index: int) -> tuple[Any, int]:
-        """Return an image and its label."""
-        return self.source.load(self.kept[index])
-
-    def describe(self, index: int) -> str:
-        """Describe an image."""
-        return self.source.describe(self.kept[index])
-
-    def name_of(self, index: int) -> str:
-        """Return the name of an image among all of the source."""
-        return self.source.name_of(self.kept[index])
-
-    def size_of(self, index: int) -> tuple[int, int]:
-        """Return the width and height of an image [px]."""
-        return self.source.size_of(self.kept[index])
-
-    def read_table(self) -> Table:
-        """Return the columns beside the images."""
-        return self.source.read_table().subset(self.kept)
-
-
-def _without(source: ImageSource, exclude: Sequence[str] = (), **_others: Any) -> ImageSource:
-    return Subset(source, exclude) if exclude else source
 
 
 def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tuple[ImageSource, list[int]]:
@@ -155,8 +103,8 @@ def stored_rows(pictures: ImageDataset, source: ImageSource | None = None) -> tu
         UsageError: if the images have changed since they were decoded.
     """
     given, broken = pictures.arguments, {*pictures.info.skipped}
-    source = _without(find_source(**given) if source is None else source, **given)
-    rows = [row for row in range(len(source)) if source.describe(row) not in broken]
+    source = find_source(**given) if source is None else source
+    rows = [row for row in source.numbers_without(given.get("exclude", ())) if source.describe(row) not in broken]
     if len(rows) != pictures.info.length:
         found = f"{source.name} has {len(rows)} intact pictures, and had {pictures.info.length} when they were decoded"
         raise UsageError(f"{found}: pass an empty --cache_dir to decode them again")
