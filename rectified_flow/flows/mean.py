@@ -85,13 +85,7 @@ class MeanFlow(FlowMap):
         return loss
 
     def loss(
-        self,
-        x_0: Tensor,
-        noise: Tensor,
-        t: Tensor,
-        r: Tensor,
-        conditions: Values,
-        count: int | None = None,
+        self, x_0: Tensor, noise: Tensor, t: Tensor, r: Tensor, conditions: Values, count: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the loss and the mean squared error, given every draw.
 

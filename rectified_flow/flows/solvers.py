@@ -69,11 +69,7 @@ def integrate(
 
 
 def take_steps(
-    step: Step,
-    x: Tensor,
-    times: list[float],
-    watch: Watch | None = None,
-    inpaint: Inpaint | None = None,
+    step: Step, x: Tensor, times: list[float], watch: Watch | None = None, inpaint: Inpaint | None = None
 ) -> Tensor:
     """Set ``x`` to ``step(x, t, t_next)`` in each interval of ``times``.
 

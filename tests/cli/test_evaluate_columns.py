@@ -107,5 +107,5 @@ def test_columns_that_have_changed(run: Path, pictures: Path, tmp_path: Path) ->
         "evaluate.py",
         1,
         flags,
-        "cannot be read again: --condition_types story is not in --condition_on, with none; write",
+        "--condition_types story is not in --condition_on, with none; write",
     )
