@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 
-.PHONY: help demo test test-all test-page fuzz soak several-machines bench check install clean
+.PHONY: help demo test test-all test-page fuzz soak several-machines bench house check install clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -38,6 +38,9 @@ several-machines: $(READY_DEV)  ## train on two network namespaces: needs root
 bench: $(READY_DEV)  ## measure speed beside a peer, at most 20 minutes of a quiet CPU
 	$(call install_into_venv,-e ".[benchmark]")
 	$(BIN)/python benchmarks/bench.py
+
+house: $(READY_DEV)  ## count files, lines, imports and flags
+	$(BIN)/python scripts/house.py
 
 check: $(READY_DEV)  ## lint, format check, types
 	$(BIN)/ruff check .

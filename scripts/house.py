@@ -1,0 +1,90 @@
+"""Count the house: files, lines and imports of the package, and the lines of all that stands around it.
+
+``make house`` prints the table. ``tests/test_architecture.py`` holds the number of code lines below a ceiling.
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "rectified_flow"
+SILENT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def files_in(*folders: str) -> list[Path]:
+    """Return the Python files below some folders of the project."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that are neither blank nor a comment nor part of a docstring."""
+    text = path.read_text()
+    documented: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            documented |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in SILENT:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - documented)
+
+
+def comments(path: Path) -> int:
+    """Count the comments, on a line of their own or behind code."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return sum(token.type == tokenize.COMMENT and not token.string.startswith("# noqa") for token in tokens)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            found.add(str(node.module))
+    return found
+
+
+def circles(paths: list[Path]) -> list[str]:
+    """Return the pairs of folders of the package that import each other, directly."""
+    arrows: set[tuple[str, str]] = set()
+    for path in paths:
+        here = path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+        arrows |= {(here, module.split(".")[1]) for module in imports_of(path) if module.count(".")}
+    return sorted(f"{one} and {other}" for one, other in arrows if one < other and (other, one) in arrows)
+
+
+def lines_in(*folders: str) -> int:
+    """Count all lines of the Python files below some folders."""
+    return sum(len(path.read_text().splitlines()) for path in files_in(*folders))
+
+
+def main() -> None:
+    """Print the table."""
+    sys.path.insert(0, str(ROOT))
+    from rectified_flow.cli.config import OneStepConfig, TrainConfig
+    from rectified_flow.flags import flag_types
+
+    package = files_in(PACKAGE)
+    code = sum(map(code_lines, package))
+    nodes = [node for path in package for node in ast.walk(ast.parse(path.read_text()))]
+    raising = sum(isinstance(node, ast.Raise | ast.ExceptHandler) for node in nodes)
+    table = {
+        "package: files, lines, code lines": f"{len(package)}, {lines_in(PACKAGE):,}, {code:,}",
+        "imports of the package, a file": f"{sum(len(imports_of(path)) for path in package) / len(package):.1f}",
+        "lines that raise or except, per 100 of code": f"{100 * raising / code:.1f}",
+        "comments, per 100 lines": f"{100 * sum(map(comments, package)) / lines_in(PACKAGE):.1f}",
+        "flags of train, of one-step": f"{len(flag_types(TrainConfig))}, {len(flag_types(OneStepConfig))}",
+        "tests: lines": f"{lines_in('tests'):,}",
+        "benchmarks, studies, examples: lines": f"{lines_in('benchmarks', 'studies', 'examples'):,}",
+        "folders that import each other": ", ".join(circles(package)) or "none",
+    }
+    for name, value in table.items():
+        print(f"{name:<46} {value}")
+
+
+if __name__ == "__main__":
+    main()
