@@ -122,7 +122,7 @@ def files_of(
     rows |= {SOURCE_FILE: shape} if with_sources else {}
     for name, kind in (columns or {}).items():
         none = kind.none(1, torch.device("cpu"))
-        dtype = str(getattr(kind, "stored_dtype", None) or none.dtype).removeprefix("torch.")
+        dtype = "float16" if getattr(kind, "is_text", False) else str(none.dtype).removeprefix("torch.")
         rows[f"{name}.{dtype}"] = none.shape[1:]
     return rows
 

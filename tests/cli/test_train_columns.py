@@ -153,6 +153,7 @@ def test_a_map_of_one_call_takes_every_condition(runs: Path, tmp_path: Path) -> 
     [(code, errors)] = run_on_ranks(1, program, "train_mean_flow.py", [*flags.split(), *more.split()])
     assert code == 0, errors
     assert list(load_flow(tmp_path / "map").conditions) == ["text", "size", "parity"]
+    assert [*tmp_path.rglob("text.float16")], "captions are stored in half precision"
     sample(
         [*f"--checkpoint {tmp_path}/map --num_samples 2 --output_dir {tmp_path}/made --prompt".split(), "a red heart"]
     )
