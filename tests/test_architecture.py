@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.house import circles, code_lines, files_in
+from scripts.house import circle, code_lines, files_in
 from tests.patience import PATIENCE
 
-CEILING = 12_200
+CEILING = 12_174
 """Largest number of code lines of the package, by scripts/house.py."""
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}
@@ -150,7 +150,7 @@ def test_model_code_loads_few_modules_and_no_heavy_library(statement: str, most:
 
 
 def test_folders_do_not_import_each_other() -> None:
-    assert circles(files_in("rectified_flow")) == []
+    assert circle(files_in("rectified_flow")) == []
 
 
 def test_code_only_shrinks() -> None:

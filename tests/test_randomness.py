@@ -1,8 +1,5 @@
 """Draws are a function of (seed, purpose, step) and of the row, of nothing else."""
 
-import subprocess
-import sys
-import textwrap
 from contextlib import suppress
 
 import pytest
@@ -10,7 +7,6 @@ import torch
 
 from rectified_flow import randomness
 from rectified_flow.randomness import BatchRows, Samples, deterministic
-from tests.patience import PATIENCE
 
 CPU = torch.device("cpu")
 
@@ -129,26 +125,3 @@ def test_dropout_differs_by_layer_and_step_and_not_by_pass_or_part() -> None:
     assert torch.equal(reference[1::2], mask(part=slice(1, None, 2)))
     for other in (mask(layer=2), mask(step=1)):
         assert (reference == other).float().mean() == pytest.approx(0.5, abs=0.05)
-
-
-@pytest.mark.slow
-def test_dropout_compiles_for_a_gpu() -> None:
-    """In a process of its own, since libraries remember the card that is pretended."""
-    code = """
-        import torch
-        from rectified_flow import randomness
-        from tests.pretended_card import compile_kernel, pretended_card
-
-        with pretended_card() as graphs:
-            randomness._draws.dropout_keys = torch.zeros(8, dtype=torch.int32, device="cuda")
-            x = torch.empty(8, 128, 32, 32, device="cuda", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
-            torch.compile(lambda x: randomness.dropout(x, 0.1, layer=3))(x)
-            kernels = [kernel for graph in graphs for kernel in graph.kernels]
-            assert kernels and all(">>" in kernel for kernel in kernels)
-            for kernel in kernels:
-                compile_kernel(kernel)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert done.returncode == 0, done.stderr

@@ -29,7 +29,7 @@ GPU_OPTIONS: dict[str, Any] = {
     "combo_kernels_pointwise_only": True,
     "combo_kernel_max_num_nodes": 16,
 }
-"""The compiler's options on a GPU, where launches and bytes bound a step: ``benchmarks/launches.py`` counts both."""
+"""The compiler's options on a GPU, where launches and bytes bound a step."""
 
 SOURCE = "source"
 """The entry of a batch with the picture that a path starts from, and the name of the condition."""

@@ -208,15 +208,3 @@ def test_a_first_run_names_what_its_time_was_too_short_for(capfd: pytest.Capture
     output = capfd.readouterr().out
     assert verdicts(output) == {"preview": "skip", "compiled-mean": "skip"}
     assert "--only compiled-mean" in output
-
-
-@pytest.mark.slow
-def test_launches_are_counted_without_a_gpu() -> None:
-    """In a process of its own: it pretends that there is one."""
-    command = [sys.executable, str(BENCHMARKS / "launches.py"), "--tiny", "--flows", "rectified flow"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE)
-    assert done.returncode == 0, done.stderr[-2000:]
-    launches, kernels, calls, gigabytes = (float(each) for each in done.stdout.splitlines()[-1].split("|")[2:-1])
-    assert launches == kernels + calls
-    assert 40 < calls < kernels, "a network of one level has some 25 layers, each with a gradient"
-    assert 1 < gigabytes < 4

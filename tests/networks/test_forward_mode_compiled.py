@@ -145,28 +145,3 @@ def test_forward_mode_passes_through_it_inside_a_compiled_loss() -> None:
     )
     assert run.returncode == 0, run.stderr
     assert 0 < float(run.stdout) < 1e-5, "equal to the last bit means: the same form"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("flow", ["rectified flow", "improved mean flow"])
-def test_the_kernels_of_a_step_compile_for_a_gpu(flow: str) -> None:
-    """In a process of its own, since libraries remember the card that is pretended."""
-    program = f"""
-        import sys
-        sys.path.insert(0, "benchmarks")
-        from launches import Flags, compile_step
-        from tests.pretended_card import compile_kernel, pretended_card
-
-        SMALL = dict(image_size=16, dim_mults=(1,), blocks_per_level=1)
-        graphs = compile_step("{flow}", Flags(dim=16, batch_size=8, **SMALL))
-        assert len(graphs) == 2, "forward and backward"
-        kernels = set().union(*(graph.kernels for graph in graphs))
-        assert len(kernels) > 20
-        with pretended_card():
-            for kernel in kernels:
-                compile_kernel(kernel)
-    """
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-    assert run.returncode == 0, run.stderr
