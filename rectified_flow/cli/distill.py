@@ -17,7 +17,7 @@ from rectified_flow.cli.data import check_classes, check_columns
 from rectified_flow.condition import ConditionSpecs
 from rectified_flow.data.config import DataConfig
 from rectified_flow.data.fill import fill
-from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter, adopt
+from rectified_flow.data.store import NOISE_FILE, RECIPE_FILE, ImageDataset, StoreDataset, StoreWriter
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import conditions_of
@@ -239,7 +239,6 @@ def _is_drawn(writer: StoreWriter, recipe: Recipe, distilled: DistillationData, 
     rows, flag, path = distilled.rows, "teacher_dir", writer.path
     prepare_folder(flag, path.parent)
     held.enter_context(writer.locked(f"choose another --{flag}", LOCK_TIMEOUT))
-    adopt(path, rows)
     known, whole = recipe_of(distilled), writer.is_whole
     if recipe.autoguidance != 1 and not recipe.earlier and not whole:
         raise UsageError(

@@ -82,6 +82,10 @@ def train_run(config: TrainConfig) -> bool:
     set_seed(config.run.seed)
     config, has_begun = resolved(config)
     config = replace(config, data=with_field_flags(config.data, may_choose=not (has_begun or config.teacher.teacher)))
+    if config.data.is_fields:
+        refuse({"alpha": config.data.alpha}, "is for pictures: measurements keep all channels; leave it out")
+        by_features = {"evaluate_every": config.evaluation.evaluate_every}
+        refuse(by_features, "compares features of photographs: leave it out, and run evaluate.py")
     check_source(config.data, config.source)
     items, source = open_registered(config.data)
     if items is not None:
@@ -112,8 +116,6 @@ def check_flags(config: TrainConfig) -> None:
         check_folders(config.run, folder, config.data.cache_dir, name)
     noise = {"source_noise": not config.source.as_start and config.source.source_noise}
     refuse(noise, "has no effect with --source_as condition: leave it out")
-    by_features = config.data.is_fields and config.evaluation.evaluate_every
-    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     choose_network(config.network)
     choose_flow(config)
 

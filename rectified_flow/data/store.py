@@ -7,11 +7,10 @@ A store is an artifact: a file ``NAME.DTYPE`` ``[n, ...]`` for each entry of its
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import blake2b, file_digest, sha256
+from hashlib import blake2b, file_digest
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -29,7 +28,7 @@ from rectified_flow.data.stream import image_indices
 from rectified_flow.randomness import mix
 from rectified_flow.spaces.fields import Fields, default_show
 from rectified_flow.spaces.pixels import RGB, Pixels
-from rectified_flow.system.artifact import MANIFEST, Artifact, write_manifest
+from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import read_document, reading
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.terminal import size_text
@@ -427,24 +426,6 @@ class StoreWriter(Artifact):
         document = {"content": hash_contents(self.stage, *self.rows), "length": len(labels), "rows": self.rows}
         (self.stage / INFO_FILE).write_text(json.dumps(document | info, indent=1))
         self.finish()
-
-
-def adopt(path: Path, kind: str) -> None:
-    """Give a store of commit 2b575ae a manifest, if its contents still have the hashes that its documents record."""
-    if (path / MANIFEST).exists():
-        return
-    with suppress(OSError, ValueError, LookupError, TypeError):  # the store is damaged, or cannot be written
-        info, recipe = (read_document(path / name, dict[str, Any]) for name in (INFO_FILE, RECIPE_FILE))
-        rows = [name for name in info["files"] if name != LABELS_FILE]
-        hashes = hash_contents(path, *rows), _hash_document(info), _hash_document(recipe)
-        if hashes == (info["content"], info["sha256"], recipe["sha256"]):
-            write_manifest(path, kind, (*rows, LABELS_FILE, INFO_FILE, RECIPE_FILE))
-
-
-def _hash_document(document: Mapping[str, Any]) -> str:
-    """Return the hash that a document of commit 2b575ae records of its other values."""
-    rest = {name: value for name, value in document.items() if name != "sha256"}
-    return sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def hash_contents(path: Path, *names: str) -> str:

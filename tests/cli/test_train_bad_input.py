@@ -63,7 +63,7 @@ def test_a_launcher_that_was_told_to_split_the_weights(world_size: int, name: st
 @both
 def test_folder_without_images(world_size: int, tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("no pictures here")
-    assert_refused(world_size, f"{TINY} --dataset_path {tmp_path}", "holds no images")
+    assert_refused(world_size, f"{TINY} --dataset_path {tmp_path}", "holds no pictures")
 
 
 @both
