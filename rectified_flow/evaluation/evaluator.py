@@ -67,11 +67,9 @@ class Evaluator:
         if len(dataset) < 2:
             raise UsageError(f"{dataset.info.source} has a single picture; a distance needs at least 2")
         self.num_samples, self.seed, self.batch_size = num_samples, seed, batch_size
-        scores = [name for name in dict.fromkeys(metrics) if name in names("score")]
-        self.scores: list[Score] = [find("metric", "score", name) for name in scores]
-        self.metrics: list[Metric] = [
-            find("metric", "metric", name) for name in dict.fromkeys(metrics) if name not in scores
-        ]
+        known, scores = dict.fromkeys(metrics), names("score")
+        self.scores: list[Score] = [find("metric", "score", name) for name in known if name in scores]
+        self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in scores]
         self._translated: dict[str, Tensor] = {}
         self._network = feature_network
         if self.metrics:

@@ -46,7 +46,7 @@ ROWS = {
     "own_degradation": ("degradation", f"{SMALL} --degrade Posterised:3"),
 }
 """The part that each guest replaces, and the flags that choose it."""
-METRICS = {"own_metric": "frechet mean_gap"}
+METRICS = {"own_metric": "frechet mean_gap brightness"}
 EVALUATED = ("own_flow", "own_space", "own_dataset", "own_autoencoder", "own_metric")
 """Guests whose code an evaluation calls; evaluations of the other guests are slow tests."""
 REFUSES = ("own_network", "own_flow", "own_space")
@@ -146,7 +146,7 @@ def test_it_is_evaluated_by_the_program(runs: tuple[str, Path], tmp_path: Path) 
     assert code == 0, errors
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
     assert all(np.isfinite(list(result["distances"].values())))
-    assert ("mean_gap" in result["distances"]) == (guest in METRICS)
+    assert ({"mean_gap", "brightness"} <= result["distances"].keys()) == (guest in METRICS)
     assert ("copies" in result["distances"]) == (guest not in METRICS)
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
-from rectified_flow.runs import checkpoint
-from rectified_flow.runs.config import LrDecay, TrainingConfig
+from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.training.optimizers import (
     BuildOptimizer,
     NamedParameters,
@@ -25,7 +23,7 @@ from rectified_flow.training.optimizers import (
     orthogonalize,
 )
 from tests.ranks import run_on_ranks
-from tests.training.runs import losses, metrics, tiny_config, train
+from tests.training.runs import metrics, tiny_config, train
 from tests.training.test_bad_numbers import train_with_bad_steps
 from tests.training.test_own_parts import assert_resumes_alike
 
@@ -40,16 +38,6 @@ def train_with(config: TrainingConfig, dataset: ImageDataset, parts: dict[str, A
 
 def rates(output_dir: Path) -> list[float]:
     return [row["learning_rate"] for row in metrics(output_dir)]
-
-
-def test_another_optimizer_trains(tmp_path: Path, flowers: ImageDataset) -> None:
-    config = tiny_config(tmp_path, num_samples=0)
-    run_on_ranks(1, train_with, config, flowers, {"optimizer": SGD})
-    by_step = losses(tmp_path)
-    assert by_step[40] < 0.85 * by_step[4]
-    assert rates(tmp_path) == pytest.approx([0.1 * min(1, step / 5) for step in range(4, 41, 4)])
-    moments = load_file(tmp_path / "checkpoints/step_00000040/optimizer.safetensors")
-    assert {name.rsplit(".", 1)[1] for name in moments} == {"momentum_buffer"}
 
 
 @pytest.mark.parametrize("kind", [pytest.param("loss", marks=pytest.mark.slow), "gradient alone"])
@@ -191,21 +179,6 @@ def test_an_optimizer_is_found_by_its_name() -> None:
         find_optimizer(TrainingConfig(optimizer="adamv"), fused=True)
 
 
-def refused(config: TrainingConfig, dataset: ImageDataset) -> str:
-    with pytest.raises(UsageError) as refusal:
-        train(config, dataset)
-    return str(refusal.value)
-
-
-def test_another_optimizer_is_recorded_and_does_not_resume_as_the_default(
-    tmp_path: Path, flowers: ImageDataset
-) -> None:
-    config = tiny_config(tmp_path, **FLAGS)
-    run_on_ranks(1, train_with, config, flowers, {"optimizer": SGD, "lr_schedule": halve_and_end_low})
-    [sentence] = run_on_ranks(1, refused, replace(config, train_num_steps=12), flowers)
-    assert "was trained by SGD, not AdamW" in sentence
-
-
 def test_warm_up_and_decay_in_closed_form() -> None:
     config = TrainingConfig(lr_warmup_steps=10)
     none, cosine, rsqrt = (build_schedule(replace(config, lr_decay=each)) for each in ("none", "cosine", "rsqrt"))
@@ -223,17 +196,19 @@ def test_warm_up_and_decay_in_closed_form() -> None:
     assert falling == sorted(falling, reverse=True)
 
 
-@pytest.mark.parametrize("decay", ["cosine", "rsqrt"])
-def test_the_decay_is_in_the_metrics_and_resumes(tmp_path: Path, flowers: ImageDataset, decay: LrDecay) -> None:
-    config = tiny_config(tmp_path / "straight", **FLAGS, lr_decay=decay, lr_warmup_steps=2)
+def test_the_decay_is_in_the_metrics_and_resumes(tmp_path: Path, flowers: ImageDataset) -> None:
+    config = tiny_config(tmp_path / "straight", **FLAGS, lr_decay="cosine", lr_warmup_steps=2)
     run_on_ranks(1, train, config, flowers)
-    decayed = {
-        "cosine": [1, *((1 + cos(pi * each / 6)) / 2 for each in range(6))],
-        "rsqrt": [(2 / each) ** 0.5 for each in range(2, 9)],
-    }
-    assert rates(tmp_path / "straight") == pytest.approx([1e-3 * factor for factor in (0.5, *decayed[decay])])
+    decayed = [1e-3 * factor for factor in (0.5, 1, *((1 + cos(pi * each / 6)) / 2 for each in range(6)))]
+    assert rates(tmp_path / "straight") == pytest.approx(decayed)
     assert_resumes_alike(1, tmp_path, train, config, flowers)
     assert rates(tmp_path / "half") == rates(tmp_path / "straight")
+
+
+def refused(config: TrainingConfig, dataset: ImageDataset) -> str:
+    with pytest.raises(UsageError) as refusal:
+        train(config, dataset)
+    return str(refusal.value)
 
 
 def halve_and_end_low(updates: int, total: int) -> float:
@@ -248,17 +223,5 @@ def test_another_schedule(tmp_path: Path, flowers: ImageDataset) -> None:
     assert rates(tmp_path / "straight") == pytest.approx([0.05] * 7 + [0.001])
     assert_resumes_alike(1, tmp_path, train_with, config, flowers, parts)
     assert rates(tmp_path / "half") == rates(tmp_path / "straight")
-
-
-def test_the_betas_are_those_of_the_flag(tmp_path: Path, flowers: ImageDataset) -> None:
-    """The first moment after one step is the gradient's share, ``1 - beta``: here all of it."""
-    moments = []
-    for name, betas in (("given", (0.0, 0.5)), ("default", (0.9, 0.99))):
-        flags = {"train_num_steps": 1, "num_samples": 0, "optimizer_options": (f"betas=[{betas[0]},{betas[1]}]",)}
-        run_on_ranks(1, train, tiny_config(tmp_path / name, **flags), flowers)
-        path = tmp_path / name / "checkpoints" / checkpoint.step_name(1) / "optimizer.safetensors"
-        moments.append(load_file(path))
-    given, default = moments
-    for name, value in given.items():
-        share = {"exp_avg": 0.1, "exp_avg_sq": 0.02, "step": 1.0}[name.rsplit(".", 1)[1]]
-        assert torch.allclose(default[name], share * value, rtol=1e-4, atol=1e-12), name
+    [sentence] = run_on_ranks(1, refused, replace(config, train_num_steps=12), flowers)
+    assert "was trained by SGD, not AdamW" in sentence
