@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from os.path import lexists
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import Rule, based_on, checked, command_line, flags_in, plain, replaced, rules_of, values_of
 from rectified_flow.runs import checkpoint
-from rectified_flow.runs.folder import read_config
+from rectified_flow.runs.folder import prepare_folders, read_config
 
 C = TypeVar("C", bound=TrainConfig)
 
@@ -44,6 +45,9 @@ def begun_config(config: C) -> C | None:
     if not found and run.origin is not None:
         with suppress(UsageError):  # the trainer reports an unusable checkpoint
             found = [checkpoint.resolve(run.origin, (checkpoint.CONFIG_FILE,))]
+    distilled = DistillationData.of(config)
+    if not found and distilled is not None and _stored_source(distilled) is not None:
+        found = [run.output_dir]  # killed while the data of the teacher were generated
     for newest in reversed(found):
         with suppress(UsageError):  # the trainer reports a damaged checkpoint; runs of Python record no flags
             return config_of(newest, type(config))
@@ -62,11 +66,11 @@ def resolved(config: C) -> tuple[C, bool]:
     begun = on_main(state, lambda: begun_config(config))
     if begun is not None:
         places = {name: plain(config)[name] for name in ("output_dir", "checkpoint_dir", "resume")}
-        if begun.method != config.method:
-            raise UsageError(
-                f"{config.run.checkpoints} belongs to a run with --method {begun.method}: choose another --output_dir"
-            )
-        known = based_on(replaced(begun, places), config, config.given)
+        check_method(config, begun)
+        given, teacher, of_run = config.given, begun.teacher.teacher, config.teacher.teacher
+        if teacher is not None and of_run is not None and teacher.resolve().is_relative_to(of_run.resolve()):
+            given -= {"teacher"}  # the run of the teacher may have a newer checkpoint by now
+        known = based_on(replaced(begun, places), config, given)
         total = known.run.global_batch_size
         if total is not None and "global_batch_size" not in config.given:  # the number of processes may have changed
             share, most = max(total // state.num_processes, 1), known.run.batch_size
@@ -82,22 +86,52 @@ def resolved(config: C) -> tuple[C, bool]:
     return (config if distilled is None else on_main(state, lambda: _with_teacher(config, distilled))), False
 
 
+def check_method(config: TrainConfig, begun: TrainConfig) -> None:
+    """Raise a UsageError if a run began with another method than that of ``config``."""
+    if begun.method != config.method:
+        raise UsageError(
+            f"{config.run.checkpoints} belongs to a run with --method {begun.method}: choose another --output_dir"
+        )
+
+
+def check_one_step(config: TrainConfig) -> None:
+    """Check that the folder of the one-step generator that ``config`` describes is free, or that it began there.
+
+    Raises:
+        UsageError: if it holds files of the user's, another run, or data of another teacher.
+    """
+    if not lexists(config.run.output_dir):
+        return
+    prepare_folders(config.run)
+    begun, distilled = begun_config(config), DistillationData.of(config)
+    if begun is not None:
+        check_method(config, begun)
+    if distilled is not None:
+        _stored_source(distilled)
+
+
+def _stored_source(distilled: DistillationData) -> Path | None:
+    """Return the teacher's checkpoint of data that exist already; None if there are none.
+
+    Raises:
+        UsageError: if they are of another teacher, or of one that no longer exists.
+    """
+    stored = recipe_of(distilled)
+    if stored is None:
+        return None
+    source, remedy = Path(stored.source), "choose another --output_dir, or --teacher_dir"
+    if not source.resolve().is_relative_to(distilled.source.resolve()):
+        raise UsageError(f"{distilled.folder} contains {distilled.rows} of {source}: {remedy}")
+    if checkpoint.fingerprint(source) == checkpoint.MISSING:
+        raise UsageError(
+            f"{source}, the teacher of the {distilled.rows} in {distilled.folder}, no longer exists: {remedy}"
+        )
+    return source
+
+
 def _with_teacher(config: C, distilled: DistillationData) -> C:
     """Return a config with the data and the network of the teacher's run, and with the teacher's checkpoint."""
-    stored, source = recipe_of(distilled), distilled.source
-    if stored is not None:
-        source = Path(stored.source)
-        if not source.resolve().is_relative_to(distilled.source.resolve()):
-            raise UsageError(
-                f"{distilled.folder} contains {distilled.rows} of {source}: choose another --output_dir, or "
-                "--teacher_dir"
-            )
-        if checkpoint.fingerprint(source) == checkpoint.MISSING:
-            raise UsageError(
-                f"{source}, the teacher of the {distilled.rows} in {distilled.folder}, no longer exists: choose "
-                "another --output_dir, or --teacher_dir"
-            )
-    source = checkpoint.resolve(source, (checkpoint.CONFIG_FILE,))
+    source = checkpoint.resolve(_stored_source(distilled) or distilled.source, (checkpoint.CONFIG_FILE,))
     teacher: TrainConfig = config_of(source)
     if distilled.rows == "paths" and teacher.flow.prediction != "velocity":
         raise UsageError(

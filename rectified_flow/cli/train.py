@@ -26,7 +26,7 @@ from rectified_flow.cli.data import (
 from rectified_flow.cli.distill import DistillationData, open_drawn
 from rectified_flow.cli.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.plan import proposed_share
-from rectified_flow.cli.record import config_of, resolved
+from rectified_flow.cli.record import check_one_step, config_of, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import RunData
@@ -43,6 +43,7 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.runs.folder import describe_run, write_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.fields import Fields
 from rectified_flow.spaces.latents import Latents
@@ -57,11 +58,15 @@ def train(config: TrainConfig) -> bool:
 
     With ``--one_step``, a one-step generator then learns from the run, and this run has to finish, too.
     """
-    finished = train_run(config)
-    if not (finished and config.program.one_step) or config.program.look or config.program.dry_run:
-        return finished
+    program = config.program
+    if not program.one_step or program.look or program.dry_run:
+        return train_run(config)
+    one_step = one_step_of(config)
+    on_main(join(config), lambda: check_one_step(one_step))
+    if not train_run(config):
+        return False
     AcceleratorState._reset_state()  # the run may have another precision
-    return train_run(one_step_of(config))
+    return train_run(one_step)
 
 
 def one_step_of(config: TrainConfig) -> OneStepConfig:
@@ -142,10 +147,14 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
 
 def _trainer(config: TrainConfig, flow: Flow, dataset: Any, callbacks: Sequence[Callback], **more: Any) -> Trainer:
     """Build the trainer, whose ``config.json`` has the flags of the run."""
+    return Trainer(flow, dataset, config.run, callbacks=callbacks, **_records(config), **more)
+
+
+def _records(config: TrainConfig) -> dict[str, Any]:
+    """Return the description of the data, and the other flags of the run, for its ``config.json``."""
     of_data = rules_of(RunData)
     flags = {name: value for name, value in recorded(config).items() if name not in of_data}
-    data = describe(config.run_data)
-    return Trainer(flow, dataset, config.run, callbacks=callbacks, data=data, flags=flags, **more)
+    return {"data": describe(config.run_data), "flags": flags}
 
 
 def _open_pictures(
@@ -200,6 +209,9 @@ def _train_on_pictures(
     if dry_run:
         planning.print_dry_run(config, flow, trained if distilled is None else distilled.count)
         return True
+    if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
+        document = describe_run(config.run, describe(flow), pictures, **_records(config))
+        on_main(state, lambda: write_config(config.run.output_dir, document))
     dataset = _open_rows(config, flow, pictures, state)
     callbacks: list[Callback] = [] if budget is None else [Pace(seconds_of(budget))]
     held_out: ImageDataset | None = None

@@ -28,6 +28,7 @@ from rectified_flow.system.files import (
     prepare_folder,
     read_document,
     replace_file,
+    writing,
 )
 from rectified_flow.system.outputs import claim
 
@@ -63,6 +64,17 @@ def describe_run(
         "training": recorded(config) | dict(flags or {}),
         "items": {"training": len(dataset)},  # type: ignore[arg-type]
     }
+
+
+def write_config(folder: Path, document: Mapping[str, Any]) -> None:
+    """Write the ``config.json`` of the run in ``folder``.
+
+    Raises:
+        RunError: if the disk is full.
+    """
+    path = folder / RUN_FILES[0]
+    with writing(path):
+        replace_file(path, json.dumps(document, indent=1))
 
 
 def data_description(dataset: "Dataset[Any]") -> str:

@@ -1,6 +1,5 @@
 """A training run on the disk: its folder, its log, and checkpoints that are written in the background."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,10 +22,10 @@ from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import CONFIG_FILE, FLOW_FILE, STATE_FILE, TrainerFile, step_name
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.runs.folder import RunState, describe_run, lock_folders, write_failure, write_status
+from rectified_flow.runs.folder import RunState, describe_run, lock_folders, write_config, write_failure, write_status
 from rectified_flow.runs.log import RunLog
 from rectified_flow.runs.resume import choose_checkpoint, flat, identify_run, precision_name
-from rectified_flow.system.files import replace_file, writing
+from rectified_flow.system.files import writing
 from rectified_flow.system.terminal import Silent, line
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
@@ -237,9 +236,7 @@ class Run:
         step = self.progress()[0]
         run_id = self.write_status(running=True)
         checkpoint.set_aside(self.config.checkpoints)
-        path = self.config.output_dir / CONFIG_FILE
-        with writing(path):
-            replace_file(path, json.dumps(self.document, indent=1))
+        write_config(self.config.output_dir, self.document)
         self.log = RunLog(self.accelerator, self.config.output_dir, step)
         self.saver = BackgroundSaver(self.config, self.log.draw_loss)
         self.log.start_trackers(self.document, run_id)

@@ -292,11 +292,10 @@ def test_a_teachers_paths_take_at_most_a_quarter_of_the_budget(
 
 
 def test_paths_that_exist_keep_their_precision(teacher: Path, tmp_path: Path) -> None:
-    """A run that was killed before its first checkpoint measures the speeds again, and bf16 may be faster then."""
+    """A run on the paths of another one measures the speeds again, and bf16 may be faster then."""
     PartialState()
     run_on_ranks(1, learn, teacher, tmp_path / "run", None, 3)
-    shutil.rmtree(tmp_path / "run/checkpoints")
-    words = f"--teacher {teacher} --output_dir {tmp_path}/run --budget 10m"
+    words = f"--teacher {teacher} --teacher_dir {tmp_path}/run/paths --output_dir {tmp_path}/other --budget 10m"
     config = parse(OneStepConfig, "", words.split())
     run = planned(config, 1000, lambda config: 20.0 if config.run.mixed_precision == "bf16" else 10.0).run
     assert run.mixed_precision == "no"

@@ -1,17 +1,19 @@
 """A run in a given time: its plan is fixed when it starts, on any number of processes, and lateness is announced."""
 
 import json
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from rectified_flow.cli import distill
 from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.errors import UsageError
@@ -199,3 +201,58 @@ def test_a_map_that_could_not_learn_from_the_run_is_refused_before_it_starts() -
     for words, flag in (("--prediction noise", "prediction"), ("--flow Guest", "flow")):
         with pytest.raises(UsageError, match=f"--{flag} .*exclude"):
             parse(TrainConfig, "", ["--one_step", *words.split()])
+
+
+def killed_while_drawing(words: str) -> None:
+    """Train on a fast machine until the teacher's first samples, as if the process were killed there."""
+    with patch.object(distill._Generator, "rows", side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+        train(words, 300.0)
+
+
+@pytest.mark.parametrize("method", ["--one_step", "--method reflow", "--method distill"])
+def test_a_run_that_is_killed_while_its_teacher_draws_keeps_its_plan(
+    method: str, pictures: Path, tmp_path: Path
+) -> None:
+    data = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY} --seed 3"
+    if method == "--one_step":
+        run, words = tmp_path / "run/one-step", f"{data} --output_dir {tmp_path}/run {method} --budget 2s"
+    else:
+        run_on_ranks(1, train, f"{data} --train_num_steps 1 --output_dir {tmp_path}/teacher")
+        run, words = tmp_path / "run", f"--teacher {tmp_path}/teacher {method} --budget 1s --output_dir {tmp_path}/run"
+    run_on_ranks(1, killed_while_drawing, words)
+    planned = flags_of(run)
+    assert not (run / "checkpoints").exists() or not list((run / "checkpoints").glob("step_*"))
+    run_on_ranks(1, train, words, 100.0)
+    finished = flags_of(run)
+    assert {name for name in planned if planned[name] != finished[name]} <= {"data_seed"}
+    assert (run / f"checkpoints/step_{planned['train_num_steps']:08}").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("config.json", "config.json would be overwritten, and this project did not write it"),
+        ("paths", "one-step/paths contains paths of "),
+        ("run", "belongs to a run with --method rectified"),
+    ],
+)
+def test_a_folder_of_something_else_for_the_one_step_run_is_refused_before_training(
+    name: str, sentence: str, pictures: Path, tmp_path: Path
+) -> None:
+    data = f"--dataset_path {pictures} --cache_dir {tmp_path}/cache {TINY}"
+    folder = tmp_path / "run/one-step"
+    match name:
+        case "config.json":
+            folder.mkdir(parents=True)
+            (folder / name).write_text("{}")
+        case "run":
+            run_on_ranks(1, train, f"{data} --train_num_steps 1 --output_dir {folder}")
+        case "paths":
+            run_on_ranks(1, train, f"{data} --train_num_steps 1 --output_dir {tmp_path}/teacher")
+            words = f"--teacher {tmp_path}/teacher --teacher_samples 20 --teacher_steps 2 --train_num_steps 1"
+            words = f"--method distill {words} --num_samples 0 --batch_size 2 --output_dir {tmp_path}/other"
+            run_on_ranks(1, train, words)
+            folder.mkdir(parents=True)
+            (tmp_path / "other/paths").rename(folder / "paths")
+    assert_refused("train_oxford.py", 1, f"{data} --output_dir {tmp_path}/run --one_step --budget 2s", sentence)
+    assert not (tmp_path / "run/checkpoints").exists()
