@@ -104,10 +104,6 @@ class StoreInfo:
     originals: OriginalInfo | None = None
     fields: FieldInfo | None = None
     """Properties of measurements; None for pictures."""
-    files: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Size and time of each file, in stores of commit 2b575ae, which have no manifest."""
-    sha256: str = ""
-    """Hash of this document, in stores of commit 2b575ae."""
 
     @property
     def size_text(self) -> str:

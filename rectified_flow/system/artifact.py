@@ -41,7 +41,7 @@ MANIFEST, MARKER = "manifest.json", "building.json"
 FORMAT = 1
 """Format of manifests; to be raised when a program that knows the keys of one would still misunderstand it."""
 CHECKPOINT = "checkpoint"
-"""Kind of a checkpoint, and of an artifact whose manifest has no kind, as in commit 2b575ae."""
+"""Kind of a checkpoint."""
 READ_SUFFIXES = (".json", ".safetensors")
 """Suffixes of files that programs may look for by name, so that one without a record is damage."""
 SMALL = 2**20
@@ -74,9 +74,7 @@ class Manifest:
     """The contents of ``manifest.json``."""
 
     files: dict[FileName, FileRecord]
-    kind: str = CHECKPOINT
-    step: Natural | None = None
-    """Optimizer steps before a checkpoint, in manifests of commit 2b575ae."""
+    kind: str
     format: Natural = FORMAT
 
 
