@@ -33,8 +33,6 @@ REMEDIES = {
     "raise the limit of open files (ulimit -n)": (errno.EMFILE, errno.ENFILE),
 }
 """Errors of the operating system that can occur wherever a file is used, by their remedy."""
-MEMORY_FLAGS = ("batch_size", "image_size", "dim", "points", "frames", "height", "width", "length")
-"""Flags that the memory grows with; each program has some of them."""
 
 
 def run(main: str, config_class: str, description: str | None) -> None:
@@ -74,7 +72,7 @@ def _outcome(main: str, config_class: str, description: str) -> int:
         mistake = str(error) if isinstance(error, UsageError) else _missing_package(error)
         if mistake is not None:
             return _explain(f"{_program()}: error: {mistake}", 2)
-        return _explain(_describe(error, config_class), 1)
+        return _explain(_describe(error), 1)
 
 
 def _parse(config_class: str, description: str) -> Any:
@@ -113,13 +111,8 @@ def _missing_package(error: Exception) -> str | None:
     return f"the Python package {package} {problem}: pip install --upgrade {DISTRIBUTIONS.get(package, package)}"
 
 
-def _describe(error: Exception, config_class: str) -> str:
-    """Return a sentence for an error that a person can remedy, or else its traceback.
-
-    Args:
-        error: the error that ended the program.
-        config_class: ``module:class`` of all flags of the program.
-    """
+def _describe(error: Exception) -> str:
+    """Return a sentence for an error that a person can remedy, or else its traceback."""
     if isinstance(error, RunError):
         return f"{_program()}: {error}"
     group = _group()
@@ -127,12 +120,7 @@ def _describe(error: Exception, config_class: str) -> str:
     # Classes are compared by name, since torch may not be imported. For a full CPU memory, torch has no class.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"MemoryError", "OutOfMemoryError"} or "can't allocate memory" in str(error):
-        from rectified_flow.flags import flag_types
-
-        known = flag_types(resolve_name(config_class))
-        names = ", ".join(f"--{name}" for name in MEMORY_FLAGS if name in known)
-        remedy = f"lower {' or '.join(names.rsplit(', ', 1))}" if names else "end other programs that use it"
-        return f"{rank}out of memory ({first_line(error)}): {remedy}"
+        return f"{rank}out of memory ({first_line(error)}): lower --batch_size, or end other programs that use it"
     if "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error)):
         return f"{rank}lost the connection to another process, which ended or hangs ({first_line(error)})"
     if isinstance(error, OSError) and error.filename is not None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from secrets import token_hex
@@ -27,6 +26,7 @@ from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import BEST
 from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Artifact, Natural, find_damage, read_manifest, remove
 from rectified_flow.system.files import open_regular, read_bytes, read_document, reading, replace_file
+from rectified_flow.system.terminal import warn_once
 
 EARLY, LATEST_EARLY = 1 / 8, 1 / 4
 """Best and latest position of a run's early checkpoint, which is kept for autoguidance, as fractions of its steps."""
@@ -237,7 +237,7 @@ def newest_checkpoint(folder: Path, names: Collection[str] | None = None) -> Pat
             return path
         if not _is_checkpoint(path):  # its run pruned it meanwhile, and has written a newer one
             return newest_checkpoint(folder, names)
-        _report_once(f"ignoring checkpoint {path}: {problem}")
+        warn_once(f"ignoring checkpoint {path}: {problem}")
     if checkpoints:
         raise UsageError(f"every checkpoint in {folder} is damaged; move the folder away to start a new run")
     return None
@@ -420,12 +420,6 @@ def load_state(path: Path) -> TrainerFile:
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """Serialise named tensors to the safetensors format. Tensors may share memory (tied weights)."""
     return save_to_bytes({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()})
-
-
-@cache
-def _report_once(text: str) -> None:
-    """Print a line once: the checks before a run may have printed it already."""
-    tqdm.write(text)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -15,9 +15,9 @@ from stat import S_IRUSR, S_ISREG, S_IWUSR
 from typing import Any, TypeVar, cast
 
 from filelock import FileLock, Timeout
-from tqdm.auto import tqdm
 
 from rectified_flow.errors import BusyError, DamageError, NewerError, RunError, UsageError
+from rectified_flow.system.terminal import warn_once
 
 NO_DAMAGE = (EACCES, EPERM, EMFILE, ENFILE, ENOMEM, ESTALE, ETIMEDOUT)
 """Error numbers that do not indicate damage: missing rights, a busy network disk or too many open files."""
@@ -51,14 +51,8 @@ def locked(path: Path, busy: str, timeout: float, remedy: str = "choose another 
         except PermissionError as error:
             raise UsageError(f"{path} cannot be opened ({error.strerror}): {remedy}, or change its rights") from error
         except (OSError, NotImplementedError) as error:
-            warn_unlocked(path.parent, str(error))
+            warn_once(f"{path.parent} cannot be locked ({error}): make sure that no other process writes there")
         yield
-
-
-@cache
-def warn_unlocked(folder: Path, reason: str) -> None:
-    """Print once that other processes could write into the folder at the same time."""
-    tqdm.write(f"warning: {folder} cannot be locked ({reason}): make sure that no other process writes there")
 
 
 def flush(path: Path) -> None:

@@ -20,7 +20,8 @@ from pathlib import Path
 
 from rectified_flow.errors import UsageError
 from rectified_flow.system.artifact import is_artifact
-from rectified_flow.system.files import read_document, replace_file, warn_unlocked, writing
+from rectified_flow.system.files import read_document, replace_file, writing
+from rectified_flow.system.terminal import warn_once
 
 RECORD = ".rectified-flow.json"
 
@@ -78,7 +79,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         except OSError as error:  # network file systems may lock no folders
-            warn_unlocked(folder, error.strerror or str(error))
+            warn_once(f"{folder} cannot be locked ({error.strerror}): make sure that no other process writes there")
         yield
     finally:
         os.close(descriptor)

@@ -20,7 +20,6 @@ class Interrupted(KeyboardInterrupt):
 
 class _Requests:
     deferring = False
-    raised = False
     request: str | None = None
     requested_at = 0.0
     launcher: int | None = None
@@ -36,15 +35,11 @@ def stop_on_signals() -> Iterator[None]:
     A second Ctrl-C kills the process immediately; torchrun and accelerate launch forward it as SIGTERM. The death of
     the launcher counts as a stop request, too.
     """
-    _requests.request, _requests.raised = None, False
+    _requests.request = None
     _requests.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     try:
         with _handling_signals(_request_end):
             yield
-    except Exception as error:
-        if not _requests.raised:
-            raise
-        raise Interrupted(_requests.request) from error  # a library turned the exception into its own
     finally:
         _requests.request = _requests.launcher = None
 
@@ -79,7 +74,7 @@ def _handling_signals(handler: Callable[[int, FrameType | None], Any] | signal.H
 @contextmanager
 def defer_signals() -> Iterator[None]:
     """Inside the block, a signal only sets a flag; the code inside polls the flag and saves before it stops."""
-    _requests.deferring, _requests.raised = True, False
+    _requests.deferring = True
     try:
         yield
     finally:
@@ -119,7 +114,6 @@ def _request_end(number: int, _frame: FrameType | None) -> None:
         return
     _requests.request, _requests.requested_at = signal.Signals(number).name, now
     if not _requests.deferring:
-        _requests.raised = True
         raise Interrupted(_requests.request)
     what = "stopping and saving a checkpoint. Press Ctrl-C again to quit immediately."
     _write(f"\n{_requests.request} received: {what}\n")

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Mapping
+from functools import cache
 from io import TextIOWrapper
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,14 @@ def progress_bar(**arguments: Any) -> "tqdm[Any]":
 def escaped(text: str) -> str:
     """Return a text with escapes for characters that control a terminal or turn the direction of writing."""
     return CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Print a warning unless it was printed before."""
+    from tqdm.auto import tqdm
+
+    tqdm.write(escaped(f"warning: {text}"))
 
 
 def line(label: str, text: object) -> str:

@@ -82,22 +82,11 @@ def test_what_cannot_fit_is_refused() -> None:
     assert str(refused.value) == sentence
 
 
-@pytest.mark.parametrize(
-    ("flags", "remedy"),
-    [
-        ("rectified_flow.cli.config:TrainConfig", "lower --batch_size, --image_size or --dim"),
-        ("train_masked_text:TextFlags", "lower --batch_size, --width or --length"),
-        ("train_point_clouds:CloudFlags", "lower --batch_size, --points or --width"),
-        ("wan_flags:WanFlags", "lower --batch_size, --frames, --height or --width"),
-        ("rectified_flow.cli.flags.sampling:SampleConfig", "lower --batch_size"),
-        ("rectified_flow.cli.flags.sampling:ExportConfig", "end other programs that use it"),
-    ],
-)
-def test_a_full_memory_is_a_sentence_with_flags_of_the_program(flags: str, remedy: str) -> None:
+def test_a_full_memory_is_a_sentence() -> None:
     with pytest.raises(RuntimeError) as full:
         torch.empty(2**50)
     for error in (full.value, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")):
-        assert re.fullmatch(rf"out of memory \(.*\): {remedy}", launch._describe(error, flags))
+        assert re.fullmatch(r"out of memory \(.*\): lower --batch_size, or end .*", launch._describe(error))
 
 
 def test_what_the_disk_cannot_hold_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -140,15 +139,3 @@ def test_a_signal_amid_the_imports_of_a_program_is_one_sentence(
     assert capfd.readouterr().err == f"{STOPPED}\n"
     assert ended(start_program, tmp_path, [*flags, "--import", "interrupted_module"]) == code
     assert capfd.readouterr().err == f"{STOPPED}\n"
-
-
-def test_an_error_that_a_library_makes_of_a_request_is_a_request() -> None:
-    def translate() -> None:
-        with suppress(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGTERM)
-        raise RecursionError
-
-    with pytest.raises(Interrupted, match="SIGTERM"), stop_on_signals():
-        translate()
-    with pytest.raises(RecursionError), stop_on_signals(), defer_signals():
-        translate()  # the request waits, and the error is one of saving
