@@ -61,39 +61,23 @@ FORMER_FLAGS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The relations of a flag to other flags; see :func:`flag`."""
+    """The relations of a flag to other flags, in its annotation: ``Annotated[int, flag(needs="teacher")]``."""
 
-    needs: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
-    replaces: tuple[str, ...] = ()
-    is_local: bool = False
-    is_recorded: bool = True
+    needs: str = ""
+    """Names of flags, one of which must be set, too."""
+    excludes: str = ""
+    """Names of flags that must not be set, too."""
+    replaces: str = ""
+    """Names of recorded flags that the given flag makes meaningless."""
+    local: bool = False
+    """The flag describes this machine, such as the place of a folder: a student of a teacher may set it."""
+    recorded: bool = True
+    """``config.json`` keeps the flag."""
     shapes_training: bool = False
+    """A resumed run with another value trains differently, which is reported."""
 
 
-def flag(
-    *,
-    needs: str = "",
-    excludes: str = "",
-    replaces: str = "",
-    local: bool = False,
-    recorded: bool = True,
-    shapes_training: bool = False,
-) -> Rule:
-    """Annotate a flag with its relations to other flags.
-
-    Args:
-        needs: names of flags, one of which must be set, too.
-        excludes: names of flags that must not be set, too.
-        replaces: names of recorded flags that the given flag makes meaningless.
-        local: the flag describes this machine, such as the place of a folder: a run that inherits the data of another
-            run may set it.
-        recorded: ``config.json`` keeps the flag.
-        shapes_training: a resumed run with another value trains differently, which is reported.
-    """
-    return Rule(
-        tuple(needs.split()), tuple(excludes.split()), tuple(replaces.split()), local, recorded, shapes_training
-    )
+flag = Rule
 
 
 @dataclass(frozen=True)
@@ -178,20 +162,23 @@ def check_rules(config: Any, given: Collection[str] | None = None) -> None:
     """
     rules, changed = rules_of(type(config)), changed_flags(config)
     for name in sorted(changed & rules.keys()):
-        if rules[name].needs and changed.isdisjoint(rules[name].needs):
-            raise UsageError(f"--{name} needs --{' or --'.join(rules[name].needs)}: pass both")
+        needs = rules[name].needs.split()
+        if needs and changed.isdisjoint(needs):
+            raise UsageError(f"--{name} needs --{' or --'.join(needs)}: pass both")
     set_together = changed if given is None else changed & set(given)
     for name in sorted(set_together):
-        for other in rules[name].excludes:
+        for other in rules[name].excludes.split():
             if other in set_together:
                 raise UsageError(f"--{name} and --{other} exclude each other: pass one")
 
 
 def based_on(base: C, config: C, given: Collection[str]) -> C:
     """Return ``base`` with the given flags of ``config``, and without the flags that these exclude or replace."""
-    rules, values, defaults = rules_of(type(base)), values_of(config), values_of(type(base)())
-    excluded = {other for name in {*given} & rules.keys() for other in (*rules[name].excludes, *rules[name].replaces)}
-    excluded |= {name for name, rule in rules.items() if {*given} & {*rule.excludes}}
+    rules, values, defaults = rules_of(type(base)), values_of(config), _defaults_of(base)
+    excluded = {
+        other for name in {*given} & rules.keys() for other in f"{rules[name].excludes} {rules[name].replaces}".split()
+    }
+    excluded |= {name for name, rule in rules.items() if {*given} & {*rule.excludes.split()}}
     flags = {name: defaults[name] for name in excluded} | {name: values[name] for name in {*given} & values.keys()}
     return replaced(base, flags)
 
@@ -210,7 +197,7 @@ def rules_of(config_class: Any) -> dict[str, Rule]:
 
 def changed_flags(config: Any) -> frozenset[str]:
     """Return the names of the flags that differ from their defaults."""
-    defaults = values_of(type(config)())
+    defaults = _defaults_of(config)
     return frozenset(name for name, value in values_of(config).items() if not _is_default(value, defaults[name]))
 
 
@@ -221,6 +208,15 @@ def values_of(config: Any) -> dict[str, Any]:
         value = getattr(config, each.name)
         values |= values_of(value) if is_dataclass(value) else {flag_name(each.name): value}
     return values
+
+
+def _defaults_of(config: Any) -> dict[str, Any]:
+    """Return the defaults of all flags by name. A group may not be built without a flag that it needs."""
+    defaults: dict[str, Any] = {}
+    for each in fields(config):
+        value = getattr(config, each.name)
+        defaults |= _defaults_of(value) if is_dataclass(value) else {flag_name(each.name): each.default}
+    return defaults
 
 
 def _is_rule(value: object) -> bool:
@@ -264,7 +260,7 @@ def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
         document: ``{data, flow, training}``; ``{run, flags}``, as commit c5b7768 wrote it; or flags alone.
     """
     if "training" in document:
-        flags = {**_flat(document["data"]), **document["training"]}
+        flags = {**_flat(document.get("data", {})), **document["training"]}
     elif "run" in document:
         former = {**document.get("data", {}), **document["run"], **document.get("flags", {})}
         flags = {FORMER_FLAGS.get(name, name): value for name, value in former.items() if value is not None}
@@ -285,7 +281,7 @@ def _flat(block: Mapping[str, Any]) -> dict[str, Any]:
 def recorded(config: Any) -> dict[str, Any]:
     """Return the flags that a run's ``config.json`` keeps, to start the run again."""
     rules = rules_of(type(config))
-    return {name: value for name, value in plain(config).items() if rules[name].is_recorded}
+    return {name: value for name, value in plain(config).items() if rules[name].recorded}
 
 
 def checked(config_class: type, flags: Mapping[str, Any], source: object) -> dict[str, Any]:

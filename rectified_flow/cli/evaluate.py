@@ -148,7 +148,10 @@ def training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | Re
     items, source = open_registered(config.data)
     if items is not None:
         return RenderedItems(items, trained.flow.space, config.data.dataset)
-    return open_data(config.run_data, source, trained.flow.conditions)
+    try:
+        return open_data(config.run_data, source, trained.flow.conditions)
+    except UsageError as error:
+        raise UsageError(f"the data of {trained.source} cannot be opened again: {error}") from error
 
 
 def _describe(result: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from rectified_flow.cli.config import NetworkConfig, TrainConfig
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.data.config import RunData
 from rectified_flow.distributed.collectives import on_main
-from rectified_flow.errors import UsageError
+from rectified_flow.errors import DamageError, UsageError
 from rectified_flow.flags import Rule, based_on, checked, command_line, flags_in, plain, replaced, rules_of, values_of
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.folder import prepare_folders, read_config
@@ -23,7 +23,11 @@ C = TypeVar("C", bound=TrainConfig)
 
 def config_in(document: Mapping[str, Any], source: object, kind: type[C]) -> C:
     """Return the config that the ``config.json`` of a run records; flags that it lacks have their defaults."""
-    return replaced(kind(), checked(kind, flags_in(document), source))
+    flags = checked(kind, flags_in(document), source)
+    try:
+        return replaced(kind(), flags)
+    except UsageError as error:
+        raise DamageError(f"{source} is damaged: {error}") from error
 
 
 def config_of(path: Path, kind: type[C] = TrainConfig) -> C:  # type: ignore[assignment]
@@ -143,13 +147,13 @@ def _with_teacher(config: C, distilled: DistillationData) -> C:
     rules: dict[str, Rule] = {**rules_of(RunData), **rules_of(NetworkConfig), "prediction": Rule()}
     mine, theirs = plain(config), plain(teacher)
     for name in sorted(config.given & rules.keys()):
-        if not rules[name].is_local and mine[name] != theirs[name]:
+        if not rules[name].local and mine[name] != theirs[name]:
             inherited = " ".join(command_line({name: theirs[name]}))
             raise UsageError(
                 f"--{name} has no effect with --teacher: the run inherits {inherited} of {source}; leave it out"
             )
     values = values_of(config)
-    local = {name: values[name] for name in config.given & rules.keys() if rules[name].is_local}
+    local = {name: values[name] for name in config.given & rules.keys() if rules[name].local}
     return replaced(
         replace(
             config,

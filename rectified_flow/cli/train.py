@@ -72,7 +72,7 @@ def train(config: TrainConfig) -> bool:
 def one_step_of(config: TrainConfig) -> OneStepConfig:
     """Return the flags of the one-step generator of ``--one_step``: half of the budget, and this machine's flags."""
     run, rules, values = config.run, rules_of(TrainConfig), values_of(config)
-    shared = {name: values[name] for name in config.given if rules[name].is_local and name not in rules_of(RunData)}
+    shared = {name: values[name] for name in config.given if rules[name].local and name not in rules_of(RunData)}
     flags: dict[str, Any] = {"teacher": run.checkpoint_dir or run.output_dir, "output_dir": run.output_dir / "one-step"}
     flags |= {"budget": planning.budget_of(config), "seed": run.seed, "dry_run": config.program.dry_run, **shared}
     made = replaced(OneStepConfig(), flags)
@@ -95,10 +95,11 @@ def train_run(config: TrainConfig) -> bool:
     items, source = open_registered(config.data)
     if items is not None:
         return _train_on_items(config, items, state)
-    space = build_space(config.data, source=source)  # raises an error for an unknown name, before anything is decoded
+    shown = replace(config.data, autoencoder=None) if config.program.look else config.data
+    space = build_space(shown, source=source)  # raises an error for an unknown name, before anything is decoded
     if config.program.look:
         _, pictures = _open_pictures(config, source, chooses=True)
-        look(config.run.output_dir, pictures, build_space(replace(config.data, autoencoder=None), source=pictures))
+        look(config.run.output_dir, pictures, build_space(shown, source=pictures))
         return True
     return _train_on_pictures(config, source, space, state, has_begun=has_begun)
 

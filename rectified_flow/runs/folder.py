@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,10 +20,9 @@ from tqdm.auto import tqdm
 from rectified_flow.errors import BusyError, DamageError, UsageError, first_line
 from rectified_flow.flags import recorded
 from rectified_flow.runs.config import TrainingConfig
-from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, is_artifact, owned_files
+from rectified_flow.system.artifact import CHECKPOINT, MANIFEST, Natural, is_artifact, owned_files
 from rectified_flow.system.files import (
     LOCK_TIMEOUT,
-    check_document,
     locked,
     prepare_folder,
     read_document,
@@ -83,15 +82,30 @@ def data_description(dataset: "Dataset[Any]") -> str:
     return str(own) if own else f"{len(dataset)} items of a {type(dataset).__name__}"  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class ConfigFile:
+    """The contents of a ``config.json``: three blocks and the numbers of items."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    flow: dict[str, Any] | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+    items: dict[str, Natural] = field(default_factory=dict)
+    """Numbers of items of the data: ``training``, and ``held_out`` if some are."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Flags of the trainer, in a run of commit c5b7768."""
+    flags: dict[str, Any] = field(default_factory=dict)
+    """Other flags, in a run of commit c5b7768."""
+    network: dict[str, Any] | None = None
+    """Description of the network, in a run of commit c5b7768."""
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the ``config.json`` at ``path``: ``{data, flow, training}``, or as commit c5b7768 wrote it.
+    """Read the ``config.json`` at ``path``.
 
     Raises:
-        UsageError: if it cannot be read or is damaged.
+        UsageError: if it cannot be read, is damaged, or does not belong to a run.
     """
-    document = read_document(path, dict[str, Any])
-    for block in ("data", "flow", "training"):
-        check_document({block: document.get(block, {})}, dict[str, dict[str, Any]], path)
+    document = {name: value for name, value in asdict(read_document(path, ConfigFile)).items() if value}
     if document.keys().isdisjoint(("training", "run")):
         raise DamageError(f"{path} is not the config.json of a run")
     return document

@@ -32,8 +32,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, flowers: ImageDataset) -> 
     config = tiny_config(folder, train_num_steps=2, num_samples=0)
     recipe = {"dataset": "synthetic-flowers", "dataset_path": None, "image_size": 8, "skip_broken_images": False}
     recipe |= {"cache_dir": None, "aspect_ratio": "1:1", "crop": "center", "alpha": False, "autoencoder": None}
-    network = {"dim": 8, "dim_mults": [1, 2], "dropout": 0.1, "use_cfg": True, "prediction": "velocity"}
-    build_trainer(config, ImageDataset(flowers.path, recipe), flags=recipe | network).train()
+    network = {"network": "Unet", "dim": 8, "dim_mults": [1, 2], "dropout": 0.1, "use_cfg": True}
+    network |= {"prediction": "velocity"}
+    build_trainer(config, ImageDataset(flowers.path, recipe), flags=network).train()
     return folder
 
 
@@ -134,15 +135,15 @@ NONSENSE: list[tuple[Reader, str, str, list[Any]]] = [
     (sample, FLOW, "network.dim_mults", [[], [1, "2"], 2, [1, 0]]),
     (sample, FLOW, "network.conditions", [[], {"labels": 3}, {"x": {"kind": "Uniform"}}]),
     (sample, FLOW, "network.conditions.labels.names", [["a"], [1, 2], "ab"]),
-    (evaluate, CONFIG, "run", [None, []]),
+    (evaluate, CONFIG, "training", [None, []]),
     (evaluate, CONFIG, "data", [None, [], {"dataset": 3}]),
     (evaluate, CONFIG, "data.image_size", ["8", 8.5, -8, 0]),
     (evaluate, CONFIG, "data.cache_dir", [3, []]),
-    (reflow, CONFIG, "flags", [[], {}, "dim", None]),
-    (reflow, CONFIG, "flags.dim", ["8", 8.5, [8], -8, None]),
-    (reflow, CONFIG, "flags.prediction", ["foo", 3]),
-    (start_again, CONFIG, "flags.dim", ["8", {}, [8, "--import", "os"]]),
-    (start_again, CONFIG, "flags.dim_mults", [["--import", "os"], [1, "--import", "os"], 2]),
+    (reflow, CONFIG, "training", [[], {}, "dim", None]),
+    (reflow, CONFIG, "training.dim", ["8", 8.5, [8], -8, None]),
+    (reflow, CONFIG, "training.prediction", ["foo", 3]),
+    (start_again, CONFIG, "training.dim", ["8", {}, [8, "--import", "os"]]),
+    (start_again, CONFIG, "training.dim_mults", [["--import", "os"], [1, "--import", "os"], 2]),
 ]
 
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from rectified_flow.errors import RunError
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.networks.unet import Unet
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.training import stepper
 from rectified_flow.training.accelerator import build_accelerator
 from rectified_flow.training.optimizers import BuildOptimizer
 from rectified_flow.training.trainer import Callback, Trainer
@@ -94,7 +96,7 @@ def train_with_bad_steps(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bad_step_changes_nothing_on_any_rank(tmp_path: Path, flowers: ImageDataset, kind: str) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, log_every=2, gradient_accumulation_steps=2)
+    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, log_every=2, batch_size=4)
     results = run_on_ranks(2, train_with_bad_steps, config, flowers, kind, (4, 5, 9))
     for after, counters in results:
         assert counters == {"updates": 9, "bad": 3, "ema": 9}
@@ -140,9 +142,9 @@ def test_resuming_between_bad_steps_is_byte_equal(tmp_path: Path, flowers: Image
 
 
 def train_until_too_bad(output_dir: Path, dataset: ImageDataset) -> tuple[str, int]:
-    config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, save_every=2, max_bad_steps=3)
+    config = tiny_config(output_dir, train_num_steps=STEPS, num_samples=0, save_every=2)
     trainer = build(config, dataset, "loss", (2, 3, 5, 6, 7, 8))
-    with pytest.raises(RunError) as problem:
+    with patch.object(stepper, "MAX_SKIPPED", 3), pytest.raises(RunError) as problem:
         trainer.train()
     return str(problem.value), trainer.state.bad_steps
 

@@ -78,7 +78,7 @@ def test_loss_falls(runs: Runs) -> None:
 
 @either_flow
 def test_accumulation_trains_alike(runs: Runs, kind: Kind) -> None:
-    accumulated = runs.get(f"accumulated-{kind}", 1, Tiny(kind), gradient_accumulation_steps=2)
+    accumulated = runs.get(f"accumulated-{kind}", 1, Tiny(kind), batch_size=8)
     assert_close(runs.straight(1, kind), accumulated)
 
 
@@ -190,6 +190,6 @@ def test_gradients_are_those_of_the_joined_batch(
     [expected] = run_on_ranks(1, gradient, tiny_config(tmp_path / "a", **settings), flowers, Tiny(kind))
     assert expected.norm() > 0.1
     for world_size, accumulation in ((2, 1), (1, 2), (2, 2)):
-        config = tiny_config(tmp_path / "b", gradient_accumulation_steps=accumulation, **settings)
+        config = tiny_config(tmp_path / "b", batch_size=16 // (world_size * accumulation), **settings)
         for got in run_on_ranks(world_size, gradient, config, flowers, Tiny(kind)):
             assert (got - expected).norm() < tolerance * expected.norm()

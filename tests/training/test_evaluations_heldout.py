@@ -170,4 +170,4 @@ def test_a_run_that_went_on_stops_and_says_whether_its_best_is_there(
 
 
 def train_on(folder: str, cache: str, steps: int, stops: bool) -> str:
-    return train(folder, cache, stops=stops, train_num_steps=steps, keep_every=EVERY)
+    return train(folder, cache, stops=stops, train_num_steps=steps, keep_checkpoints=0)

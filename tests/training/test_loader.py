@@ -63,7 +63,7 @@ class Failing(Dataset[Any]):
 
 
 def read_all(tmp_path: Path, failure: Callable[[], torch.Tensor], workers: int = 2) -> None:
-    config = tiny_config(tmp_path, num_workers=workers, multiprocessing_context="fork")
+    config = tiny_config(tmp_path, num_workers=workers)
     with explain_loader_errors():
         for batch in load(Failing(failure), StreamSampler(40, 0, GlobalBatch(4)), config):
             assert torch.equal(batch["images"], torch.zeros(4, 3))

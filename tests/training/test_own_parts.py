@@ -56,7 +56,7 @@ def train_on_plain_draws(config: TrainingConfig, dataset: ImageDataset) -> tuple
 def test_plain_draws_differ_between_ranks_micro_batches_and_steps(
     tmp_path: Path, flowers: ImageDataset, kind: int
 ) -> None:
-    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, gradient_accumulation_steps=2)
+    config = tiny_config(tmp_path, train_num_steps=STEPS, num_samples=0, batch_size=4)
     by_rank = [result[kind] for result in run_on_ranks(2, train_on_plain_draws, config, flowers)]
     # The first pass of each rank is thrown away; it warms up, as the last micro-batch of step 1.
     assert [len(draws) for draws in by_rank] == [2 * STEPS + 1] * 2

@@ -37,7 +37,7 @@ class Reads(TorchDispatchMode):
 def test_one_number_a_step_is_asked_for_when_the_next_gradient_is_on_its_way(
     tmp_path: Path, flowers: ImageDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = build_trainer(tiny_config(tmp_path, gradient_accumulation_steps=2), flowers)
+    trainer = build_trainer(tiny_config(tmp_path, batch_size=8), flowers)
     # The averages count on the CPU, wherever the weights are, and may read what they count.
     monkeypatch.setattr(trainer.state, "update_averages", lambda: None)
     events: list[str] = []
