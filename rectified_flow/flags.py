@@ -261,8 +261,8 @@ def flags_in(document: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "training" in document:
         flags = {**_flat(document.get("data", {})), **document["training"]}
-    elif "run" in document:
-        former = {**document.get("data", {}), **document["run"], **document.get("flags", {})}
+    elif {"run", "flags"} & document.keys():
+        former = {**document.get("data", {}), **document.get("run", {}), **document.get("flags", {})}
         flags = {FORMER_FLAGS.get(name, name): value for name, value in former.items() if value is not None}
     else:
         return dict(document)

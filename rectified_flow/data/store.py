@@ -212,9 +212,12 @@ class StoreDataset(Dataset[dict[str, Tensor]]):
 
     @cached_property
     def stored_labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """All labels of the store ``[n]``."""
+        """All labels of the store, a read-only memory map ``[n]``."""
         with reading(self.path / LABELS_FILE):
-            return np.load(self.path / LABELS_FILE)
+            try:
+                return np.load(self.path / LABELS_FILE, mmap_mode="r")
+            except OSError:  # some network file systems refuse a shared map
+                return np.load(self.path / LABELS_FILE, mmap_mode="c")
 
     @property
     def class_names(self) -> list[str]:

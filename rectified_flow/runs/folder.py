@@ -106,7 +106,7 @@ def read_config(path: Path) -> dict[str, Any]:
         UsageError: if it cannot be read, is damaged, or does not belong to a run.
     """
     document = {name: value for name, value in asdict(read_document(path, ConfigFile)).items() if value}
-    if document.keys().isdisjoint(("training", "run")):
+    if document.keys().isdisjoint(("training", "run", "flags")):
         raise DamageError(f"{path} is not the config.json of a run")
     return document
 

@@ -173,7 +173,10 @@ def test_a_run_resumes_when_its_teacher_is_gone(teacher: Path, tmp_path: Path) -
         ("--teacher {run} --flow_options objective=mean_flow", "DistilledFlow takes KEY=VALUE with the keys"),
         ("--teacher {run} --init_from {run}", "--teacher and --init_from exclude each other"),
         ("--teacher {run} --flow_options whole_fraction=1.5", "whole_fraction is 1.5; it must be in [0, 1]"),
-        ("--teacher {run} --teacher_dir {paths} --teacher_samples 70", "differ in paths (150 stored, 70 requested)"),
+        (
+            "--teacher {run} --teacher_dir {paths} --teacher_samples 70 --batch_size 4",
+            "differ in paths (150 stored, 70 requested)",
+        ),
         (
             "--teacher {run} --teacher_dir {paths} --teacher_samples 150 --teacher_steps 3",
             "differ in guidance_scale (2.0 stored, 1",
