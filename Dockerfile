@@ -1,7 +1,7 @@
 # Train on pictures of the host, on its GPUs if the NVIDIA container toolkit is there:
 #   docker build --tag rectified-flow-trainer .
 #   docker run --rm --gpus all --shm-size 1g --user "$(id -u):$(id -g)" -v "$PWD:/work" rectified-flow-trainer \
-#       rectified-flow-train --dataset_path /work/pictures --output_dir /work/runs/pictures
+#       rectified-flow train --dataset_path /work/pictures --output_dir /work/runs/pictures
 FROM python:3.11-slim
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 HOME=/tmp
@@ -12,4 +12,4 @@ COPY rectified_flow /package/rectified_flow
 RUN pip install "/package[evaluation,export]"
 
 WORKDIR /work
-CMD ["rectified-flow-train", "--help"]
+CMD ["rectified-flow", "--help"]
