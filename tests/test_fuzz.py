@@ -105,7 +105,9 @@ def values(hint: Any) -> st.SearchStrategy[list[str]]:
     if origin in (Union, UnionType):
         return values(next(each for each in arguments if each is not type(None)))
     if origin is Literal:
-        return st.sampled_from([*(each for each in arguments if each not in SLOW_VALUES), "x"]).map(lambda one: [one])
+        return st.sampled_from([*(each for each in arguments if each not in SLOW_VALUES), "x"]).map(
+            lambda one: [str(one)]
+        )
     if origin is tuple:
         return st.lists(values(arguments[0]).map(lambda words: words[0]), min_size=0, max_size=3)
     words = {int: INTEGERS, float: NUMBERS, Path: PATHS}.get(hint, WORDS)
