@@ -17,7 +17,7 @@ from contextlib import suppress
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints, overload
+from typing import Any, Literal, TypeVar, get_args, get_type_hints, overload
 
 from rectified_flow.errors import UsageError, first_line
 
@@ -157,8 +157,8 @@ def parameters_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return found
 
 
-def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
-    """Check the names of the arguments, and for classes of this package the types, too.
+def _check_arguments(kind: type, arguments: dict[str, Any]) -> None:
+    """Check the names of the arguments, and for classes of this package the types, too; turn text into paths.
 
     Classes outside of the package may have loose annotations, and check the values themselves.
 
@@ -172,8 +172,10 @@ def _check_arguments(kind: type, arguments: Mapping[str, Any]) -> None:
         if name not in parameters:
             raise UsageError(f"it has no argument {name!r}; upgrade if a newer version wrote the description")
         if kind.__module__.startswith(f"{__package__}."):
-            problem = misfit(_with_tuples(value), parameters[name].annotation)
-            if problem is not None:
+            annotation = parameters[name].annotation
+            if isinstance(value, str) and Path in (annotation, *get_args(annotation)):
+                arguments[name] = Path(value)  # a description holds a path as text
+            if (problem := misfit(_with_tuples(arguments[name]), annotation)) is not None:
                 raise UsageError(f"{name} is {problem}")
 
 

@@ -1,4 +1,4 @@
-"""What sample.py is asked for: the flags of a call, with the prompts, axes and pictures that they name, read."""
+"""The request of a call of sample.py: its flags, and the prompts, axes and pictures that they name."""
 
 import inspect
 import re

@@ -114,9 +114,7 @@ def check_flags(config: TrainConfig) -> None:
     planning.check_length(config)
     method, has_teacher = config.method, config.teacher.teacher is not None
     if (method in ("distill", "reflow")) != has_teacher:
-        needed = (
-            "needs --teacher: pass the run of a rectified flow" if not has_teacher else "has no effect with --teacher"
-        )
+        needed = "has no effect with --teacher" if has_teacher else "needs --teacher: pass the run of a rectified flow"
         raise UsageError(f"--method {method} {needed}")
     for name, folder in {"dataset_path": config.data.dataset_path, "source_path": config.source.source_path}.items():
         check_folders(config.run, folder, config.data.cache_dir, name)
@@ -230,8 +228,8 @@ def _train_on_pictures(
 def _split(config: TrainConfig, pictures: ImageDataset) -> Split | None:
     """Return the training pictures and those to hold out; None if none are, as of distillation data. Collective."""
     if config.data.holdout <= 0 and config.evaluation.stop_when_memorising:
-        share = proposed_share(len(pictures))
-        raise UsageError(f"--stop_when_memorising needs pictures to measure on: pass --holdout {share:g}")
+        remedy = f"pass --holdout {proposed_share(len(pictures)):g}"
+        raise UsageError(f"--stop_when_memorising needs pictures to measure on: {remedy}")
     asked = "holdout" in config.given or config.evaluation.stop_when_memorising
     return None if config.teacher.teacher else hold_out_pictures(pictures, config, asked=asked)
 

@@ -1,4 +1,4 @@
-"""What a generated picture says of itself: that a model generated it, and how to generate it again.
+"""The metadata of a generated picture: that a model generated the picture, and the settings to generate it again.
 
 Both are an XMP packet, which PNG, WebP and JPEG files carry: the IPTC property ``DigitalSourceType`` with the value
 ``trainedAlgorithmicMedia``, and the settings as JSON.

@@ -120,7 +120,7 @@ def looking_at(browser: Any, address: str, **options: Any) -> Iterator[Shown]:
 
 
 def drawn(flow: Flow, seed: int, numbers: int = 1, **options: Any) -> np.ndarray:
-    """What sample.py draws."""
+    """Return the pictures that sample.py generates."""
     options.setdefault("steps", flow.default_steps)
     if isinstance(flow, RectifiedFlow) and flow.default_guidance != 1:
         options.setdefault("guidance", Guidance(flow.default_guidance))

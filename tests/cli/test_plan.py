@@ -130,7 +130,7 @@ def outputs(sample_every: int, num_samples: int, save_every: int, log_every: int
     ],
 )  # fmt: skip
 def test_the_choices_of_commit_c5b7768(facts: Facts, machine: Machine, settings: Mapping[str, Any]) -> None:
-    """That commit computed them for the same facts and speeds; the first two are measured runs of 12 minutes."""
+    """Commit c5b7768 computed these settings for the same facts and speeds."""
     if facts.network:
         settings = {name: value for name, value in settings.items() if name != "dropout"}
     assert plan(facts, machine).settings == settings
@@ -200,7 +200,7 @@ def test_bf16_is_chosen_where_it_is_faster(gain: float, facts: Facts, precision:
     ("memory", "dim", "part"), [(800, 48, None), (400, 48, 8), (200, 48, 4), (50, 48, 1), (45, 32, 1)]
 )
 def test_a_step_that_does_not_fit_into_the_memory_is_split(memory: float, dim: int, part: int | None) -> None:
-    """In the machine below, an image needs as much memory as the network has channels."""
+    """An image on the machine of this test needs as much memory as the network has channels."""
     made = plan(replace(HOUR, memory=memory / MEMORY_SHARE, precisions=(None,)), Machine(100, batch=0, memory=1))
     settings = made.settings
     assert (settings["dim"], settings.get("batch_size")) == (dim, part)

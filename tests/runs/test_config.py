@@ -1,5 +1,6 @@
 """Flags: the set is frozen, what they say is checked, and the batch arithmetic adds up."""
 
+import json
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from rectified_flow.cli.config import OneStepConfig, TrainConfig
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import flag_types, parse, plain
+from rectified_flow.registry import build, describe
 from rectified_flow.runs.config import TrainingConfig
 
 FLAGS = """
@@ -171,3 +173,18 @@ def test_lengths() -> None:
 def test_folders() -> None:
     assert TrainingConfig(output_dir=Path("a")).checkpoints == Path("a/checkpoints")
     assert TrainingConfig(checkpoint_dir=Path("b")).checkpoints == Path("b")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--dataset_path x --image_size 32 --condition_on a --value_range 0 3",
+        "--dataset_path x --source_path y --source_as start --cache_dir z",
+    ],
+)
+def test_the_data_of_a_run_are_built_again_from_their_description(words: str) -> None:
+    """JSON holds the paths as text, and the tuples as lists."""
+    data = parsed(words).run_data
+    built = build(json.loads(json.dumps(describe(data))))
+    assert built.pictures.dataset_path == Path("x")
+    assert describe(built) == describe(data)
