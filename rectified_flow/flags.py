@@ -23,7 +23,7 @@ import tyro
 from annotated_types import Ge, Gt, Interval, Le, Lt
 
 from rectified_flow.errors import UsageError, first_line
-from rectified_flow.registry import Role, find, parameters_of, registered_in
+from rectified_flow.registry import Role, find, names, parameters_of, registered_in
 from rectified_flow.system.files import LONGEST, check_document, read_document, usable_path
 
 C = TypeVar("C")
@@ -487,6 +487,27 @@ def typed_options(flag: str, target: Any, options: Sequence[str]) -> dict[str, A
             candidates = [json.loads(text), text]
         typed[key] = _validated(f"--{flag}_options {key}", candidates, parameters[key].annotation)
     return typed
+
+
+def choose_named(flag: str, base: type, text: str) -> Any:
+    """Return the object of ``NAME`` or ``NAME:VALUE``, with the value of the constructor's first argument.
+
+    Args:
+        flag: the flag with this text.
+        base: the class whose registered subclasses have the names.
+        text: the text; names are not case-sensitive.
+
+    Raises:
+        UsageError: if it is not registered, or the value does not fit.
+    """
+    name, colon, value = text.partition(":")
+    known = {each.lower(): each for each in names(base)}
+    target = find(flag, base, known.get(name.lower(), name))
+    parameters = list(parameters_of(target))
+    if colon and not parameters:
+        raise UsageError(f"--{flag} {text}: {name} takes no value; pass {name}")
+    options = [f"{parameters[0]}={value}"] if colon else []
+    return Choice(flag, target, typed_options(flag, target, options)).build()
 
 
 def arguments_from(group: Flags, target: Any, ours: type, flags: Mapping[str, str]) -> dict[str, Any]:

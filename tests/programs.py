@@ -13,6 +13,7 @@ from accelerate import PartialState
 
 from rectified_flow.cli import planning, programs
 from rectified_flow.cli.config import TrainConfig
+from rectified_flow.cli.data import build_space
 from rectified_flow.cli.record import resolved
 from rectified_flow.training.speed import Speed
 from tests.ranks import run_on_ranks
@@ -65,7 +66,7 @@ def planned(config: TrainConfig, count: int, rate: Callable[[TrainConfig], float
     config, has_begun = resolved(config)
     with patch.object(planning, "training_speed", lambda config, *_: Speed(rate(config))):
         chosen = config if has_begun else planning.with_recipe(config, count)
-        return planning.with_plan(chosen, has_begun, count, {})
+        return planning.with_plan(chosen, has_begun, count, {}, build_space(chosen.data))
 
 
 def program(name: str, argv: list[str], variables: dict[str, str] | None = None) -> tuple[int, str]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.evaluation.fields import shell_means, wave_numbers
+from rectified_flow.measurements.scores import shell_means, wave_numbers
 
 
 @dataclass(frozen=True)

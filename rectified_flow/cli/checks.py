@@ -4,7 +4,6 @@ from math import gcd
 
 from rectified_flow.cli.config import UNET, TrainConfig
 from rectified_flow.errors import UsageError
-from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 
 
@@ -12,7 +11,7 @@ def check_sides(config: TrainConfig, space: Space) -> None:
     """Raise a UsageError if the levels of the Unet cannot halve the sides of the pictures, or of their latents."""
     size, levels = config.data.image_size, len(config.network.dim_mults)
     divisor = 2 ** (levels - 1)
-    if isinstance(space, Latents):
+    if space.autoencoder is not None:
         common = (space.shape or (0,))[-1]
         sides = f"has latents of side {common}, which is"
         remedy = "pass fewer levels, or a larger power of two as --image_size"

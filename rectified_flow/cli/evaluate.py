@@ -9,21 +9,21 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.build import guidance_of, open_trained
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import check_classes, check_fields, open_data, open_registered
+from rectified_flow.cli.data import check_classes, open_data, open_registered
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.record import config_in
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation import agreement, fields, likelihood, translation  # noqa: F401 -- they register scores
+from rectified_flow.evaluation import agreement, likelihood, translation  # noqa: F401 -- they register scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
 from rectified_flow.flags import flags_in, plain, refuse, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
-from rectified_flow.spaces.pixels import RGBA
+from rectified_flow.spaces.space import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_picture
@@ -87,8 +87,8 @@ def _check_data(trained: Trained, dataset: ImageDataset | RenderedItems, state: 
     """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_classes(trained.flow, trained.source, dataset)
-    if isinstance(dataset, ImageDataset):
-        check_fields(trained.flow.space, dataset, f"--dataset_path {dataset.info.source}")
+    if (problem := trained.flow.space.misfit(dataset.space)) is not None:
+        raise UsageError(f"--dataset_path {dataset.info.source} {problem}")
     # The fingerprint in a run with a teacher is that of the teacher's data, not of the pictures.
     is_distilled = flags_in(trained.config).get("teacher") is not None
     known = None if trained.run is None or is_distilled else trained.run.dataset

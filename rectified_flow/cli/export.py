@@ -26,8 +26,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.load import model_hash, read_trained
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.degradations import Downsample, Grey
-from rectified_flow.spaces.fields import Fields
-from rectified_flow.spaces.pixels import RGB
+from rectified_flow.spaces.space import RGB
 from rectified_flow.system.files import prepare_folder, read_bytes, replace_file, writing
 from rectified_flow.system.outputs import claim
 from rectified_flow.system.provenance import PACKET
@@ -159,7 +158,7 @@ def _check_page(call: NetworkCall) -> None:
         UsageError: if it cannot.
     """
     flow, channels = call.flow, call.shape[0]
-    is_field, degradation = isinstance(flow.space, Fields), flow.degradation
+    is_field, degradation = flow.space.on_page() is not None, flow.degradation
     if channels not in (1, RGB) and not is_field:
         raise UsageError(f"--format page supports grey and RGB pictures, not {channels} channels: pass --format onnx")
     if is_field and flow.takes_source:

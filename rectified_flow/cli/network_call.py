@@ -17,8 +17,6 @@ from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.load import solver_name
 from rectified_flow.registry import describe as describe_part
 from rectified_flow.spaces.degradations import Mask
-from rectified_flow.spaces.fields import Fields
-from rectified_flow.spaces.pixels import Pixels
 
 UNKNOWN = "unknown"
 MODEL_FILE = "model.onnx"
@@ -36,7 +34,7 @@ class NetworkCall(nn.Module):
     input under its own name.
 
     Args:
-        flow: a flow of pixels or fields whose shape is known.
+        flow: a flow of pixels or measurements whose shape is known.
 
     Raises:
         UsageError: if the flow is of another kind, of other data, or takes conditions of other kinds than
@@ -48,10 +46,9 @@ class NetworkCall(nn.Module):
         kind, space, conditions = type(flow).__name__, flow.space, chosen(flow.conditions)
         if not isinstance(flow, RectifiedFlow | FlowMap):
             raise UsageError(f"--checkpoint has a {kind}: only a rectified flow or a flow map can be exported")
-        if not isinstance(space, Pixels | Fields) or space.shape is None:
-            raise UsageError(
-                f"--checkpoint has a flow of {type(space).__name__.lower()}: only pixels and fields can be exported"
-            )
+        space.on_page()  # raises an error for data of another kind
+        if space.shape is None:
+            raise UsageError("--checkpoint has a flow of pictures of unknown shape: only known shapes can be exported")
         for name, each in conditions.items():
             if not isinstance(each, Picture if name == SOURCE else WrittenCondition) or name == UNKNOWN:
                 raise UsageError(
@@ -118,7 +115,7 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         "output": "average velocity" if call.is_map else "velocity",
         "channels": call.shape[0],
         "range": [-1, 1],
-        "fields": _describe_fields(flow.space) if isinstance(flow.space, Fields) else None,
+        "fields": flow.space.on_page(),
         "classes": flow.class_names,
         "no_label": labels.num_classes if isinstance(labels, Labels) else None,
         "conditions": [{"name": name} | kind.exported() for name, kind in call.kinds.items()],
@@ -134,20 +131,6 @@ def describe(call: NetworkCall) -> dict[str, Any]:
         }
         if flow.takes_source
         else None,
-    }
-
-
-def _describe_fields(space: Fields) -> dict[str, Any]:
-    """Return what a caller needs to convert the output to physical units, and how the page shows it."""
-    legend = space.legend
-    return {
-        "low": list(space.low),
-        "high": list(space.high),
-        "transform": describe_part(space.transform),
-        "files": space.files,
-        "shown": space.shown,
-        "colours": None if legend is None else legend.colours.tolist(),
-        "ends": None if legend is None else [legend.least, legend.greatest],
     }
 
 

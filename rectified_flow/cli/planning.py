@@ -15,7 +15,6 @@ from accelerate.utils import gather_object
 from rectified_flow.cli import plan
 from rectified_flow.cli.build import build_flow
 from rectified_flow.cli.config import STARTER_FOLDER, TrainConfig, seconds_of
-from rectified_flow.cli.data import build_space
 from rectified_flow.cli.distill import DistillationData, recipe_of
 from rectified_flow.cli.record import config_of
 from rectified_flow.condition import ConditionSpecs
@@ -124,7 +123,7 @@ def may_choose(config: TrainConfig) -> bool:
 
 
 def with_plan(
-    config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space | None = None
+    config: TrainConfig, has_begun: bool, pictures: int, conditions: ConditionSpecs, space: Space
 ) -> TrainConfig:
     """Return the flags of a run that takes the time of ``--budget`` or ``--extend``, and print its plan. Collective.
 
@@ -133,7 +132,7 @@ def with_plan(
         has_begun: whether the run has begun before, and has its plan already.
         pictures: number of training pictures.
         conditions: conditions of the data.
-        space: the space of the data, if it is not that of pictures.
+        space: the space of the data.
 
     Raises:
         UsageError: if the time is too short, a step exceeds the memory, or there is no run to extend.
@@ -165,7 +164,7 @@ def planned(facts: plan.Facts, measure: Callable[[plan.Trial], Speed]) -> plan.P
             speeds[question.trial] = measure(question.trial)
 
 
-def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None, why_network: str) -> plan.Facts:
+def facts_of(config: TrainConfig, pictures: int, time: str, space: Space, why_network: str) -> plan.Facts:
     """Return the facts that the plan of a run depends on. Collective."""
     state, fixed, distilled = PartialState(), fixed_flags(config), DistillationData.of(config)
     stored = None if distilled is None else on_main(state, lambda: recipe_of(distilled))
@@ -177,7 +176,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None,
     elif stored is not None:
         precisions = ("bf16" if stored.precision == "bf16" else "no",)
     augment = plan.for_pictures(pictures, augmentable=config.data.autoencoder is None).get("augment", 0.0)
-    sides = ((space.shape if space else None) or config.data.framing.shape)[1:]
+    sides = (space.shape or config.data.framing.shape)[1:]
     return plan.Facts(
         config.method,
         pictures,
@@ -200,7 +199,7 @@ def facts_of(config: TrainConfig, pictures: int, time: str, space: Space | None,
     )
 
 
-def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> TrainConfig:
+def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> TrainConfig:
     """Return the flags of a finished run with as many more steps as fit into the time of ``--extend``. Collective.
 
     An unfinished run is only trained to its last step.
@@ -227,11 +226,11 @@ def _extended(config: TrainConfig, conditions: ConditionSpecs, space: Space | No
     return replaced(config, {"train_num_steps": steps + more})
 
 
-def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space | None) -> Speed:
+def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space) -> Speed:
     """Measure the images per second of all processes, by the slowest of them, and the memory of each. Collective."""
     state, distilled = PartialState(), DistillationData.of(config)
     with torch.random.fork_rng():  # the initial weights of the run do not depend on how many networks are measured
-        flow = build_flow(config, conditions, space or build_space(config.data))
+        flow = build_flow(config, conditions, space.with_augmentation(config.data.augment))
     precision = choose_precision(config.run, state.device)
     to_device(flow, state.device, precision).train()
     count = config.run.split_batch(state.num_processes).per_process
@@ -242,7 +241,7 @@ def training_speed(config: TrainConfig, conditions: ConditionSpecs, space: Space
     return Speed(state.num_processes * min(rates), max(memories))
 
 
-def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space | None) -> None:
+def print_speed(config: TrainConfig, length: int, conditions: ConditionSpecs, space: Space) -> None:
     """Print the time and the memory of a run without a plan. Collective.
 
     Raises:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 from tqdm.auto import tqdm
@@ -18,7 +17,6 @@ from tqdm.auto import tqdm
 from rectified_flow.cli.build import open_trained
 from rectified_flow.cli.flags.sampling import MeasureConfig, PicturesConfig, SampleConfig
 from rectified_flow.cli.sample_request import GRID_PICTURES, PREVIEW, SampleRequest, conditions_of, read_request
-from rectified_flow.data.fields import FieldFormat, encode_field
 from rectified_flow.data.open import picture_names
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
@@ -31,7 +29,6 @@ from rectified_flow.flows.solvers import NO_GUIDANCE
 from rectified_flow.hub import card_of_run, claim_model, save_pretrained
 from rectified_flow.load import Trained, autocast, model_hash, solver_name
 from rectified_flow.runs.checkpoint import early_of
-from rectified_flow.spaces.fields import Fields
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.machine import require_disk
 from rectified_flow.system.outputs import claim, write_output
@@ -77,7 +74,7 @@ def sample(config: SampleConfig) -> None:
     if flags.reverse and config.solver.guidance_scale is None and not config.solver.guidance:
         options.pop("guidance", None)  # a default
     request = read_request(flags, trained, options) if like is None else _repeat(like, trained, options)
-    if isinstance(trained.flow.space, Fields):
+    if trained.flow.space.suffix is not None:
         request = replace(request, names=[f"{Path(name).stem}{PREVIEW}" for name in request.names])
     card = {} if flags.save_pretrained is None else card_of_run(trained, flags.license)
     folder = folder or trained.run_folder / ("generated" if like is None else "like")
@@ -124,8 +121,8 @@ def _files_of(request: SampleRequest, flow: Flow) -> list[str]:
         UsageError: if two files would have the same name.
     """
     names = [*request.names]
-    if isinstance(flow.space, Fields):
-        names += [measured_name(name, flow.space) for name in names]
+    if (suffix := flow.space.suffix) is not None:
+        names += [beside(name, suffix) for name in names]
     [(name, count)] = Counter([*names, "grid.png"]).most_common(1)
     if count > 1:
         raise UsageError(f"--from_images has two files for the result {name}: rename one")
@@ -142,8 +139,8 @@ def _write_samples(
 ) -> None:
     """Write this process's samples; the main process also writes the grid and the trajectories."""
     flags, count, flow = config.samples, len(request.names), trained.flow
-    space, files, outside = flow.space, [folder / name for name in request.names], list[float]()
-    sides = prod(space.shape or ()) if isinstance(space, Fields) else 0
+    space, files = flow.space, [folder / name for name in request.names]
+    sides = 0 if space.suffix is None else prod(space.shape or ())
     remedy = "lower it, or pass an --output_dir with more room"
     require_disk(count * (BLOCK + 8 * sides), folder, f"--num_samples {count}", remedy)
     mine = range(state.process_index, count, state.num_processes)
@@ -158,15 +155,13 @@ def _write_samples(
                 # The names are already claimed: write_picture would read the record again for each picture.
                 pixels = picture.permute(1, 2, 0).numpy()
                 contents = {files[number]: encode_picture(pixels, **_metadata(flags, settings, request, number))}
-                if isinstance(space, Fields):
-                    measured = folder / measured_name(files[number].name, space)
-                    contents[measured] = encode_field(result.numpy(), FieldFormat(**space.files))
-                    outside.append(space.outside(result[None]))
+                if space.suffix is not None:
+                    contents[folder / beside(files[number].name, space.suffix)] = space.write(result)
                 for file, content in contents.items():
                     with writing(file):
                         replace_file(file, content, durable=False)
             bar.update(len(numbers))
-        shares = gather_object(outside)
+        state.wait_for_everyone()
         if not state.is_main_process:
             return
         also = request.options.get("guidance", NO_GUIDANCE).autoguidance != 1
@@ -179,10 +174,9 @@ def _write_samples(
             )
     grid = _grid_of(files, request, flags.variants, space.legend)
     texts["grid"] = write_picture(folder / "grid.png", grid, **_metadata(flags, settings, request))
-    if isinstance(space, Fields):
-        texts["values"] = f"{sum(shares) / len(shares):.2%} are outside of the range by more than 1% of it"
-        first, last = (measured_name(request.names[number], space) for number in (0, -1))
-        texts["fields"] = f"{folder / first} to {last}"
+    if space.suffix is not None:
+        first, last = (beside(request.names[number], space.suffix) for number in (0, -1))
+        texts["values"] = f"{folder / first} to {last}"
     tqdm.write(lines(texts | {"pictures": f"{files[0]} to {files[-1].name}"}))
 
 
@@ -222,15 +216,15 @@ def _results(
     flow: Flow, numbers: Sequence[int], request: SampleRequest
 ) -> Iterator[tuple[Sequence[int], Tensor, Tensor]]:
     """Yield numbers of results, generated data, and their pictures uint8 ``[b, c, h, w]``, a batch at a time."""
-    space, is_field = flow.space, isinstance(flow.space, Fields)
+    space, is_picture = flow.space, flow.space.suffix is None
     batches = _reversed(flow, numbers, **request.options) if request.reverse else None
     for some, data in batches or sample_batches(flow, numbers, render=False, **request.options):
-        results = data if is_field else space.render_with_alpha(data)
+        results = space.render_with_alpha(data) if is_picture else data
         if request.kept is not None:
             known, mask = (each.to(results.device) for each in request.kept)
             known = known[[number % len(known) for number in some]]
             results = torch.where(mask | known.isnan(), results, known)
-        yield some, results, space.render(results) if is_field else results
+        yield some, results, results if is_picture else space.render(results)
 
 
 def _reversed(
@@ -306,9 +300,9 @@ def describe(settings: Provenance, flags: PicturesConfig, trained: Trained, requ
     return lines(texts)
 
 
-def measured_name(name: str, space: Fields) -> str:
-    """Return the name of the file of measurements beside a picture."""
-    return name.removesuffix(PREVIEW) + str(space.files["suffix"])
+def beside(name: str, suffix: str) -> str:
+    """Return the name of the file of generated data beside their picture."""
+    return name.removesuffix(PREVIEW) + suffix
 
 
 def _write_path(

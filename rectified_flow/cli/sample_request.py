@@ -8,7 +8,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
@@ -16,8 +15,6 @@ from tqdm.auto import tqdm
 
 from rectified_flow.cli.flags.sampling import PicturesConfig
 from rectified_flow.condition import ConditionSpecs, Labels, Number, WrittenCondition, chosen
-from rectified_flow.data.fields import read_field
-from rectified_flow.data.resizing import fit_field
 from rectified_flow.data.sources.folder import find_files
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation.evaluator import AT_ONCE, render_sources
@@ -26,16 +23,14 @@ from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.load import Trained
 from rectified_flow.randomness import Samples, deterministic
 from rectified_flow.spaces.degradations import Degradation, Mask
-from rectified_flow.spaces.fields import Fields
-from rectified_flow.spaces.pixels import RGB, RGBA
-from rectified_flow.spaces.space import Space
-from rectified_flow.system.pictures import IMAGE_SUFFIXES, fit, open_picture, upright_size
+from rectified_flow.spaces.space import RGB, Space
+from rectified_flow.system.pictures import fit, open_picture, upright_size
 from rectified_flow.system.terminal import size_text
 
 HALF = 127
 """Value above which a pixel of a mask is white."""
 PREVIEW = "-preview.png"
-"""End of the name of the picture beside a generated file of measurements."""
+"""End of the name of the picture beside a generated file of other data."""
 SEEDS, MAX_CELLS = 6, 24
 """Default and largest number of cells along an axis of ``--grid``."""
 NUM_SAMPLES, GRID_PICTURES = 64, 100
@@ -122,7 +117,7 @@ def _from_pictures(
     translates = flow.takes_source or flags.mask is not None
     files = find_inputs(path, space)[: flags.num_samples or (None if translates else NUM_SAMPLES)]
     images, mask = load_inputs(files, space), load_mask(flags.mask, files, space)
-    seen = (images if isinstance(space, Fields) else space.from_pictures(images.to(flow.device))).cpu()
+    seen = space.from_pictures(images.to(flow.device)).cpu()
     if not translates:
         options |= {"start": seen, "strength": flags.strength or STRENGTH}
         return SampleRequest(_numbered([""] * (flags.num_samples or NUM_SAMPLES)), options, written=written)
@@ -146,8 +141,8 @@ def _check_translation(flags: PicturesConfig, trained: Trained, options: Mapping
     """Raise a UsageError if a flag of ``--from_images`` has no effect on the flow."""
     flow, source = trained.flow, trained.source
     needed = "mask" if flags.mask is not None else "start"
-    is_other = flow.space.picture_shape is None and not isinstance(flow.space, Fields)
-    if (needed not in inspect.signature(flow.sample).parameters and not flow.takes_source) or is_other:
+    takes_pictures = flow.takes_source or needed in inspect.signature(flow.sample).parameters
+    if not (takes_pictures and flow.space.input_suffixes):
         raise UsageError(f"--from_images has no effect: {source} is a {type(flow).__name__} of other data")
     is_mask = isinstance(flow.degradation, Mask)
     is_certain = flow.from_source and flow.source_noise == 0 and not is_mask
@@ -306,9 +301,7 @@ def cells_of(axes: Sequence[Axis], written: Mapping[str, list[str]]) -> tuple[di
 
 def find_inputs(path: Path, space: Space) -> list[Path]:
     """Return the files of ``--from_images``, which is one or a folder of them."""
-    suffixes, ours = set(IMAGE_SUFFIXES), tuple[str, ...]()
-    if isinstance(space, Fields):
-        suffixes, ours = {(suffix := space.files["suffix"]), suffix.replace(".tif", ".tiff")}, (PREVIEW, "grid.png")
+    suffixes, ours = space.input_suffixes, () if space.suffix is None else (PREVIEW, "grid.png")
     if path.is_file():
         return [path]
     found = find_files(path) if path.is_dir() else []
@@ -322,19 +315,8 @@ def find_inputs(path: Path, space: Space) -> list[Path]:
 
 
 def load_inputs(files: Sequence[Path], space: Space) -> Tensor:
-    """Read pictures as uint8 ``[n, c, h, w]`` of the shape of a space, or measurements as float32."""
-    channels, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
-
-    def read(file: Path) -> Tensor:
-        if not isinstance(space, Fields):
-            return pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA))
-        values = read_field(file, space.files["channels_last"])
-        known = (space.sources or space).files["dtype"]
-        if values.dtype.name != known or len(values) != channels:
-            raise ValueError(f"it has {len(values)} channels of {values.dtype.name}, not {channels} of {known}")
-        return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
-
-    return torch.stack([_read("from_images", file, read) for file in files])
+    """Read files of a space ``[n, c, h, w]``: pictures as uint8."""
+    return torch.stack([_read("from_images", file, space.read) for file in files])
 
 
 def _read(flag: str, path: Path, read: Callable[[Path], Tensor]) -> Tensor:
@@ -351,7 +333,7 @@ def load_mask(path: Path | None, files: Sequence[Path], space: Space) -> Tensor 
     _, height, width = space.picture_shape or space.shape or (RGB, 0, 0)
     mask = _read("mask", path, lambda path: pil_to_tensor(fit(open_picture(path), (width, height))).amax(dim=0) > HALF)
     size = upright_size(open_picture(path))
-    for file in () if isinstance(space, Fields) else files:
+    for file in () if space.picture_shape is None else files:
         if (other := upright_size(open_picture(file))) != size:
             sizes = f"has {size_text(*size)} px, and {file} of --from_images {size_text(*other)} px"
             raise UsageError(f"--mask {path} {sizes}: pass a mask of the same size")

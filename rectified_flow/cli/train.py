@@ -17,11 +17,10 @@ from rectified_flow.cli.data import (
     add_source,
     build_space,
     check_source,
-    describe_fields,
     open_data,
     open_pictures,
     open_registered,
-    with_field_flags,
+    with_space,
 )
 from rectified_flow.cli.distill import DistillationData, open_drawn
 from rectified_flow.cli.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
@@ -45,8 +44,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run, write_config
 from rectified_flow.runs.resume import check_start
-from rectified_flow.spaces.fields import Fields
-from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 from rectified_flow.training.callbacks import Pace
@@ -86,17 +83,16 @@ def train_run(config: TrainConfig) -> bool:
     state = join(config)
     set_seed(config.run.seed)
     config, has_begun = resolved(config)
-    config = replace(config, data=with_field_flags(config.data, may_choose=not (has_begun or config.teacher.teacher)))
-    if config.data.is_fields:
-        refuse({"alpha": config.data.alpha}, "is for pictures: measurements keep all channels; leave it out")
-        by_features = {"evaluate_every": config.evaluation.evaluate_every}
-        refuse(by_features, "compares features of photographs: leave it out, and run evaluate.py")
-    check_source(config.data, config.source)
+    config = replace(config, data=with_space(config.data, may_choose=not (has_begun or config.teacher.teacher)))
     items, source = open_registered(config.data)
     if items is not None:
         return _train_on_items(config, items, state)
     shown = replace(config.data, autoencoder=None) if config.program.look else config.data
     space = build_space(shown, source=source)  # raises an error for an unknown name, before anything is decoded
+    check_source(config.data, config.source, space)
+    if "frechet" not in space.metrics:
+        by_features = {"evaluate_every": config.evaluation.evaluate_every}
+        refuse(by_features, "compares features of photographs: leave it out, and run evaluate.py")
     if config.program.look:
         _, pictures = _open_pictures(config, source, chooses=True)
         look(config.run.output_dir, pictures, build_space(shown, source=pictures))
@@ -194,17 +190,16 @@ def _train_on_pictures(
     config, pictures = _open_pictures(config, source, chooses=not has_begun)
     split = _split(config, pictures)
     trained = len(pictures) if split is None else len(split.training)
-    shown: Space | None = space if isinstance(space, Latents) else None
-    shown = build_space(config.data, source=pictures) if config.data.is_fields else shown
+    space = build_space(config.data, source=pictures) if space.autoencoder is None else space
     budget = planning.budget_of(config)
-    config = planning.with_plan(config, has_begun, trained, pictures.conditions, shown)
-    space = shown or build_space(config.data, source=pictures)  # the plan may add augmentation
+    config = planning.with_plan(config, has_begun, trained, pictures.conditions, space)
+    space = space.with_augmentation(config.data.augment)
     check_sides(config, space)
     flow, distilled = build_flow(config, pictures.conditions, space), DistillationData.of(config)
     start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
     state.print(line("pictures", summarize_pictures(pictures)))
-    if isinstance(space, Fields):
-        state.print(line("fields", describe_fields(space, pictures)))
+    if space.summary:
+        state.print(line("values", space.summary))
     if dry_run:
         planning.print_dry_run(config, flow, trained if distilled is None else distilled.count)
         return True
@@ -239,17 +234,10 @@ def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: P
 
     ``flow`` gets the space of the latents, whose scales are known now.
     """
-    autoencoder = flow.space.autoencoder if isinstance(flow.space, Latents) else None
-    distilled = DistillationData.of(config)
+    autoencoder, distilled = flow.space.autoencoder, DistillationData.of(config)
     if distilled is not None:
         dataset, space = open_drawn(distilled, pictures, config)
-        if isinstance(flow.space, Fields) and isinstance(space, Fields):
-            flow.space = flow.space.with_scale_of(space)
-        if autoencoder is not None and isinstance(space, Latents):
-            if space.autoencoder.fingerprint != autoencoder.fingerprint:
-                raise UsageError(f"--autoencoder {autoencoder.name} is not the teacher's autoencoder: leave it out")
-            space.autoencoder = autoencoder  # the folder may have moved
-            flow.space = space
+        flow.space = flow.space.scaled_like(space)
         return dataset
     if autoencoder is None:
         return pictures

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from tqdm.auto import tqdm
 
-from rectified_flow.data.framing import Framing, StoreBits
+from rectified_flow.data.framing import Framing
 from rectified_flow.data.metadata import Table
 from rectified_flow.data.store import IMAGES_FILE, OriginalInfo, StoreWriter, row_size
 from rectified_flow.errors import UsageError, first_line
@@ -103,7 +103,7 @@ class ImageSource:
         """Return the columns beside the images."""
         return Table({}, [""] * len(self))
 
-    def rows(self, framing: Framing, store_bits: StoreBits) -> PictureRows:
+    def rows(self, framing: Framing) -> PictureRows:
         """Return how the images become rows of a store."""
         return PictureRows(framing)
 
@@ -125,7 +125,6 @@ def open_store(
     *,
     cache_dir: Path | None = None,
     skip_broken_images: bool = False,
-    store_bits: StoreBits = 32,
     exclude: Sequence[str] = (),
 ) -> Path:
     """Return the folder of the store of ``source``. The store is built first if it does not exist or is damaged.
@@ -137,7 +136,6 @@ def open_store(
         framing: form in which the images are stored; a number is the side of a square [px].
         cache_dir: folder of the stores; by default the user's cache folder.
         skip_broken_images: leave out images that cannot be decoded.
-        store_bits: most bits of a stored value of measurements.
         exclude: names of images to leave out.
 
     Raises:
@@ -145,7 +143,7 @@ def open_store(
             folder is not writable.
     """
     framing = Framing(framing, framing) if isinstance(framing, int) else framing
-    rows = source.rows(framing, store_bits)
+    rows = source.rows(framing)
     shaped_by = (STORE_VERSION, source.fingerprint, *astuple(framing), skip_broken_images, *rows.key, *sorted(exclude))
     key = blake2b(repr(shaped_by).encode(), digest_size=8).hexdigest()
     slug = "".join(c if c.isalnum() else "-" for c in source.name).strip("-")[-40:]

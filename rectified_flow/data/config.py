@@ -8,7 +8,7 @@ import tyro
 from annotated_types import Interval
 
 from rectified_flow.data import OXFORD_FLOWERS
-from rectified_flow.data.framing import Crop, Framing, StoreBits, parse_ratio
+from rectified_flow.data.framing import Crop, Framing, parse_ratio
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import (
     Flags,
@@ -24,8 +24,6 @@ from rectified_flow.flags import (
 from rectified_flow.registry import register
 from rectified_flow.system.files import read_lines
 
-FIELDS = "Fields"
-"""Name of the space of measurements."""
 SourceAs = Literal["start", "condition"]
 
 
@@ -43,7 +41,7 @@ class DataConfig(Flags):
     image_size: Annotated[int, Interval(gt=0, le=16384)] = 64
     """Short side of the images [px]; pictures are resized by their short side and cropped to --aspect_ratio."""
     native_size: bool = False
-    """Use the size of the first file of measurements instead of --image_size and --aspect_ratio."""
+    """Use the size of the first picture instead of --image_size and --aspect_ratio."""
     aspect_ratio: Annotated[str, flag(excludes="autoencoder")] = "1:1"
     """Width to height of the images, such as 3:2."""
     crop: Crop = "center"
@@ -53,19 +51,7 @@ class DataConfig(Flags):
     space: Annotated[str | None, default_is("by the files, or Latents with --autoencoder")] = None
     """Data space: Pixels, Fields for measurements (.npy, .tif, 16-bit .png), or a registered one."""
     space_options: Options = ()
-    """Arguments of the space."""
-    value_range: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="[MIN MAX | measured | percentile:P]"), default_is("measured")
-    ] = ()
-    """Range of measurements that is scaled to [-1, 1]: MIN MAX for all channels, or MIN MAX for each channel."""
-    transform: Annotated[str | None, default_is("linear")] = None
-    """Transform of measurements before scaling: linear, log, asinh:SCALE, sqrt, or a registered one."""
-    show: Annotated[str | None, default_is("by their type")] = None
-    """Channels of measurements to show as red, green, blue (3,2,1), or one and its colour map (1:viridis, 1:grey)."""
-    channels_last: Annotated[bool | None, default_is("by their shape")] = None
-    """Whether the channels are the last axis of the arrays in .npy and .npz files."""
-    store_bits: StoreBits = 32
-    """Bits of a stored value of measurements; 16 rounds floats and 32-bit integers to float16, in half the space."""
+    """Arguments of the space; of measurements: value_range, transform, show, channels_last, store_bits."""
     autoencoder: Annotated[str | None, flag(local=True, excludes="augment")] = None
     """Train on latents: haar (wavelet), folder or hub id of a diffusers autoencoder, or a registered autoencoder."""
     autoencoder_options: Annotated[Options, flag(needs="autoencoder")] = ()
@@ -92,18 +78,6 @@ class DataConfig(Flags):
         parse_ratio(self.aspect_ratio)
         lists = [read_lines(Path(name)) if name.endswith(".txt") else [name] for name in self.exclude]
         object.__setattr__(self, "exclude", tuple(name for names in lists for name in names))
-
-    @property
-    def of_fields(self) -> dict[str, object]:
-        """The flags that are for measurements, with a true value if they are given."""
-        names = ("value_range", "transform", "show", "native_size")
-        given: dict[str, object] = {name: getattr(self, name) for name in names}
-        return given | {"channels_last": self.channels_last is not None, "store_bits": self.store_bits != 32}
-
-    @property
-    def is_fields(self) -> bool:
-        """Whether the data are measurements, and not pictures."""
-        return self.space == FIELDS
 
     @property
     def framing(self) -> Framing:

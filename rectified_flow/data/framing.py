@@ -11,8 +11,6 @@ from rectified_flow.errors import UsageError
 from rectified_flow.system.terminal import size_text
 
 Crop = Literal["center", "random", "none"]
-StoreBits = Literal[16, 32]
-"""Most bits of a stored value of measurements."""
 Side = Annotated[int, Gt(0)]
 HALVED = 8
 """Error messages propose sizes whose sides are multiples of this, so that networks of up to four levels fit."""

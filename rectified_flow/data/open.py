@@ -5,21 +5,20 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelerate import PartialState
 
 from rectified_flow.data.build import ImageSource, open_store
-from rectified_flow.data.framing import Crop, Framing, StoreBits
+from rectified_flow.data.framing import Crop, Framing
 from rectified_flow.data.metadata import Table
-from rectified_flow.data.sources import field_folder as _registers_field_folder  # noqa: F401
-from rectified_flow.data.sources.folder import FileFolder, PictureFolder, find_files
+from rectified_flow.data.sources.folder import PictureFolder, find_files
 from rectified_flow.data.sources.huggingface import HuggingFaceSource, find_dataset_file
 from rectified_flow.data.sources.synthetic_flowers import SYNTHETIC_FLOWERS, SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
-from rectified_flow.flags import Positive, as_plain
-from rectified_flow.registry import find, names
+from rectified_flow.flags import Positive, as_plain, typed_options
+from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.system.files import printable, usable_path
 from rectified_flow.system.pictures import content_of
 from rectified_flow.system.terminal import escaped
@@ -36,9 +35,8 @@ def open_dataset(
     aspect_ratio: str = "1:1",
     crop: Crop = "center",
     alpha: bool = False,
-    fields: bool = False,
-    channels_last: bool | None = None,
-    store_bits: StoreBits = 32,
+    space: str | None = None,
+    space_options: Sequence[str] = (),
     exclude: Sequence[str] = (),
     source: ImageSource | None = None,
 ) -> ImageDataset:
@@ -55,9 +53,10 @@ def open_dataset(
         crop: part to keep: ``center``, ``random`` or ``none``. For random parts, images have a margin, and the
             space of a flow must know the shape of the parts: ``Pixels((3, image_size, image_size))``.
         alpha: keep transparency, as a fourth channel.
-        fields: read the files of the folder as measurements, in their own type, instead of as uint8 pictures.
-        channels_last: whether the last axis of the arrays is that of the channels; by default their shape decides.
-        store_bits: most bits of a stored value of measurements.
+        space: name of the space of the data: ``Fields`` reads the files of the folder as measurements, in their own
+            type, instead of as uint8 pictures.
+        space_options: ``KEY=VALUE`` for the files: ``channels_last=True`` if the last axis of arrays is that of the
+            channels, and ``store_bits=16`` for floats of 16 bits.
         exclude: images to leave out: paths relative to the folder, or numbers of rows.
         source: the source of the images, in place of the one that ``dataset`` or ``dataset_path`` names.
 
@@ -78,7 +77,7 @@ def open_images(source: ImageSource | None = None, **given: Any) -> ImageDataset
     arguments = {name: as_plain(value) for name, value in given.items()}
     if "" in (arguments.get("dataset_path"), arguments.get("cache_dir")):  # an empty path would be the current folder
         raise UsageError("--dataset_path or --cache_dir is empty: check whether a variable is unset")
-    how = {name: arguments[name] for name in ("skip_broken_images", "store_bits", "exclude") if name in arguments}
+    how = {name: arguments[name] for name in ("skip_broken_images", "exclude") if name in arguments}
     cache = None if arguments.get("cache_dir") is None else Path(arguments["cache_dir"])
     source = find_source(**arguments) if source is None else source
     store = open_store(source, _framing(**arguments), cache_dir=cache, **how)
@@ -134,14 +133,14 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     """Return the source that arguments of :func:`open_dataset` name.
 
     Raises:
-        UsageError: if it does not exist, or measurements are to be read from something else than a folder of files.
+        UsageError: if it does not exist, or its space reads folders of files and it is none.
     """
-    split, fields = arguments.get("split", "train"), arguments.get("fields", False)
-    if dataset_path is None and fields:
-        raise UsageError("--space Fields reads a folder of files: pass it with --dataset_path")
+    split, space = arguments.get("split", "train"), arguments.get("space")
+    if dataset_path is None and folder_reader(space) is not None:
+        raise UsageError(f"--space {space} reads a folder of files: pass it with --dataset_path")
     source: ImageSource
     if dataset_path is not None:
-        source = _find_folder(Path(dataset_path), fields, split, arguments)
+        source = _find_folder(Path(dataset_path), split, arguments)
     elif dataset == SYNTHETIC_FLOWERS:
         source = SyntheticFlowers(2 * max(_framing(**arguments).stored_size))
     elif os.path.isdir(dataset):
@@ -151,36 +150,47 @@ def find_source(dataset: str, dataset_path: str | Path | None = None, **argument
     return source
 
 
-def _find_folder(path: Path, fields: bool, split: str, arguments: Mapping[str, Any]) -> ImageSource:
+def _find_folder(path: Path, split: str, arguments: Mapping[str, Any]) -> ImageSource:
     """Return the source of a folder."""
-    folder = usable_path("--dataset_path", path).resolve()
+    folder, space = usable_path("--dataset_path", path).resolve(), arguments.get("space")
     if not folder.is_dir():
         what = content_of(folder) if folder.is_file() else None
         raise UsageError(f"--dataset_path {folder} is not a folder" + f", but {what}" * (what is not None))
-    if not fields and find_dataset_file(folder) is not None:
-        return HuggingFaceSource(folder, split)
     how = {"skip_unreadable": arguments.get("skip_broken_images", False), "split": split}
-    if fields:
-        return folder_reader("Fields")(folder, **how, channels_last=arguments.get("channels_last"))
+    reader = folder_reader(space)
+    if reader is not None:
+        options, _ = split_options(space, arguments.get("space_options", ()))
+        return cast(ImageSource, reader(folder, **how, **typed_options("space", reader, options)))
+    if find_dataset_file(folder) is not None:
+        return HuggingFaceSource(folder, split)
     source = PictureFolder(folder, **how)
-    for reader, _most, odd in _claims(folder):
+    for other, _most, odd in _claims(folder):
         if odd:
-            found = f"{len(odd)} files of {reader.kind} are read as pictures, such as {printable(odd[0])}"
-            source.notes.append(f"{found}: pass --space {reader.space} to read {reader.kind}")
+            found = f"{len(odd)} files of {other.kind} are read as pictures, such as {printable(odd[0])}"
+            source.notes.append(f"{found}: pass --space {other.space_name} to read {other.kind}")
     return source
 
 
-def folder_reader(space: str) -> Any:
-    """Return the class that reads the files of a space from folders."""
-    return next(each for name in names("reader") if (each := find("space", "reader", name)).space == space)
+def folder_reader(space: str | None) -> Any:
+    """Return the class that reads the files of a space from folders; None for pictures."""
+    readers = (find("space", "reader", name) for name in names("reader"))
+    return next((reader for reader in readers if reader.space_name == space), None)
+
+
+def split_options(space: str | None, options: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the options of the class that reads the files of a space, and those of the space itself."""
+    reader = folder_reader(space)
+    known = {} if reader is None else parameters_of(reader)
+    of_reader = [option for option in options if option.partition("=")[0] in known]
+    return of_reader, [option for option in options if option not in of_reader]
 
 
 def space_of_folder(folder: Path) -> str | None:
     """Return the space of most files in a folder; None for pictures."""
-    return next((reader.space for reader, is_most, _ in _claims(folder) if is_most), None)
+    return next((reader.space_name for reader, is_most, _ in _claims(folder) if is_most), None)
 
 
-def _claims(folder: Path) -> Iterator[tuple[type[FileFolder], bool, list[Path]]]:
+def _claims(folder: Path) -> Iterator[tuple[Any, bool, list[Path]]]:
     """Yield each class that reads folders, with its claim on the files of a folder."""
     unreadable = list[OSError]()  # reported when the files are read
     files = find_files(folder, unreadable.append)

@@ -13,7 +13,7 @@ from functools import cached_property
 from hashlib import blake2b, file_digest
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, cast
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.data.metadata import Column
 from rectified_flow.data.stream import image_indices
 from rectified_flow.randomness import mix
-from rectified_flow.spaces.fields import Fields, default_show
-from rectified_flow.spaces.pixels import RGB, Pixels
+from rectified_flow.registry import build
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import RGB, Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.files import read_document, reading
 from rectified_flow.system.machine import require_disk
@@ -35,7 +36,7 @@ from rectified_flow.system.terminal import size_text
 
 IMAGES_FILE, LATENTS_FILE, NOISE_FILE = "images.uint8", "latents.float16", "noise.float16"
 LABELS_FILE, INFO_FILE, RECIPE_FILE = "labels.npy", "info.json", "recipe.json"
-READ = ("info", "entries", "stored_labels")
+READ = ("info", "entries", "stored_labels", "space")
 """Attributes of a dataset that are not pickled: each process reads them from the store."""
 Positive = Annotated[int, Field(gt=0, lt=2**53)]
 
@@ -69,20 +70,6 @@ class OriginalInfo:
 
 
 @dataclass(frozen=True)
-class FieldInfo:
-    """Properties of stored measurements."""
-
-    low: list[float]
-    """Least known value of each channel, in physical units."""
-    high: list[float]
-    """Greatest known value of each channel."""
-    missing: int
-    """Number of unknown values."""
-    files: dict[str, Any]
-    """Format of the files, see :class:`rectified_flow.data.fields.FieldFormat`."""
-
-
-@dataclass(frozen=True)
 class StoreInfo:
     """The contents of ``info.json``."""
 
@@ -102,8 +89,8 @@ class StoreInfo:
     framing: Framing | None = None
     """Form of the images; None for other rows than images."""
     originals: OriginalInfo | None = None
-    fields: FieldInfo | None = None
-    """Properties of measurements; None for pictures."""
+    space: dict[str, Any] | None = None
+    """Description of the space of the stored rows; None for pictures."""
 
     @property
     def size_text(self) -> str:
@@ -316,20 +303,20 @@ class ImageDataset(StoreDataset):
         """All images of the store, a read-only memory map ``[n, c, h, w]``."""
         return self.entries["images"]
 
-    def read_pictures(self, indices: Sequence[int]) -> Tensor:
-        """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white.
+    @cached_property
+    def space(self) -> Space:
+        """The space of the stored rows, with the scale of all of them."""
+        framing = self.info.framing
+        if self.info.space is not None:
+            return cast(Space, build(self.info.space))
+        return Pixels(None if framing is None else framing.shape)
 
-        For measurements, the first channel is rendered, or three unsigned integer channels as red, green and blue.
-        """
-        images, framing, fields = self.read_entries(indices)["images"], self.info.framing, self.info.fields
-        if fields is not None and framing is not None:
-            high = [max(most, np.nextafter(least, np.inf)) for least, most in zip(fields.low, fields.high, strict=True)]
-            shape = (images.shape[1], framing.height, framing.width)
-            return Fields(shape, fields.low, high, show=default_show(fields.files)).render(images)
-        if framing is None or framing.stored_shape == (RGB, framing.height, framing.width):
+    def read_pictures(self, indices: Sequence[int]) -> Tensor:
+        """Pictures to compare and to show, uint8 ``[b, 3, h, w]``: the centre of each row, over white."""
+        images = self.read_entries(indices)["images"]
+        if images.dtype == torch.uint8 and images.shape[1:] == (RGB, *(self.space.shape or images.shape[1:])[1:]):
             return images
-        space = Pixels(framing.shape)
-        return space.render(space.decode(space.encode(images)))
+        return self.space.render(self.space.decode(self.space.encode(images)))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

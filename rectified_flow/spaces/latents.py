@@ -7,10 +7,11 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
+from rectified_flow.errors import UsageError
 from rectified_flow.registry import register
 from rectified_flow.spaces.autoencoders import Autoencoder
-from rectified_flow.spaces.pixels import RGB, Pixels
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.pixels import Pixels
+from rectified_flow.spaces.space import RGB, Space
 
 PIXELS_AT_ONCE = 2**20
 """Pixels that are encoded or decoded at once: their activations take many times the memory."""
@@ -105,13 +106,26 @@ class Latents(StoredLatents):
         std: Sequence[float] = (),
     ) -> None:
         super().__init__(shape or autoencoder.shape_of(image_size)[1:], mean, std)
-        self.autoencoder, self.image_size = autoencoder, image_size
+        self.autoencoder: Autoencoder = autoencoder
+        self.image_size = image_size
         self._pixels = Pixels((RGB, image_size, image_size))
 
     @property
     def picture_shape(self) -> tuple[int, ...]:
         """The shape of the pictures that are encoded."""
         return RGB, self.image_size, self.image_size
+
+    def scaled_like(self, other: Space) -> Space:
+        """Return the other space of latents, with this autoencoder: its folder may have moved.
+
+        Raises:
+            UsageError: if the other space has another autoencoder.
+        """
+        assert isinstance(other, Latents)  # a teacher's run has the autoencoder of this one
+        if other.autoencoder.fingerprint != self.autoencoder.fingerprint:
+            raise UsageError(f"--autoencoder {self.autoencoder.name} is not the teacher's autoencoder: leave it out")
+        other.autoencoder = self.autoencoder
+        return other
 
     def decode(self, x: Tensor) -> Tensor:
         """Return pictures in [0, 1], decoded some at a time."""

@@ -10,9 +10,8 @@ from rectified_flow import randomness
 from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
 from rectified_flow.registry import register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
-from rectified_flow.spaces.space import Space
+from rectified_flow.spaces.space import RGB, RGBA, Space
 
-RGB, RGBA = 3, 4
 LEVEL = 1 / 127.5
 """Distance of two levels of 8 bits in [-1, 1]."""
 
@@ -82,6 +81,9 @@ class Pixels(Space):
     def from_pictures(self, pictures: Tensor) -> Tensor:
         """Return the pictures as they are."""
         return pictures
+
+    def on_page(self) -> None:
+        """Return None."""
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Return uint8 pictures."""

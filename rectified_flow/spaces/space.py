@@ -1,7 +1,10 @@
 """The contract of a data space."""
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Collection
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -10,16 +13,23 @@ from rectified_flow.condition import ConditionSpecs, Values
 from rectified_flow.errors import UsageError
 
 if TYPE_CHECKING:
+    from rectified_flow.spaces.autoencoders import Autoencoder
     from rectified_flow.system.pictures import Legend
+
+RGB, RGBA = 3, 4
 
 
 class Space(ABC):
     """A map between the data that a dataset stores and the ``x`` that a flow works on.
 
     A flow augments and encodes each training batch, and decodes what it generates. Nothing else in the package knows
-    ranges, types or channels of the data. Register a subclass and keep its constructor's arguments as attributes, and
-    checkpoints can name it. All random draws are in :meth:`augment`, from
+    ranges, types, channels or files of the data. Register a subclass and keep its constructor's arguments as
+    attributes, and checkpoints can name it. All random draws are in :meth:`augment`, from
     :mod:`rectified_flow.randomness`.
+
+    Programs build a space by its constructor, or by a classmethod ``of``, whose parameters are those of
+    ``--space_options``, and of these: ``shape`` of a picture or an item, ``horizontal_flip``, ``augmentation``,
+    ``image_size``, ``autoencoder``, and ``source``, the dataset or the files, which have a ``space`` themselves.
     """
 
     key: ClassVar[str] = "images"
@@ -31,10 +41,46 @@ class Space(ABC):
     """Names of the registered metrics and scores that compare samples with real data by default."""
     has_missing: bool = False
     """Whether ``x`` is NaN where a value is unknown; such values are left out of the loss."""
+    augmentation: float = 0.0
+    """Probability of each change that :meth:`augment` makes to a training picture."""
+    autoencoder: "Autoencoder | None" = None
+    """The frozen network whose latents a store keeps in place of the pictures."""
+    suffix: str | None = None
+    """Suffix of the files that hold generated data beside their pictures; None if the pictures are the data."""
 
     @property
     def picture_shape(self) -> tuple[int, ...] | None:
         """``(c, h, w)`` of the RGB or RGBA pictures that :meth:`from_pictures` takes; None if the data are none."""
+        return None
+
+    @property
+    def input_suffixes(self) -> Collection[str]:
+        """Suffixes of the files that :meth:`read` reads; empty if samples cannot start from files."""
+        from rectified_flow.system.pictures import IMAGE_SUFFIXES  # loads Pillow, which model code does without
+
+        return IMAGE_SUFFIXES if self.picture_shape is not None else ()
+
+    @property
+    def summary(self) -> str:
+        """Scale and type of the data in a line, for the report of a run; empty for pictures."""
+        return ""
+
+    def with_augmentation(self, augmentation: float) -> Self:
+        """Return this space with another probability of augmentation."""
+        changed = copy(self)
+        changed.augmentation = augmentation
+        return changed
+
+    def scaled_like(self, other: "Space") -> "Space":
+        """Return this space with the scale of another one, by which a teacher generated training data.
+
+        Raises:
+            UsageError: if the data of the two cannot be converted.
+        """
+        return self
+
+    def misfit(self, stored: "Space") -> str | None:
+        """Return what is different about data of the space ``stored``, if this space cannot encode them."""
         return None
 
     @property
@@ -87,6 +133,32 @@ class Space(ABC):
             UsageError: if the space is of other data.
         """
         raise UsageError(f"{type(self).__name__} are no pictures")
+
+    def read(self, file: Path) -> Tensor:
+        """Read a file ``[c, h, w]`` of one of the :attr:`input_suffixes`, which :meth:`from_pictures` takes.
+
+        Raises:
+            Exception: of many types, if the file cannot be read.
+        """
+        from torchvision.transforms.functional import pil_to_tensor
+
+        from rectified_flow.system.pictures import fit, open_picture
+
+        channels, height, width = self.picture_shape or (RGB, 0, 0)
+        return pil_to_tensor(fit(open_picture(file), (width, height), alpha=channels == RGBA))
+
+    def write(self, datum: Tensor) -> bytes:
+        """Return the contents of the file of one generated datum ``[c, ...]``, for spaces with a :attr:`suffix`."""
+        raise NotImplementedError
+
+    def on_page(self) -> dict[str, Any] | None:
+        """Return what an exported program needs to show the output of the network; None for pixels.
+
+        Raises:
+            UsageError: if data of this kind cannot be exported.
+        """
+        kind = type(self).__name__.lower()
+        raise UsageError(f"--checkpoint has a flow of {kind}: only pixels and measurements can be exported")
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Convert generated ``x`` to data that a dataset might store, the inverse of :meth:`encode`.

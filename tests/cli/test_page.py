@@ -13,8 +13,8 @@ from PIL import Image
 
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.measurements.space import Fields
 from rectified_flow.networks.unet import Unet
-from rectified_flow.spaces.fields import Fields
 from tests.cli.browser import HAS_CARD, Shown, drawn, export_page, looking_at, page_of, serving
 from tests.patience import wait_for
 from tests.test_load import FLOWS

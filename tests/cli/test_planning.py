@@ -13,6 +13,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse, recorded
 from rectified_flow.runs import checkpoint
 from rectified_flow.runs.config import TrainingConfig
+from rectified_flow.spaces.pixels import Pixels
 from tests.programs import planned
 
 FAST, SLOW = 1e6, 2e4
@@ -239,7 +240,7 @@ def test_stratified_times_are_not_chosen_for_other_flows_or_times() -> None:
 def test_the_facts_of_a_run(kind: type[TrainConfig], words: str, expected: dict[str, object]) -> None:
     PartialState()
     config = parse(kind, "", f"--dataset_path pictures {words}".split())
-    facts = facts_of(config, 800, "1h", None, "")
+    facts = facts_of(config, 800, "1h", Pixels(), "")
     assert {name: getattr(facts, name) for name in expected} == expected
     assert (facts.seconds, facts.processes, facts.device) == (3600, 1, "cpu")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rectified_flow.cli.checks import check_sides
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.data import picture_space
+from rectified_flow.cli.data import build_space
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.flags import parse
@@ -244,7 +244,7 @@ def test_another_seed_batch_or_precision_is_reported(
 def test_sides_that_the_levels_cannot_halve(words: str, sentence: str) -> None:
     config = parse(TrainConfig, "", words.split())
     with pytest.raises(UsageError, match=sentence):
-        check_sides(config, picture_space(config.data))
+        check_sides(config, build_space(config.data))
 
 
 def test_a_batch_of_millions_is_refused(pictures: Path, tmp_path: Path) -> None:

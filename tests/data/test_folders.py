@@ -16,9 +16,10 @@ from PIL import Image
 
 from rectified_flow.data.open import open_dataset, picture_names, space_of_folder
 from rectified_flow.data.pairs import pair_by_name
-from rectified_flow.data.sources.field_folder import FieldFolder, read_field
 from rectified_flow.data.sources.folder import PictureFolder
 from rectified_flow.errors import UsageError
+from rectified_flow.measurements.files import read_field
+from rectified_flow.measurements.folder import FieldFolder
 from rectified_flow.system.pictures import fit, open_picture
 
 SRGB = ((0.4360747, 0.2225045, 0.0139322), (0.3850649, 0.7168786, 0.0971045), (0.1430804, 0.0606169, 0.7141733))
@@ -236,10 +237,12 @@ def test_files_with_and_without_unknown_values_are_read_alike(tmp_path: Path) ->
     tifffile.imwrite(tmp_path / "1.tif", values, extratags=[(42113, 2, 2, "7", True)])
     tifffile.imwrite(tmp_path / "2.tif", values)
     assert FieldFolder(tmp_path).format.dtype == "float32"
-    dataset = open_dataset(str(tmp_path), image_size=8, fields=True, aspect_ratio="5:4", cache_dir=tmp_path / "cache")
+    dataset = open_dataset(
+        str(tmp_path), image_size=8, space="Fields", aspect_ratio="5:4", cache_dir=tmp_path / "cache"
+    )
     assert np.isnan(dataset.images).sum(axis=(1, 2, 3)).tolist() == [1, 0]
-    assert dataset.info.fields is not None
-    assert (dataset.info.fields.low, dataset.info.fields.high) == ([0], [79])
+    assert dataset.info.space is not None
+    assert (dataset.info.space["low"], dataset.info.space["high"]) == ([0], [79])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rectified_flow.registry import build, describe
 from rectified_flow.runs.config import TrainingConfig
 
 FLAGS = """
-dataset dataset_options dataset_path image_size native_size aspect_ratio crop alpha space space_options value_range
-transform show channels_last store_bits autoencoder autoencoder_options horizontal_flip augment holdout data_seed
+dataset dataset_options dataset_path image_size native_size aspect_ratio crop alpha space space_options
+autoencoder autoencoder_options horizontal_flip augment holdout data_seed
 skip_broken_images exclude cache_dir
 network network_options dim dim_mults dropout use_cfg gradient_checkpointing init_from
 method flow flow_options prediction coupling time_distribution time_options guidance_scale
@@ -178,7 +178,7 @@ def test_folders() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--dataset_path x --image_size 32 --condition_on a --value_range 0 3",
+        "--dataset_path x --image_size 32 --condition_on a --space_options value_range=0,3",
         "--dataset_path x --source_path y --source_as start --cache_dir z",
     ],
 )

@@ -16,7 +16,6 @@ from tqdm.auto import tqdm
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.metadata import METADATA_FILES, Table, read_metadata
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import register
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import (
     IMAGE_SUFFIXES,
@@ -68,8 +67,6 @@ class FileFolder(ImageSource):
     """Suffixes of files that are not read, and are counted for a note."""
     kind: ClassVar[str]
     """Name of the files in the plural."""
-    space: ClassVar[str]
-    """Name of the space of the files."""
 
     def __init__(self, path: Path, *, skip_unreadable: bool = False, split: str = "train") -> None:
         self.path, self.name = path, printable(path.name)
@@ -130,21 +127,15 @@ class FileFolder(ImageSource):
         """
         return read_metadata(self._metadata, self.files)
 
-    @classmethod
-    def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:
-        """Return whether most of the files of a folder are of this kind, and some of these files."""
-        return False, []
-
     def _left_out(self, what: str, files: Sequence[Path]) -> list[str]:
         """Return a note on files that are not read, if there are any."""
         return [f"left out {what}, such as {printable(file.relative_to(self.path))}" for file in files[:1]]
 
 
-@register(role="reader")
 class PictureFolder(FileFolder):
     """All pictures below ``path``; see :class:`FileFolder` for their classes, and for arguments, notes and errors."""
 
-    suffixes, other_suffixes, kind, space = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures", "Pixels"
+    suffixes, other_suffixes, kind = IMAGE_SUFFIXES, OTHER_SUFFIXES, "pictures"
 
     def load(self, index: int) -> tuple[Image.Image, int]:
         """Return an undecoded image, and its label or -1."""

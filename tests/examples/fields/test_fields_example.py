@@ -12,8 +12,8 @@ from compare_spectrum import CompareFlags, compare
 from make_fields import MakeFlags, make
 from random_fields import Law, draw_field
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.fields import wave_numbers
 from rectified_flow.flags import parse
+from rectified_flow.measurements.scores import wave_numbers
 
 COUNT, LAW = 400, Law(16)
 

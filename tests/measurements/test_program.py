@@ -14,7 +14,7 @@ from PIL import Image
 
 from rectified_flow.data.open import open_dataset, space_of_folder
 from rectified_flow.load import load_flow
-from rectified_flow.spaces.fields import Fields
+from rectified_flow.measurements.space import Fields
 from tests.programs import assert_refused, program, quick_program
 from tests.ranks import run_on_ranks
 from tests.training.runs import losses
@@ -69,7 +69,7 @@ def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.rmtree(runs / "resumed/checkpoints/step_00000008")
     run_on_ranks(2, train, folder, "counts", runs / "resumed")
     run_on_ranks(1, train, folder, "counts", runs / "one")
-    run_on_ranks(1, train, folder, "floats", runs / "floats", "--transform log --show 2:magma")
+    run_on_ranks(1, train, folder, "floats", runs / "floats", "--space_options transform=log show=2:magma")
     return runs
 
 
@@ -85,16 +85,15 @@ def test_a_resumed_run_is_the_same_to_the_byte(runs: Path) -> None:
 
 
 def test_stored_values_are_those_of_the_files(folder: Path) -> None:
-    pictures = open_dataset("", folder / "counts", image_size=SIDE, fields=True, cache_dir=folder / "cache")
+    pictures = open_dataset("", folder / "counts", image_size=SIDE, space="Fields", cache_dir=folder / "cache")
     stored = pictures.read_batch(range(COUNT))["images"]
     assert stored.dtype == torch.uint16
     for number in range(COUNT):
         assert np.array_equal(stored[number].numpy(), tifffile.imread(folder / f"counts/{number:02}.tif"))
-    how: dict[str, Any] = {"fields": True, "store_bits": 16, "cache_dir": folder / "cache"}
+    how: dict[str, Any] = {"space": "Fields", "space_options": ["store_bits=16"], "cache_dir": folder / "cache"}
     halves = open_dataset("", folder / "floats", image_size=SIDE, **how)
     assert halves.read_batch([0])["images"].dtype == torch.float16
-    assert halves.info.fields is not None
-    assert halves.info.fields.missing == sum(seed % 3 for seed in range(COUNT))
+    assert halves.space.has_missing
 
 
 def test_the_space_is_that_of_the_flags_and_of_the_values(runs: Path) -> None:
@@ -174,20 +173,16 @@ def test_two_folders_and_a_degradation(folder: Path, runs: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "flags", "sentence"),
     [
-        (
-            "floats",
-            "--value_range 1",
-            "must be measured, percentile:P with P below 50, MIN MAX, or MIN MAX for",
-        ),
-        ("floats", "--value_range 5 1", "the range of channel 1 is from 5 to 1"),
-        ("floats", "--value_range percentile:60", "percentile:P with P below 50"),
-        ("floats", "--transform cube", "--transform cube is not registered: choose Asinh or Linear or Log or Sqrt"),
-        ("floats", "--show 3", "--show 3 does not suit"),
-        ("floats", "--show 1:rainbows", "no colour map rainbows"),
+        ("floats", "--space_options value_range=1", "must be measured, percentile:P with P below 50, MIN,MAX, or"),
+        ("floats", "--space_options value_range=5,1", "the range of channel 1 is from 5 to 1"),
+        ("floats", "--space_options value_range=percentile:60", "percentile:P with P below 50"),
+        ("floats", "--space_options transform=cube", "transform cube is not registered: choose Asinh or Linear or Log"),
+        ("floats", "--space_options show=3", "3 names no channels from 1 to 2"),
+        ("floats", "--space_options show=1:rainbows", "no colour map rainbows"),
         ("floats", "--evaluate_every 4", "--evaluate_every compares features of photographs"),
         ("floats", "--alpha", "--alpha is for pictures"),
         ("floats", "--augment 0 --autoencoder haar", "--autoencoder encodes pictures"),
-        ("floats", "--space Pixels --transform log", "--transform is for measurements"),
+        ("floats", "--space Pixels --space_options transform=log", "Pixels takes KEY=VALUE with the keys"),
     ],
 )
 def test_a_flag_that_does_not_suit(folder: Path, name: str, flags: str, sentence: str, tmp_path: Path) -> None:

@@ -16,13 +16,12 @@ from io import BytesIO
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from PIL import Image
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from rectified_flow.data.framing import StoreBits
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.system.files import open_regular, printable
 
@@ -47,6 +46,8 @@ PNG_CHANNELS = {0: 1, 2: 3, 4: 2, 6: 4}
 
 Array = np.ndarray[Any, np.dtype[Any]]
 PixelSize = tuple[float, float, int]
+StoreBits = Literal[16, 32]
+"""Most bits of a stored value."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class Header:
             if 2 * self.shape[axis] <= min(others) and self.shape[axis] <= MOST_CHANNELS:
                 return axis == 2
         raise UsageError(
-            f"the axis of the channels is ambiguous in the shape {self.shape}; pass --channels_last True if it "
-            "is the last one, or --channels_last False if it is the first"
+            f"the axis of the channels is ambiguous in the shape {self.shape}; pass --space_options "
+            "channels_last=True if it is the last one, or channels_last=False if it is the first"
         )
 
     def format(self, channels_last: bool | None) -> FieldFormat:

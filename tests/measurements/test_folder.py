@@ -16,16 +16,11 @@ import pytest
 import tifffile
 from PIL import Image
 
-from rectified_flow.data.fields import TYPES, is_measured, read_header
 from rectified_flow.data.open import space_of_folder
-from rectified_flow.data.sources.field_folder import (
-    FieldFolder,
-    FieldFormat,
-    encode_field,
-    fit_field,
-    read_field,
-)
 from rectified_flow.errors import UsageError
+from rectified_flow.measurements.files import TYPES, FieldFormat, encode_field, is_measured, read_field, read_header
+from rectified_flow.measurements.folder import FieldFolder
+from rectified_flow.measurements.resizing import fit_field
 
 RNG = np.random.default_rng(0)
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -83,7 +78,7 @@ def test_a_field_is_written_and_read_to_the_bit(tmp_path: Path, how: FieldFormat
     assert read.tobytes() == values.tobytes()
     assert read.flags.c_contiguous
     assert read.flags.writeable
-    assert (folder.format, folder.native_size) == (how, (10, 8))
+    assert (folder.format, folder.size_of(0)) == (how, (10, 8))
     assert FieldFormat(**dataclasses.asdict(folder.format)) == how
 
 
@@ -170,18 +165,16 @@ def test_the_axis_of_channels_is_the_short_one(tmp_path: Path, shape: tuple[int,
     folder = FieldFolder(tmp_path)
     assert len(folder.load(0)[0]) == folder.format.channels == channels
     plural = "s" * (channels > 1)
-    size = f"{folder.native_size[0]} x {folder.native_size[1]}"
+    size = "{} x {}".format(*folder.size_of(0))
     assert folder.notes == [f"read .npy files of shape {shape} as {channels} channel{plural} of {size}"]
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 8), (9, 3, 9), (5, 9, 9), (65, 200, 200)])
 def test_a_doubt_about_the_axis_is_settled_by_the_flag(tmp_path: Path, shape: tuple[int, ...]) -> None:
     file = save(tmp_path / "a.npy", np.zeros(shape, np.uint8))
-    with pytest.raises(
-        UsageError, match=r"a\.npy is unclear: .* pass --channels_last True .* or --channels_last False"
-    ):
+    with pytest.raises(UsageError, match=r"a\.npy is unclear: .* channels_last=True .* or channels_last=False"):
         FieldFolder(tmp_path)
-    with pytest.raises(UsageError, match="pass --channels_last"):
+    with pytest.raises(UsageError, match="channels_last=True"):
         read_field(file, None)
     first, last = (FieldFolder(tmp_path, channels_last=answer) for answer in (False, True))
     assert (first.load(0)[0].shape, last.load(0)[0].shape) == (shape, (shape[2], *shape[:2]))
@@ -193,7 +186,7 @@ def test_sizes_may_differ_and_the_first_shape_decides(tmp_path: Path) -> None:
     save(tmp_path / "2.npy", np.zeros((3, 4, 5), np.float32))  # in doubt by itself
     folder = FieldFolder(tmp_path)
     assert [folder.load(index)[0].shape for index in range(2)] == [(3, 16, 20), (3, 4, 5)]
-    assert folder.native_size == (20, 16)
+    assert folder.size_of(0) == (20, 16)
 
 
 @pytest.mark.parametrize(

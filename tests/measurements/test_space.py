@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from rectified_flow import MeanFlow, RectifiedFlow
+from rectified_flow.measurements.space import ABOVE, BELOW, UNKNOWN, Fields, colour_map
+from rectified_flow.measurements.transforms import Asinh, Linear, Log, Sqrt, Transform
 from rectified_flow.registry import build, describe
-from rectified_flow.spaces.fields import ABOVE, BELOW, UNKNOWN, Fields, colour_map
-from rectified_flow.spaces.transforms import Asinh, Linear, Log, Sqrt, Transform
 
 TRANSFORMS = [Linear(), Log(), Asinh(0.5), Sqrt()]
 

@@ -11,28 +11,27 @@ from typing import Any
 import numpy as np
 
 from rectified_flow.data.build import PictureRows, Row
-from rectified_flow.data.fields import (
+from rectified_flow.data.framing import Framing
+from rectified_flow.data.sources.folder import FileFolder, is_image
+from rectified_flow.data.store import IMAGES_FILE, dtype_of
+from rectified_flow.errors import UsageError, first_line
+from rectified_flow.measurements.files import (
     FIELD_SUFFIXES,
     Array,
     FieldFormat,
     Header,
-    encode_field,
+    StoreBits,
     is_measured,
-    read_field,
     read_header,
     read_values,
     stored_type,
 )
-from rectified_flow.data.framing import Framing, StoreBits
-from rectified_flow.data.resizing import fit_field
-from rectified_flow.data.sources.folder import FileFolder, is_image
-from rectified_flow.data.store import IMAGES_FILE, FieldInfo, dtype_of
-from rectified_flow.errors import UsageError, first_line
-from rectified_flow.registry import register
+from rectified_flow.measurements.resizing import fit_field
+from rectified_flow.measurements.space import Fields, default_show
+from rectified_flow.registry import describe, register
 from rectified_flow.system.files import printable
 from rectified_flow.system.pictures import IMAGE_SUFFIXES, OTHER_SUFFIXES
 
-__all__ = ["FIELD_SUFFIXES", "FieldFolder", "FieldFormat", "encode_field", "fit_field", "read_field"]
 SAMPLED = 256
 """Number of pictures whose headers decide whether a folder holds measurements."""
 
@@ -42,10 +41,12 @@ class FieldRows(PictureRows):
 
     def __init__(self, framing: Framing, how: FieldFormat, store_bits: StoreBits) -> None:
         super().__init__(framing)
-        self.format, kind = how, stored_type(how.dtype, store_bits)
-        self.file = f"{Path(IMAGES_FILE).stem}.{kind}"
+        if framing.alpha:
+            raise UsageError("--alpha is for pictures: measurements keep all channels; leave it out")
+        self.format, self.dtype = how, stored_type(how.dtype, store_bits)
+        self.file = f"{Path(IMAGES_FILE).stem}.{self.dtype}"
         self.shape = (how.channels, *framing.stored_size[::-1])
-        self.key = ((self.file, self.shape), astuple(how))
+        self.key = ("space", (self.file, self.shape), astuple(how))
         self.low, self.high, self.missing = np.full(how.channels, np.inf), np.full(how.channels, -np.inf), 0
 
     def fit(self, image: Array) -> tuple[Row, tuple[int, int]]:
@@ -70,7 +71,7 @@ class FieldRows(PictureRows):
         self.high = np.maximum(self.high, np.where(unknown, -np.inf, flat).max(axis=1))
 
     def info(self, name: str, sizes: set[tuple[int, int]]) -> dict[str, Any]:
-        """Return the format of the files, and the range of the values.
+        """Return the space of the rows: the format of the files, and the range of the values.
 
         Raises:
             UsageError: if a channel has no known values, or a single one.
@@ -81,7 +82,21 @@ class FieldRows(PictureRows):
                 raise UsageError(f"channel {number} of {name} has {found}: remove the channel from the files")
         # The size of a pixel, a tag of the files, is no longer true if fields are resized.
         kept = self.format if sizes == {self.framing.stored_size} else replace(self.format, pixel_size=None)
-        return {"fields": asdict(FieldInfo(self.low.tolist(), self.high.tolist(), self.missing, asdict(kept)))}
+        space = stored_space(kept, self.dtype, self.framing, self.low.tolist(), self.high.tolist(), self.missing > 0)
+        return {"space": describe(space)}
+
+
+def stored_space(
+    how: FieldFormat,
+    dtype: str,
+    framing: Framing,
+    low: Sequence[float],
+    high: Sequence[float],
+    has_missing: bool = False,
+) -> Fields:
+    """Return the space of stored fields, with the range of their values."""
+    shape, files = (how.channels, framing.height, framing.width), asdict(how)
+    return Fields(shape, low, high, dtype=dtype, show=default_show(files), has_missing=has_missing, files=files)
 
 
 @register(role="reader")
@@ -94,11 +109,11 @@ class FieldFolder(FileFolder):
         path: the folder.
         channels_last: whether arrays of three axes are ``[h, w, c]`` rather than ``[c, h, w]``; None to decide it by
             the shape of the first.
+        store_bits: most bits of a stored value: 16 rounds floats and 32-bit integers to float16.
         options: further arguments of :class:`FileFolder`.
 
     Attributes:
         format: how the files hold their fields.
-        native_size: width and height of the first field [px].
         notes: lines on the shape of the arrays, on files that are not read, and on files without a class.
 
     Raises:
@@ -107,9 +122,11 @@ class FieldFolder(FileFolder):
     """
 
     suffixes, other_suffixes = FIELD_SUFFIXES, (IMAGE_SUFFIXES | OTHER_SUFFIXES) - FIELD_SUFFIXES
-    kind, space = "fields", "Fields"
+    kind, space_name = "fields", Fields.__name__
 
-    def __init__(self, path: Path, *, channels_last: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self, path: Path, *, channels_last: bool | None = None, store_bits: StoreBits = 32, **options: Any
+    ) -> None:
         super().__init__(path, **options)
         headers = self._read_headers(path)
         undecided = next((file for file, header in headers.items() if header.leaves_open), None)
@@ -124,9 +141,8 @@ class FieldFolder(FileFolder):
         formats = {file: replace(each, dtype=self._types.get(each.dtype, each.dtype)) for file, each in formats.items()}
         _check_agreement(formats)
         first, sizes = next(iter(headers)), {each.pixel_size for each in formats.values()}
-        self.channels_last = channels_last
+        self.channels_last, self.store_bits = channels_last, store_bits
         self.format = replace(formats[first], pixel_size=sizes.pop() if len(sizes) == 1 else None)
-        self.native_size = headers[first].size(channels_last)
         shown = undecided or first
         width, height = headers[shown].size(channels_last)
         self.notes.append(
@@ -154,9 +170,15 @@ class FieldFolder(FileFolder):
         """Return the width and height of a field [px]."""
         return read_header(self.files[index]).size(self.channels_last)
 
-    def rows(self, framing: Framing, store_bits: StoreBits) -> FieldRows:
+    def rows(self, framing: Framing) -> FieldRows:
         """Return how the fields become rows of a store."""
-        return FieldRows(framing, self.format, store_bits)
+        return FieldRows(framing, self.format, self.store_bits)
+
+    @property
+    def space(self) -> Fields:
+        """The space of stored fields; their range, which is not known yet, is one that suits every transform."""
+        channels, dtype = self.format.channels, stored_type(self.format.dtype, self.store_bits)
+        return stored_space(self.format, dtype, Framing(1, 1), (1.0,) * channels, (2.0,) * channels)
 
     @classmethod
     def claim(cls, files: Sequence[Path]) -> tuple[bool, list[Path]]:

@@ -4,19 +4,24 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import log
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rectified_flow import randomness
-from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values
+from rectified_flow.condition import AugmentationLabels, ConditionSpecs, Values, as_number
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import register
+from rectified_flow.flags import choose_named
+from rectified_flow.measurements.files import Array, FieldFormat, encode_field, read_field
+from rectified_flow.measurements.resizing import fit_field
+from rectified_flow.measurements.transforms import Linear, Transform
+from rectified_flow.registry import build, describe, register
 from rectified_flow.spaces.augmentation import NUMBERS, augmented
-from rectified_flow.spaces.pixels import RGB, cropped, mirrored
-from rectified_flow.spaces.space import Space
-from rectified_flow.spaces.transforms import Linear, Transform
+from rectified_flow.spaces.pixels import cropped, mirrored
+from rectified_flow.spaces.space import RGB, Space
 
 if TYPE_CHECKING:
     from rectified_flow.system.pictures import Legend
@@ -26,6 +31,10 @@ OUTSIDE = 0.01
 """Margin beyond the range within which values are not marked, as a share of the range."""
 BELOW, ABOVE, UNKNOWN = (0, 160, 255), (255, 0, 0), (127, 127, 127)
 """Colours of values below and above the range, and of unknown ones."""
+MAX_NAMED = 4
+"""Number of channels whose ranges are printed."""
+MAX_VALUES = 2**24
+"""Number of stored values from which percentiles are taken."""
 SHOWN = re.compile(r"([0-9]{1,4})(?:,([0-9]{1,4}),([0-9]{1,4})|:(\w+))?")
 """A channel and perhaps the name of a colour map, or the channels of red, green and blue."""
 
@@ -50,7 +59,7 @@ class Fields(Space):
         horizontal_flip: mirror half of the training fields.
         augmentation: probability of each change to a training field, without changes of colours; 0 for none.
         files: the format of the files that fields come from, and are written to
-            (:class:`rectified_flow.data.fields.FieldFormat`); by default ``[c, h, w]`` in ``.npy``.
+            (:class:`rectified_flow.measurements.files.FieldFormat`); by default ``[c, h, w]`` in ``.npy``.
         sources: the space of the sources of a translation, if they have a scale of their own.
 
     Raises:
@@ -81,6 +90,7 @@ class Fields(Space):
         self.horizontal_flip, self.augmentation, self.sources = horizontal_flip, augmentation, sources
         plain = {"suffix": ".npy", "dtype": dtype, "channels": channels, "channels_last": False}
         self.files: dict[str, Any] = {**plain, **(files or {})}
+        self.suffix: str = self.files["suffix"]
         if not len(self.low) == len(self.high) == channels:
             raise ValueError(
                 f"low has {len(self.low)} and high {len(self.high)} values for {channels} channels: pass one for each"
@@ -107,6 +117,67 @@ class Fields(Space):
         if not torch.cat((self._scale, self._offset)).float().isfinite().all():
             raise ValueError("a range is too narrow for float32: pass a wider one")
         self._placed: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @classmethod
+    def of(
+        cls,
+        source: Any,
+        shape: Sequence[int],
+        *,
+        value_range: str = "measured",
+        transform: str = "linear",
+        show: str = "",
+        horizontal_flip: bool = False,
+        augmentation: float = 0.0,
+    ) -> "Fields":
+        """Build the space of a run on measurements.
+
+        Args:
+            source: measurements in a store, whose range is known, or in the files of a folder.
+            shape: shape of which the last two are the height and the width.
+            value_range: range that is scaled to [-1, 1]: ``measured``, ``percentile:P``, ``MIN,MAX`` for all channels,
+                or ``MIN,MAX,MIN,MAX,...`` for each.
+            transform: transform before scaling: ``linear``, ``log``, ``asinh:SCALE``, ``sqrt``, or a registered one.
+            show: channels to show, see :class:`Fields`; by default their type decides.
+            horizontal_flip: mirror half of the training fields.
+            augmentation: probability of each change to a training field.
+
+        Raises:
+            UsageError: if the source has no measurements, or an option does not suit the values.
+        """
+        stored, partner = getattr(source, "space", None), getattr(source, "source", None)
+        if not isinstance(stored, Fields):
+            raise UsageError(f"--space {cls.__name__} needs a folder of measurements: pass it with --dataset_path")
+        low, high = range_of(value_range, stored, getattr(source, "images", None))
+        chosen = choose_named("space_options transform", Transform, transform)
+        for number, least in enumerate((*stored.low, *low)):
+            try:
+                chosen.check(least)
+            except ValueError as error:
+                channel = f"channel {number % len(low) + 1}, or its range, reaches down to {least:g}"
+                raise UsageError(f"--space_options transform={transform} {error}: {channel}") from error
+        sources = None
+        if partner is not None:
+            sources = cls.of(partner, shape, value_range=value_range, transform=transform, show=show)
+            if len(sources.low) != len(low):
+                counts = f"{len(sources.low)} channels, and the fields to generate have {len(low)}"
+                raise UsageError(f"--source_path has {counts}: pass sources with the same number")
+        try:
+            return cls(
+                (len(low), *shape[1:]),
+                low,
+                high,
+                transform=chosen,
+                dtype=stored.dtype,
+                show=show or stored.show,
+                has_missing=stored.has_missing,
+                horizontal_flip=horizontal_flip,
+                augmentation=augmentation,
+                files=stored.files,
+                sources=sources,
+            )
+        except ValueError as error:
+            raise UsageError(f"--space_options do not suit the measurements: {error}") from error
 
     @property
     def conditions(self) -> ConditionSpecs:
@@ -148,21 +219,63 @@ class Fields(Space):
         """Return encoded sources in physical units."""
         return (self.sources or self).decode(x)
 
-    def with_scale_of(self, other: "Fields") -> "Fields":
+    def scaled_like(self, other: Space) -> "Fields":
         """Return this space with the ranges, the transforms and the file format of another."""
-        return Fields(
-            self.shape,
-            other.low,
-            other.high,
-            transform=other.transform,
-            dtype=other.dtype,
-            show=self.show,
-            has_missing=self.has_missing,
-            horizontal_flip=self.horizontal_flip,
-            augmentation=self.augmentation,
-            files=other.files,
-            sources=other.sources,
-        )
+        scale = ("low", "high", "transform", "dtype", "files", "sources")
+        theirs = {name: value for name, value in describe(other).items() if name in scale}
+        return cast(Fields, build(describe(self) | theirs))
+
+    def misfit(self, stored: Space) -> str | None:
+        """Return the number and the type of the channels of ``stored``, if they are others."""
+        found = stored.files if isinstance(stored, Fields) else {"channels": "no", "dtype": "measurements"}
+        channels, dtype = (self.files[name] for name in ("channels", "dtype"))
+        if (found["channels"], found["dtype"]) == (channels, dtype):
+            return None
+        has = f"has {found['channels']} channels of {found['dtype']}"
+        return f"{has}, and the flow was trained on {channels} channels of {dtype}: pass such files"
+
+    @property
+    def input_suffixes(self) -> set[str]:
+        """The suffix of the files of the data, also as it is written out."""
+        return {suffix := str(self.files["suffix"]), suffix.replace(".tif", ".tiff")}
+
+    def read(self, file: Path) -> Tensor:
+        """Read a field of the type of the sources, or of the data; float32 in physical units, of this shape."""
+        values, (channels, height, width) = read_field(file, self.files["channels_last"]), self.shape
+        known = (self.sources or self).files["dtype"]
+        if values.dtype.name != known or len(values) != channels:
+            raise ValueError(f"it has {len(values)} channels of {values.dtype.name}, not {channels} of {known}")
+        return torch.from_numpy(fit_field(values, (width, height)).astype(np.float32))
+
+    def from_pictures(self, pictures: Tensor) -> Tensor:
+        """Return fields as they are."""
+        return pictures
+
+    def write(self, datum: Tensor) -> bytes:
+        """Return the file of a field in the format of the data."""
+        return encode_field(datum.numpy(), FieldFormat(**self.files))
+
+    def on_page(self) -> dict[str, Any]:
+        """Return the conversion to physical units, and the colours by which fields are shown."""
+        legend = self.legend
+        return {
+            "low": list(self.low),
+            "high": list(self.high),
+            "transform": describe(self.transform),
+            "files": self.files,
+            "shown": self.shown,
+            "colours": None if legend is None else legend.colours.tolist(),
+            "ends": None if legend is None else [legend.least, legend.greatest],
+        }
+
+    @property
+    def summary(self) -> str:
+        """The stored type, the ranges that are scaled to [-1, 1], and the transform."""
+        ranges = [f"{least:.6g} to {most:.6g}" for least, most in zip(self.low, self.high, strict=True)]
+        more = f", and {len(ranges) - MAX_NAMED} more" * (len(ranges) > MAX_NAMED)
+        unknown = "; unknown values are left out of the loss" * self.has_missing
+        scaling = type(self.transform).__name__.lower()
+        return f"{self.dtype}, {', '.join(ranges[:MAX_NAMED])}{more}, {scaling}{unknown}"
 
     def to_stored(self, x: Tensor) -> Tensor:
         """Return fields of the stored type; integers are rounded and clipped to the range of the type."""
@@ -208,11 +321,6 @@ class Fields(Space):
             raise UsageError("--metric likelihood needs a transform with finite slopes, unlike sqrt at 0")
         return self.encode(values), log_volume
 
-    def outside(self, data: Tensor) -> float:
-        """Return the share of the known values that are outside of their range by more than 1% of it."""
-        x = self.encode(data)
-        return ((x.abs() > 1 + 2 * OUTSIDE).sum() / (~x.isnan()).sum().clamp(min=1)).item()
-
     def problem_with(self, data: Tensor) -> str | None:
         """Return a sentence on values that are infinite, or unknown where none should be."""
         x = self.encode(data)
@@ -234,6 +342,36 @@ class Fields(Space):
             scale, offset = (each.float().to(device)[:, None, None] for each in (self._scale, self._offset))
             self._placed[device] = scale, offset
         return self._placed[device]
+
+
+def range_of(text: str, stored: Fields, images: Array | None) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the values of each channel that become -1 and 1.
+
+    Args:
+        text: see :meth:`Fields.of`.
+        stored: the space of the stored fields, with the range of their values.
+        images: the stored fields ``[n, c, h, w]``, if there is a store already.
+
+    Raises:
+        UsageError: if the text names no range.
+    """
+    name, _, share = text.partition(":")
+    percent, channels = as_number(share) if name == "percentile" else None, len(stored.low)
+    if percent is not None and 0 <= percent < 50 and images is not None:
+        pixels = images.reshape(*images.shape[:2], -1)
+        some = pixels[..., :: 1 + pixels.size // MAX_VALUES].astype(np.float64)  # from every field
+        ends = np.nanpercentile(some, [percent, 100 - percent], axis=(0, 2))
+        return ends[0].tolist(), ends[1].tolist()
+    if text == "measured" or (percent is not None and 0 <= percent < 50):
+        return stored.low, stored.high
+    numbers = [number for part in text.split(",") if (number := as_number(part)) is not None]
+    if len(numbers) != len(text.split(",")) or len(numbers) not in (2, 2 * channels):
+        raise UsageError(
+            f"--space_options value_range={text} must be measured, percentile:P with P below 50, MIN,MAX, or MIN,MAX "
+            f"for each of the {channels} channels"
+        )
+    numbers *= 2 * channels // len(numbers)
+    return numbers[::2], numbers[1::2]
 
 
 def default_show(files: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from scipy.stats import chi2
 from scipy.stats import wasserstein_distance as distance_of_scipy
 from torch import Tensor
 
-from rectified_flow.evaluation.fields import (
+from rectified_flow.measurements.scores import (
     correlations,
     field_scores,
     shell_means,
@@ -92,7 +92,7 @@ def test_the_mean_over_fields() -> None:
 def test_many_fields_are_transformed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = random(7, 2, 8, 8)
     together = spectrum(fields)
-    monkeypatch.setattr("rectified_flow.evaluation.fields.AT_ONCE", 3 * fields[0].numel())
+    monkeypatch.setattr("rectified_flow.measurements.scores.AT_ONCE", 3 * fields[0].numel())
     torch.testing.assert_close(spectrum(fields), together)
 
 

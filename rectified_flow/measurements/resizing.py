@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rectified_flow.data.fields import Array
+from rectified_flow.measurements.files import Array
 
 
 def fit_field(values: Array, size: tuple[int, int], *, pad: bool = False) -> Array:
