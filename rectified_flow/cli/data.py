@@ -251,8 +251,7 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
 def _build_autoencoder(data: DataConfig) -> Autoencoder:
     """Return the autoencoder of the flags."""
     if data.autoencoder in names(Autoencoder):
-        choice = choose("autoencoder", Autoencoder, data.autoencoder, data.autoencoder_options)
-        return cast(Autoencoder, choice.build())
+        return cast(Autoencoder, choose("autoencoder", Autoencoder, data.autoencoder, data.autoencoder_options).build())
     return open_autoencoder(data.autoencoder or "")
 
 

@@ -90,9 +90,8 @@ def train_run(config: TrainConfig) -> bool:
     shown = replace(config.data, autoencoder=None) if config.program.look else config.data
     space = build_space(shown, source=source)  # raises an error for an unknown name, before anything is decoded
     check_source(config.data, config.source, space)
-    if "frechet" not in space.metrics:
-        by_features = {"evaluate_every": config.evaluation.evaluate_every}
-        refuse(by_features, "compares features of photographs: leave it out, and run evaluate.py")
+    by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
+    refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
     if config.program.look:
         _, pictures = _open_pictures(config, source, chooses=True)
         look(config.run.output_dir, pictures, build_space(shown, source=pictures))

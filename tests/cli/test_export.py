@@ -392,7 +392,7 @@ def of_two_encoders(folder: Path) -> Flow:
         (
             lambda _folder: RectifiedFlow(Unet(8, (1,), 12, image_size=8), space=Latents(Haar(1), 8)),
             "onnx",
-            "has a flow of latents: only pixels and fields can be exported",
+            "has a flow of latents: only pixels and measurements can be exported",
         ),
     ],
 )

@@ -77,7 +77,7 @@ def test_broken_jpeg(world_size: int, tmp_path: Path, pictures: Path) -> None:
 
 @both
 def test_image_size_not_divisible(world_size: int) -> None:
-    assert_refused(world_size, f"{TINY} --image_size 9", "--image_size 9 is not divisible by 2")
+    assert_refused(world_size, f"{TINY} --image_size 9", "--image_size 9 gives pictures of 9, not divisible by 2")
 
 
 @both
@@ -90,7 +90,7 @@ def test_batch_not_dividing(world_size: int) -> None:
     ("world_size", "flags", "sentence"),
     [
         (1, "--dataset_path {tmp}/nowhere", "is not a folder"),
-        (2, "--image_size 9", "--image_size 9 is not divisible by 2"),
+        (2, "--image_size 9", "--image_size 9 gives pictures of 9, not divisible by 2"),
         (1, "--mixed_precision fp16", "fp16 needs a GPU"),
         (1, "--guidance_scale 2", "guidance needs a network that takes conditions"),
         (1, "--init_from {tmp}/nothing", "there is no checkpoint at"),
@@ -235,10 +235,13 @@ def test_another_seed_batch_or_precision_is_reported(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--image_size 20", "--image_size 20 is not divisible by 8, as the 4 levels of --dim_mults require; pass 16"),
-        ("--aspect_ratio 3:2 --image_size 72", "72 with --aspect_ratio 3:2 gives sides that are not divisible by 8"),
-        ("--aspect_ratio 9:16 --image_size 63", "63 with --aspect_ratio 9:16 gives sides that are not divisible by 8"),
-        ("--aspect_ratio 16:9 --image_size 63", "--dim_mults require; pass 72"),
+        (
+            "--image_size 20",
+            "20 gives pictures of 20, not divisible by 8, as the 4 levels of --dim_mults require: pass 16",
+        ),
+        ("--aspect_ratio 3:2 --image_size 72", "--image_size 72 gives pictures of 108x72, not divisible by 8"),
+        ("--aspect_ratio 9:16 --image_size 63", "--image_size 63 gives pictures of 63x112, not divisible by 8"),
+        ("--aspect_ratio 16:9 --image_size 63", "--dim_mults require: pass 72"),
     ],
 )
 def test_sides_that_the_levels_cannot_halve(words: str, sentence: str) -> None:

@@ -135,7 +135,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(verbose: bool, pictures: P
         ("--holdout 0.99", "--holdout 0.99 leaves"),
         ("--space_options nix=1", "--space_options has no effect without a registered --space"),
         ("--stop_when_memorising", "--stop_when_memorising needs pictures to measure on"),
-        ("--image_size 9", "--image_size 9 is not divisible by 8"),
+        ("--image_size 9", "--image_size 9 gives pictures of 9, not divisible by 8"),
     ],
 )
 @pytest.mark.parametrize("dry_run", ["", "--dry_run"])

@@ -317,7 +317,7 @@ def test_each_class_from_pictures_to_samples(journey: tuple[Path, dict[str, Any]
             "--image_size 10",
             "--image_size 10 cannot be halved as often as --autoencoder haar does: take a power of two",
         ),
-        ("--image_size 12", "--image_size 12 has latents of side 3, which is not divisible by 2, as the 2 levels of"),
+        ("--image_size 12", "--image_size 12 gives latents of 3, not divisible by 2, as the 2 levels of"),
     ],
 )
 def test_bad_input(tmp_path: Path, flags: str, sentence: str) -> None:
