@@ -48,8 +48,7 @@ def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSourc
         choice = choose("dataset", "dataset", config.dataset, config.dataset_options)
         opened = choice.build(image_size=config.image_size, cache_dir=config.cache_dir)
         return (None, opened) if isinstance(opened, ImageSource) else (opened, None)
-    named = {"dataset_options": config.dataset_options}
-    refuse(named, f"has no effect: --dataset {config.dataset} is not a registered dataset; leave it out")
+    refuse({"dataset_options": config.dataset_options}, "has no effect without a registered --dataset; leave it out")
     return None, None if folder_reader(config.space) is None else find_source(**data_arguments_of(config))
 
 
