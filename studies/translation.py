@@ -109,7 +109,7 @@ def measure(row: Row, paired: bool, kind: type[Flow], as_condition: bool, settin
         numbers = evaluator.measure(Comparison(evaluator, flow, {"steps": steps, **euler}))
         short = {name.replace(f"{FEATURES}_", ""): float(value) for name, value in numbers.items()}
         figures["1 call" if steps == 1 else f"{2 * STEPS} calls"] = short
-        data, rows, conditions = evaluator.translated(flow)
+        data, rows, conditions = evaluator.given(flow)
         sources = conditions[SOURCE][:SHOWN]
         [(_, made)] = sample_batches(
             flow, range(2 * SHOWN), conditions={SOURCE: sources}, seed=row.seed, steps=steps, **euler

@@ -311,7 +311,7 @@ class _Generator:
         points = torch.stack(path[:-1], dim=1) if PATH_FILE in self.writer.rows else path[0]
         rows = [space.to_stored(x), points]
         if SOURCE_FILE in self.writer.rows:
-            rows.append(space.encode(given[SOURCE].to(self.device)).half())
+            rows.append(space.encode_source(given[SOURCE].to(self.device)).half())
         rows += [given[name] for name in self.pictures.columns]
         return dict(zip(self.writer.rows, rows, strict=True))
 

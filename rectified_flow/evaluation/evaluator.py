@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from accelerate import PartialState
@@ -11,18 +12,18 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.data.stream import Batches
 from rectified_flow.distributed.collectives import map_over_ranks
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import FeatureNetwork
 from rectified_flow.evaluation.distances import Metric, RealFeatures, nearest, nearness
 from rectified_flow.evaluation.features import (
     Features,
-    RenderedItems,
+    RealData,
     average_colours,
     in_batches,
     load_features,
     reference_features,
+    stored_batch,
 )
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.registry import find, names
@@ -54,7 +55,7 @@ class Evaluator:
 
     def __init__(
         self,
-        dataset: ImageDataset | RenderedItems,
+        dataset: RealData,
         feature_network: FeatureNetwork,
         *,
         num_samples: int,
@@ -70,7 +71,7 @@ class Evaluator:
         known, scores = dict.fromkeys(metrics), names("score")
         self.scores: list[Score] = [find("metric", "score", name) for name in known if name in scores]
         self.metrics: list[Metric] = [find("metric", "metric", name) for name in known if name not in scores]
-        self._translated: dict[str, Tensor] = {}
+        self._given = WeakKeyDictionary[Flow, dict[str, Tensor]]()
         self._network = feature_network
         if self.metrics:
             _ = self.features  # a network that is unavailable ends a run before it begins
@@ -115,8 +116,7 @@ class Evaluator:
     def generate(self, flow: Flow, **how: Any) -> Tensor:
         """Generate all samples, and return their features as :meth:`sample_features` does. Collective.
 
-        Their conditions are those of training data, whose copies they may be, except from sources, see
-        :meth:`translated`.
+        Their conditions are those of :meth:`given`.
 
         Raises:
             Interrupted: on every process, if a stop was requested on one.
@@ -130,7 +130,7 @@ class Evaluator:
         Args:
             flow: the flow to sample from.
             numbers: the numbers of the samples.
-            how: options of ``flow.sample``; without ``conditions``, these are those of :meth:`generate`.
+            how: options of ``flow.sample``; without ``conditions``, these are those of :meth:`given`.
 
         Raises:
             Interrupted: if a stop was requested meanwhile.
@@ -142,7 +142,7 @@ class Evaluator:
         """Generate some samples, and yield batches of them as :func:`sample_batches` does with these options."""
         how = {"steps": flow.default_steps, **how}
         if "conditions" not in how:
-            how["conditions"] = self._conditions(flow)
+            how["conditions"] = self.given(flow)[2]
         doing = f"evaluating {how['steps']} step{'s' * (how['steps'] > 1)}"
         for some in in_batches(numbers, self.batch_size, doing):
             [(_, data)] = sample_batches(flow, some, seed=self.seed, batch_size=self.batch_size, **how)
@@ -173,7 +173,7 @@ class Evaluator:
         """
         features, real = self._by_network(comparison.generated)[0], self.real.features[0]
         worst = nearness(features, real, self.real.features[-1]).argsort()[:SHOWN]
-        options = {"seed": self.seed, "conditions": self._conditions(comparison.flow), **comparison.options}
+        options = {"seed": self.seed, "conditions": self.given(comparison.flow)[2], **comparison.options}
         [(_, sampled)] = sample_batches(comparison.flow, worst.tolist(), batch_size=SHOWN, **options)
         near = nearest(features[worst], real, NEIGHBOURS_SHOWN)
         shown = self.dataset.read_pictures(near.flatten().tolist()).unflatten(0, near.shape)
@@ -184,29 +184,25 @@ class Evaluator:
         widths = [each.shape[1] for each in self.real.features]
         return [part.contiguous() for part in features.cpu().split(widths, dim=1)]
 
-    def _conditions(self, flow: Flow) -> dict[str, Tensor]:
-        """Return conditions and sources of the data in a random order, so that any number of rows has their shares."""
-        if getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
-            return self.translated(flow)[2]
-        if not flow.conditions:
-            return {}
-        return conditions_of(flow, self.dataset, self.order(self.dataset, self.num_samples), self.seed)
-
-    def order(self, data: ImageDataset | RenderedItems, most: int) -> list[int]:
+    def order(self, data: RealData, most: int) -> list[int]:
         """Return the numbers of some data, the first ``most`` in a random order."""
         order = torch.randperm(len(data), generator=randomness.generator("cpu", self.seed, "labels"))
         return order[:most].tolist()
 
-    def translated(self, flow: Flow) -> tuple[ImageDataset | RenderedItems, list[int], dict[str, Tensor]]:
-        """Return the data whose sources samples start from, the numbers of these data, and their conditions.
+    def given(self, flow: Flow) -> tuple[RealData, list[int], dict[str, Tensor]]:
+        """Return the data whose conditions samples get, the numbers of these data, and their conditions.
 
-        They are held-out data, if there are any, since training showed the targets of the training data.
+        Conditions are those of training data, whose copies samples may be. Sources are those of held-out data, if there
+        are any, since training showed the targets of the training data. The order is random, so that any number of rows
+        has their shares.
         """
-        data = self.dataset if self.held_out is None else self.held_out
+        # Other modules than flows can be sampled, too.
+        translates = getattr(flow, "takes_source", False) and self.held_out is not None
+        data: RealData = self.held_out if translates and self.held_out is not None else self.dataset
         rows = self.order(data, self.num_samples)
-        if not self._translated:
-            self._translated = conditions_of(flow, data, rows, self.seed)
-        return data, rows, self._translated
+        if flow not in self._given:
+            self._given[flow] = conditions_of(flow, data, rows, self.seed)
+        return data, rows, self._given[flow]
 
 
 @dataclass
@@ -243,8 +239,7 @@ def conditions_of(
 
     Args:
         flow: the flow.
-        data: a dataset with the conditions of the flow, and with sources if it takes them and does not degrade its
-            data; pictures, or data of the flow's space.
+        data: a dataset with the conditions of the flow, of pictures or of data of the flow's space.
         numbers: the numbers of the items.
         seed: seed of a degradation that is random.
         draws: numbers of the random draws; by default the numbers of the items.
@@ -252,27 +247,20 @@ def conditions_of(
     if not getattr(flow, "takes_source", False):  # other modules than flows can be sampled, too
         values = data.condition_values(numbers)
         return {name: each for name, each in values.items() if name in flow.conditions}
-    items, space = Batches(data.items if isinstance(data, RenderedItems) else data), flow.space
     parts: list[dict[str, Tensor]] = []
     for first in range(0, len(numbers), AT_ONCE):
         some = numbers[first : first + AT_ONCE]
-        batch = items.__getitems__(some)
-        is_stored = space.key in batch
-        given = batch[SOURCE if SOURCE in batch else space.key if is_stored else "images"].to(flow.device)
-        stored = given if is_stored else space.from_pictures(given)
-        source: Tensor | None = stored
-        if SOURCE not in batch:
-            drawn = some if draws is None else draws[first : first + AT_ONCE]
-            with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
-                source = flow.source_of({}, space.encode(stored))
-                source = None if source is None else space.decode_source(source)
-        others = {name: batch[name] for name in flow.conditions if name in batch}
-        parts.append(others | ({} if source is None else {SOURCE: source.cpu()}))
+        drawn = some if draws is None else draws[first : first + AT_ONCE]
+        batch = stored_batch(data, some, flow)
+        with randomness.deterministic(randomness.Samples(seed, drawn), flow.device):
+            values = flow.conditions_of(batch, flow.space.encode(batch[flow.space.key]))
+        values[SOURCE] = flow.space.decode_source(values[SOURCE])
+        parts.append({name: each.cpu() for name, each in values.items()})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def render_sources(flow: Flow, sources: Tensor) -> Tensor:
     """Render sources as uint8 pictures ``[n, 3, h, w]`` on the CPU, with grey in place of unknown pixels."""
     space = flow.space
-    parts = [space.encode(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
+    parts = [space.encode_source(some.to(flow.device)).nan_to_num(0) for some in sources.split(AT_ONCE)]
     return torch.cat([space.render(space.decode(part)).cpu() for part in parts])

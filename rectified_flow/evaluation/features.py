@@ -19,6 +19,7 @@ from rectified_flow.data.stream import Batches, fingerprint_of
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.evaluation import FeatureNetwork
+from rectified_flow.flows.flow import SOURCE, Flow
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.artifact import Artifact
 from rectified_flow.system.signals import raise_if_stop_requested
@@ -137,7 +138,7 @@ def _efficientnet_lite0(device: torch.device) -> Features:
 
 
 class RenderedItems:
-    """Pictures of a dataset's items as :class:`rectified_flow.Evaluator` reads them: rendered by the flow's space.
+    """The items of a dataset, as an evaluator reads pictures: rendered by the flow's space.
 
     Args:
         items: map-style, with items that are dicts of tensors.
@@ -145,29 +146,51 @@ class RenderedItems:
         name: the name of the dataset for reports.
     """
 
+    path = rows = None  # not in a store
+
     def __init__(self, items: Dataset[Any], space: Space, name: str) -> None:
         self.items, self.space = items, space
         self.info = SimpleNamespace(source=name, image_size=None, framing=None)
         self.conditions: dict[str, Any] = getattr(items, "conditions", {})
         self.class_names: list[str] = list(getattr(self.conditions.get("labels"), "names", ()))
         self.fingerprint = fingerprint_of(items)
+        self.read_batch = Batches(items).__getitems__
 
     def __len__(self) -> int:
         return len(self.items)  # type: ignore[arg-type]
 
     def read_pictures(self, indices: Sequence[int]) -> Tensor:
         """Return rendered items, uint8 ``[n, 3, h, w]``."""
-        data = Batches(self.items).__getitems__(list(indices))[self.space.key]
         with torch.no_grad():
-            return self.space.render(self.space.decode(self.space.encode(data)))
+            return self.space.render(self.space.decode(self.space.encode(self.read_batch(indices)[self.space.key])))
 
     def condition_values(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return the conditions of items by name."""
-        batch = Batches(self.items).__getitems__(list(indices))
+        batch = self.read_batch(indices)
         return {name: batch[name] for name in self.conditions}
 
 
-def reference_features(dataset: ImageDataset | RenderedItems, features: Features, batch_size: int = 64) -> Tensor:
+RealData = ImageDataset | RenderedItems
+"""Data to which samples are compared."""
+
+
+def stored_batch(data: Any, numbers: Sequence[int], flow: Flow) -> dict[str, Tensor]:
+    """Return items of a dataset on the device of a flow, as the flow's space stores them.
+
+    Args:
+        data: data of the space, or pictures, which the space encodes.
+        numbers: the numbers of the items.
+        flow: the flow.
+    """
+    space, batch = flow.space, Batches(data).__getitems__(numbers)
+    batch = {name: values.to(flow.device) for name, values in batch.items()}
+    if space.key not in batch:
+        named = {"images": space.key, SOURCE: SOURCE}
+        batch |= {entry: space.from_pictures(batch[name]) for name, entry in named.items() if name in batch}
+    return batch
+
+
+def reference_features(dataset: RealData, features: Features, batch_size: int = 64) -> Tensor:
     """Return the features ``[n, d]`` of all images of ``dataset``, on the CPU of the main process. Collective.
 
     Each process extracts its share of the whole store. Saved features are loaded instead. The main process saves new
@@ -179,11 +202,11 @@ def reference_features(dataset: ImageDataset | RenderedItems, features: Features
         batch_size: images per batch.
     """
     state = PartialState()
-    if isinstance(dataset, ImageDataset) and dataset.rows is not None:
+    if dataset.path is not None and dataset.rows is not None:
         whole = reference_features(ImageDataset(dataset.path), features, batch_size)
         return whole[dataset.rows] if state.is_main_process else whole
     saved = None
-    if isinstance(dataset, ImageDataset):
+    if dataset.path is not None:
         path = dataset.path.with_name(f"{dataset.path.name}-features-{features.name}")
         saved = Artifact(path, "features", (FEATURES_FILE,))
         if on_main(state, lambda: saved.is_whole):

@@ -7,19 +7,20 @@ training loss falls further. :func:`judge` decides whether that has happened.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from accelerate import PartialState
 from torch import Tensor
+from torch.utils.data import ConcatDataset
 
 from rectified_flow import randomness
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.data.stream import permuted
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.evaluation.distances import near_duplicates, perceptual_hashes
-from rectified_flow.evaluation.features import average_colours, in_batches, reference_features
+from rectified_flow.evaluation.features import average_colours, in_batches, reference_features, stored_batch
 from rectified_flow.flows.flow import Flow, expand
 from rectified_flow.randomness import mix
 
@@ -138,10 +139,11 @@ class HeldOutPictures:
         self.available = len(held_out)
         self.count = min(len(training), len(held_out), MOST_PICTURES)
         self.seed = seed
-        self._sides = []
-        for dataset in (held_out, training):
-            chosen = permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures"))
-            self._sides.append(dataset.subset(chosen))
+        chosen = [
+            dataset.subset(permuted(np.arange(self.count), len(dataset), mix(seed, "held-out pictures")))
+            for dataset in (held_out, training)
+        ]
+        self._pictures: ConcatDataset[Any] = ConcatDataset(chosen)
 
     @property
     def passes(self) -> int:
@@ -167,21 +169,15 @@ class HeldOutPictures:
             return torch.cat([self._losses(flow, some) for some in batches])
 
     def _losses(self, flow: Flow, numbers: Sequence[int]) -> Tensor:
-        items = [self._sides[number // self.count][number % self.count] for number in numbers]
-        batch = {name: torch.stack([item[name] for item in items]).to(flow.device) for name in items[0]}
-        if flow.space.key not in batch:  # pictures, for a flow on latents
-            named = {"images": flow.space.key, "source": "source"}
-            batch |= {now: flow.space.from_pictures(batch[name]) for name, now in named.items() if name in batch}
+        batch = stored_batch(self._pictures, numbers, flow)
         x_0 = flow.space.encode(batch[flow.space.key])
         with randomness.deterministic(randomness.Samples(self.seed, [number % self.count for number in numbers])):
-            noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device)
-            source = flow.source_of(batch, x_0)
-        x_0, noise = x_0.repeat_interleave(TIMES, dim=0), noise.flatten(0, 1)
-        x_0, weights = flow.masked(x_0)
+            noise = randomness.randn("held-out noise", (len(x_0), TIMES, *x_0.shape[1:]), x_0.device).flatten(0, 1)
+            conditions = flow.conditions_of(batch, x_0)
+        x_0, weights = flow.masked(x_0.repeat_interleave(TIMES, dim=0))
         t = ((torch.arange(TIMES, device=x_0.device) + 0.5) / TIMES).repeat(len(numbers))
-        conditions = {name: batch[name].repeat_interleave(TIMES, dim=0) for name in flow.conditions if name in batch}
-        source = None if source is None else source.repeat_interleave(TIMES, dim=0)
-        start, conditions = flow.with_source(noise, source, conditions)
+        conditions = {name: values.repeat_interleave(TIMES, dim=0) for name, values in conditions.items()}
+        start, conditions = flow.start_from(noise, conditions)
         error = flow.velocity(torch.lerp(x_0, start, expand(t, x_0)), t, **conditions) - (start - x_0)
         error = error if weights is None else error * weights
         return error.square().flatten(1).mean(dim=1).unflatten(0, (-1, TIMES)).mean(dim=1)

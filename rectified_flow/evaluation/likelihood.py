@@ -24,11 +24,10 @@ from torch import Tensor
 
 from rectified_flow import randomness
 from rectified_flow.condition import Values
-from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import map_over_ranks, on_main
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.evaluation.evaluator import Comparison
-from rectified_flow.evaluation.features import in_batches
+from rectified_flow.evaluation.features import RealData, in_batches, stored_batch
 from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import Velocity, take_steps
@@ -54,8 +53,6 @@ def likelihood(comparison: Comparison) -> dict[str, float]:
     for prefix, data in {"": evaluator.dataset, "heldout_": evaluator.held_out}.items():
         if data is None:
             continue
-        if not isinstance(data, ImageDataset):
-            raise UsageError("--metric likelihood needs a folder of pictures: pass it with --dataset_path")
         rows = evaluator.order(data, MOST_PICTURES)
         estimate = partial(estimates, flow, data, rows, times, evaluator.batch_size, evaluator.seed)
         bits = map_over_ranks(evaluator.state, len(rows), estimate)
@@ -82,7 +79,7 @@ def _checked(flow: Flow) -> RectifiedFlow:
 
 def estimates(
     flow: RectifiedFlow,
-    data: ImageDataset,
+    data: RealData,
     rows: Sequence[int],
     times: list[float],
     batch_size: int,
@@ -93,13 +90,9 @@ def estimates(
     parts = []
     with torch.autocast(flow.device.type, enabled=False):
         for some in in_batches(numbers, batch_size, "likelihood"):
-            read = [rows[number] for number in some]
-            known = data.condition_values(read)
-            conditions = {
-                name: known[name] if name in known else kind.none(len(read), torch.device("cpu"))
-                for name, kind in flow.conditions.items()
-            }
-            parts.append(bits_per_dimension(flow, data.read_entries(read)["images"], conditions, times, seed))
+            batch = stored_batch(data, [rows[number] for number in some], flow)
+            conditions = {name: batch[name] for name in flow.conditions if name in batch}
+            parts.append(bits_per_dimension(flow, batch[flow.space.key], conditions, times, seed))
     return torch.cat(parts)
 
 

@@ -39,7 +39,7 @@ def translation(comparison: Comparison) -> dict[str, float]:
     generated = comparison.generated
     if not evaluator.state.is_main_process:
         return {}
-    data, rows, conditions = evaluator.translated(flow)
+    data, rows, conditions = evaluator.given(flow)
     real = evaluator.real.features[0]
     results = generated[:, : real.shape[1]].cpu()
     count = min(len(rows), len(results))

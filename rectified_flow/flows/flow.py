@@ -152,65 +152,68 @@ class Flow(nn.Module):
                 f"a batch has {', '.join(batch)}, but not {self.space.key}, which the flow is trained on: rename the "
                 "entry of the dataset's items"
             )
-        data, drawn = batch[self.space.key], "noise" in batch
-        if self.takes_source and SOURCE in batch and not drawn:
-            # With the same random draws, a source is cropped, mirrored and augmented like its target.
-            with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
-                batch = batch | {SOURCE: self.space.augment_source(batch[SOURCE])}
-        data, described = (data, {}) if drawn else self.space.augment(data)
+        data, described, is_drawn = batch[self.space.key], Values(), "noise" in batch
+        if not is_drawn:
+            if self.takes_source and SOURCE in batch:
+                # With the same random draws, a source is cropped, mirrored and augmented like its target.
+                with torch.random.fork_rng([data.device] if data.device.type == "cuda" else []):
+                    batch = batch | {SOURCE: self.space.augment_source(batch[SOURCE])}
+            data, described = self.space.augment(data)
         x_0 = self.space.encode(data)
         self.space.shape = self.space.shape or tuple(x_0.shape[1:])
-        conditions = self._conditions_of(batch)
-        start = batch["noise"].float() if drawn else self._draw_noise(x_0, conditions, batch)
-        if not (drawn and self.from_source):  # else the drawn paths start from their sources already
-            start, conditions = self.with_source(start, self.source_of(batch, x_0), conditions)
+        conditions = self.conditions_of(batch, x_0)
+        if is_drawn:
+            start = batch["noise"].float()
+        else:
+            start, conditions = self.start_from(self._draw_noise(x_0, conditions, batch), conditions)
         return x_0, start, drop(self.conditions, conditions, self.condition_dropout) | described
 
-    def source_of(self, batch: dict[str, Any], x_0: Tensor) -> Tensor | None:
-        """Return the encoded source ``[b, ...]`` of each row of a batch; None for a flow without sources.
+    def conditions_of(self, batch: dict[str, Any], x_0: Tensor) -> Values:
+        """Return the conditions in a batch by name, and the encoded source if the flow takes one.
 
         Args:
-            batch: may have the sources as the entry ``source``, in the form in which the space stores data, or encoded.
+            batch: may have the sources as the entry ``source``, in the form in which the space stores data.
             x_0: the encoded data ``[b, ...]``, which are degraded if the batch has no sources.
 
         Raises:
             UsageError: if there are no sources, and the flow has no degradation that makes them.
         """
-        if not self.takes_source:
-            return None
-        if SOURCE in batch:  # drawn with a teacher's noise, sources are encoded
-            drawn = "noise" in batch and batch[SOURCE].is_floating_point()
-            return batch[SOURCE].float() if drawn else self.space.encode_source(batch[SOURCE])
+        values, is_drawn = self._written_conditions(batch), "noise" in batch
+        if not self.takes_source or (self.from_source and is_drawn):  # a teacher's noise has become the source
+            return values
+        if SOURCE in batch:  # a teacher's store has encoded sources
+            source = batch[SOURCE]
+            is_encoded = is_drawn and source.is_floating_point()
+            return values | {SOURCE: source.float() if is_encoded else self.space.encode_source(source)}
         if self.degradation is None:
             raise UsageError(f"the flow translates pictures, and a batch has no {SOURCE}: add this entry")
         with torch.autocast(x_0.device.type, enabled=False):
-            return self.degradation(x_0)
+            return values | {SOURCE: self.degradation(x_0)}
 
-    def with_source(self, noise: Tensor, source: Tensor | None, conditions: Values) -> tuple[Tensor, Values]:
-        """Return the start of the paths ``[b, ...]`` and the conditions, one of which the source may be.
+    def _written_conditions(self, batch: dict[str, Any]) -> Values:
+        """Return the conditions in a batch without the source."""
+        source = {SOURCE} if self.takes_source else set()
+        return {name: batch[name] for name in self.conditions if name in batch and name not in source}
+
+    def start_from(self, noise: Tensor, conditions: Values) -> tuple[Tensor, Values]:
+        """Return the start of the paths ``[b, ...]``, and the conditions of the network.
 
         Args:
             noise: standard normal ``[b, ...]``, which also replaces the unknown pixels of a source.
-            source: encoded sources ``[b, ...]``, or None.
-            conditions: the other conditions.
+            conditions: conditions by name, with the encoded source.
 
         Raises:
             UsageError: if the sources have another shape than the noise.
         """
+        source = conditions.get(SOURCE) if self.takes_source else None
         if source is None:
             return noise, conditions
         if source.shape != noise.shape:
             raise UsageError(f"sources of shape {tuple(source.shape)} do not fit data of shape {tuple(noise.shape)}")
         if not self.from_source:
-            return noise, conditions | {SOURCE: source}
-        return torch.where(source.isnan(), noise, source + self.source_noise * noise), conditions
-
-    def _conditions_of(self, batch: dict[str, Any]) -> Values:
-        """Return the conditions of a batch, without sources."""
-        return {name: batch[name] for name in self.conditions if name in batch and not self._is_source(name)}
-
-    def _is_source(self, name: str) -> bool:
-        return name == SOURCE and self.takes_source
+            return noise, conditions
+        others = {name: values for name, values in conditions.items() if name != SOURCE}
+        return torch.where(source.isnan(), noise, source + self.source_noise * noise), others
 
     @property
     def pairs(self) -> bool:
@@ -223,16 +226,14 @@ class Flow(nn.Module):
         To be called where all rows are present (see :mod:`rectified_flow.randomness`), before parts of them are given
         to ``forward``.
         """
+        data = batch[self.space.key]
         if self.from_source:
             # A pair is mirrored and augmented alike, which does not change its distance much.
-            x_0, starts = (
-                self.space.encode(batch[self.space.key]),
-                self.space.encode_source(batch[SOURCE]).nan_to_num(0.0),
-            )
+            x_0, starts = self.space.encode(data), self.space.encode_source(batch[SOURCE]).nan_to_num(0.0)
         else:
-            x_0 = self.space.encode(self.space.augment(batch[self.space.key])[0])
+            x_0 = self.space.encode(self.space.augment(data)[0])
             starts = randomness.randn("noise", x_0.shape, x_0.device)
-        return optimal_pairs(self.pairing_costs(x_0, starts, batch), _groups(self._conditions_of(batch)))
+        return optimal_pairs(self.pairing_costs(x_0, starts, batch), _groups(self._written_conditions(batch)))
 
     def pairing_costs(self, x_0: Tensor, noise: Tensor, batch: dict[str, Any]) -> Tensor:
         """Return the costs ``[b, b]`` of pairing each datum with each row of noise, whose sum ``ot`` minimises."""
@@ -272,30 +273,29 @@ class Flow(nn.Module):
         """
         if self.from_source and SOURCE not in conditions:
             raise UsageError("this flow starts from pictures: pass them as source")
-        given = {name: value for name, value in conditions.items() if not self._is_source(name)}
-        unknown = [name for name in given if name not in self.conditions]
+        unknown = [name for name in conditions if name not in {*self.conditions, *([SOURCE] * self.takes_source)}]
         if unknown:
             raise ValueError(f"the network does not take {', '.join(unknown)}, only {list(self.conditions)}")
-        device = self.device
         count = next((len(given) for given in (start, noise, *conditions.values()) if given is not None), count)
         if noise is None:
             if self.space.shape is None:
-                raise UsageError(
-                    "the flow does not know the shape of its data yet: give noise, or a space with a shape"
-                )
-            noise = randomness.randn("sample noise", (count, *self.space.shape), device)
-        values = {
-            name: given[name].to(device) if name in given else kind.draw(name, count, device)
-            for name, kind in self.conditions.items()
+                raise UsageError("the flow does not know the shape of its data: give noise, or a space with a shape")
+            noise = randomness.randn("sample noise", (count, *self.space.shape), self.device)
+        given = self.on_device(conditions)
+        drawn = {
+            name: each.draw(name, count, self.device) for name, each in self.conditions.items() if name not in given
         }
-        sources = [
-            self.space.encode_source(conditions[name].to(device)) for name in conditions if self._is_source(name)
-        ]
-        source = next(iter(sources), None)
-        x, values = self.with_source(noise.float().to(device), source, values)
+        x, values = self.start_from(noise.float().to(self.device), drawn | given)
         if start is not None:
-            x = torch.lerp(self.space.encode(start).to(device).nan_to_num(0.0), x, strength)
+            x = torch.lerp(self.space.encode(start).to(self.device).nan_to_num(0.0), x, strength)
         return x, values
+
+    def on_device(self, conditions: Mapping[str, Tensor]) -> Values:
+        """Return conditions on the device of the network, with sources encoded."""
+        placed = {name: values.to(self.device) for name, values in conditions.items()}
+        if self.takes_source and SOURCE in placed:
+            placed[SOURCE] = self.space.encode_source(placed[SOURCE])
+        return placed
 
     def inpainting(self, start: Tensor | None, mask: Tensor | None, x: Tensor, strength: float = 1.0) -> Inpaint | None:
         """Return the function that keeps the part of ``start`` where ``mask`` is false; None without a mask.
@@ -405,13 +405,10 @@ def sample_batches(
         options: further arguments of ``flow.sample``.
     """
     space = getattr(flow, "space", None) or Pixels()
-    rows = {
-        **(conditions or {}),
-        **{name: each for name, each in (("start", start), ("mask", mask)) if each is not None},
-    }
+    rows = {**(conditions or {}), "start": start, "mask": mask}
     for first in range(0, len(numbers), batch_size):
         some = numbers[first : first + batch_size]
-        given = {name: values[[number % len(values) for number in some]] for name, values in rows.items()}
+        given = {name: each[[i % len(each) for i in some]] for name, each in rows.items() if each is not None}
         drawn = some if draws is None else [draws[number] for number in some]
         with deterministic(Samples(seed, drawn), _device_of(flow)):
             data = flow.sample(len(some), **given, **options)

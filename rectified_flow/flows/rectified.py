@@ -151,11 +151,8 @@ class RectifiedFlow(Flow):
         if solver == "stochastic":
             raise ValueError("the stochastic solver has no way back to the noise")
         x = self.space.encode(data).to(self.device)
-        values = {
-            name: self.space.encode_source(value.to(x.device)) if self._is_source(name) else value.to(x.device)
-            for name, value in conditions.items()
-        }
-        field, times = guided(self.exact_velocity, self.conditions, values, guidance), time_grid(steps, grid)[::-1]
+        field = guided(self.exact_velocity, self.conditions, self.on_device(conditions), guidance)
+        times = time_grid(steps, grid)[::-1]
         first = times[1] / 2 if self.prediction == "clean" else 0.0  # at 0, a clean prediction has no velocity
         with self.evaluating():
             return integrate(lambda x, t: field(x, max(t, first)), x, times, solver)

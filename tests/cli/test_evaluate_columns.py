@@ -93,7 +93,7 @@ def test_samples_have_the_conditions_of_training_rows_where_copies_are_counted(r
     evaluator = Evaluator(training, "efficientnet_lite0", num_samples=31, held_out=held_out)
     texts = training.condition_texts(evaluator.order(training, 31))
     kind = training.columns["story"].kind
-    given = evaluator._conditions(trained.flow)
+    given = evaluator.given(trained.flow)[2]
     assert given["story"].shape[0] == len(texts["story"])
     np.testing.assert_array_equal(given["story"], kind.parse(texts["story"]))
     assert len({*texts["story"]} & {*held_out.condition_texts(range(len(held_out)))["story"]} - {""}) == 0

@@ -84,7 +84,7 @@ def test_noise_is_added_to_starts_and_fills_unknown_pixels() -> None:
     source = flow.space.encode(images(2, 1)).clone()
     source[0, :, :4] = torch.nan
     noise = torch.randn(2, *SHAPE)
-    start, conditions = flow.with_source(noise, source, {})
+    start, conditions = flow.start_from(noise, {SOURCE: source})
     assert conditions == {}
     assert torch.equal(start[0, :, :4], noise[0, :, :4])
     assert torch.allclose(start[1], source[1] + 0.25 * noise[1])
