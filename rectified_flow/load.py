@@ -23,7 +23,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE, Counters, RunIdentity
 from rectified_flow.runs.config import CHECKPOINTS
 from rectified_flow.runs.folder import read_config
-from rectified_flow.spaces.autoencoders import PretrainedAutoencoder
 from rectified_flow.system.artifact import read_manifest
 from rectified_flow.system.files import read_document
 
@@ -122,9 +121,7 @@ def load_trained(
     trained = checkpoint.read(path, read, state)
     space = trained.flow.space
     if autoencoder is not None:
-        if not isinstance(space.autoencoder, PretrainedAutoencoder):
-            raise UsageError(f"--autoencoder has no effect: {trained.source} holds no flow of an autoencoder's latents")
-        space.autoencoder = PretrainedAutoencoder(autoencoder, space.autoencoder.fingerprint)
+        space.use_autoencoder(autoencoder)
     if text_encoder is not None:
         _move_text_encoder(trained, text_encoder)
     space.prepare(state.device)

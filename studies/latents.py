@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from accelerate import PartialState
-
 from rectified_flow import Haar, Pixels, RectifiedFlow, Unet, encode_pictures
 from studies.harness import Case, Figures, Flags, Row, Study, run
 from studies.training import load_trained, measure_samples, open_pictures, train_flow
@@ -23,8 +21,8 @@ def train(row: Row, latents: bool) -> None:
     """Train on pixels, or on the latents of the wavelet, which have a quarter of the side."""
     pictures, size = open_pictures(row.data, row.image_size), row.image_size
     if latents:
-        data = encode_pictures(pictures, Haar(), PartialState(), mirrored=False)
-        space = data.space(Haar())
+        data = encode_pictures(pictures, Haar(), mirrored=False)
+        space = data.space_of(Haar())
         channels, height, _ = space.shape or ()
         network = Unet(32, (1, 2, 2), channels=channels, image_size=height, dropout=0.0)
         train_flow(row, RectifiedFlow(network, space=space), data, minutes=row.budget, **RUN)

@@ -16,7 +16,7 @@ CEILING = 12_189
 PACKAGE = Path(__file__).resolve().parent.parent / "rectified_flow"
 LEAVES = {path.stem for path in PACKAGE.glob("[!_]*.py")} - {"load", "hub"} | {""}
 FLOORS = [
-    {"cli", "__main__", "text", "measurements"},
+    {"cli", "__main__", "latents", "measurements", "text"},
     {"training"},
     {"evaluation"},
     {"load", "hub", "pipeline"},
@@ -27,7 +27,7 @@ FLOORS = [
 ]
 """From the top down. A module imports, directly or through others, no module of a floor above."""
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-ROOMS = ["measurements", "text"]
+ROOMS = ["latents", "measurements", "text"]
 """Folders that register their classes, and that the program does without."""
 MODULES = {
     ".".join(("rectified_flow", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path

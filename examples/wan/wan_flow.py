@@ -13,7 +13,7 @@ from rectified_flow.condition import Condition
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow import expand
 from rectified_flow.flows.times import TimeDistribution
-from rectified_flow.spaces.latents import StoredLatents
+from rectified_flow.latents.space import StoredLatents
 
 TRAINING_TIMESTEPS = 1000
 

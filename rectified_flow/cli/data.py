@@ -28,10 +28,7 @@ from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.flags import Choice, choose, choose_named, refuse, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import find, names, parameters_of
-from rectified_flow.spaces.autoencoders import Autoencoder, open_autoencoder
 from rectified_flow.spaces.degradations import Degradation
-from rectified_flow.spaces.latents import Latents
-from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
 
@@ -226,7 +223,7 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
     Raises:
         UsageError: if there is no such space or autoencoder, or the size of the pictures does not suit it.
     """
-    name = data.space or (Pixels if data.autoencoder is None else Latents).__name__
+    name = data.space or ("Pixels" if data.autoencoder is None else "Latents")
     kind = find("space", Space, name)
     target = getattr(kind, "of", kind)
     _, options = split_options(data.space, data.space_options)
@@ -238,20 +235,13 @@ def build_space(data: DataConfig, items: Any = None, source: ImageDataset | Imag
     if data.autoencoder is not None:
         needless = "autoencoder" not in parameters_of(target)
         refuse({"autoencoder": needless}, f"encodes pictures, and the data are {name}: leave it out")
-        given |= {"autoencoder": _build_autoencoder(data)}
+        given |= {"autoencoder": data.autoencoder, "autoencoder_options": data.autoencoder_options}
     elif items is not None:
         given |= {"shape": tuple(Batches(items).__getitems__([0])[kind.key].shape[1:])}
     else:
         given |= {"shape": data.framing.shape}
     choice = Choice("space", target, typed_options("space", target, options))
     return cast(Space, choice.build(source=source, **given))
-
-
-def _build_autoencoder(data: DataConfig) -> Autoencoder:
-    """Return the autoencoder of the flags."""
-    if data.autoencoder in names(Autoencoder):
-        return cast(Autoencoder, choose("autoencoder", Autoencoder, data.autoencoder, data.autoencoder_options).build())
-    return open_autoencoder(data.autoencoder or "")
 
 
 def choose_degradation(text: str | None) -> Degradation | None:

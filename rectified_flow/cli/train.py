@@ -29,7 +29,6 @@ from rectified_flow.cli.record import check_one_step, config_of, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import RunData
-from rectified_flow.data.latents import encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_equal
@@ -205,7 +204,7 @@ def _train_on_pictures(
     if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
         document = describe_run(config.run, describe(flow), pictures, **_records(config))
         on_main(state, lambda: write_config(config.run.output_dir, document))
-    dataset = _open_rows(config, flow, pictures, state)
+    dataset = _open_rows(config, flow, pictures)
     callbacks: list[Callback] = [] if budget is None else [Pace(seconds_of(budget))]
     held_out: ImageDataset | None = None
     preview_data: StoreDataset | None = None if distilled is None else pictures  # distillation data have no texts
@@ -228,24 +227,18 @@ def _split(config: TrainConfig, pictures: ImageDataset) -> Split | None:
     return None if config.teacher.teacher else hold_out_pictures(pictures, config, asked=asked)
 
 
-def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset, state: PartialState) -> StoreDataset:
-    """Return the pictures, their latents, or the data of a teacher. Collective.
+def _open_rows(config: TrainConfig, flow: Flow, pictures: ImageDataset) -> StoreDataset:
+    """Return the pictures as the space encodes them, or the data of a teacher. Collective.
 
-    ``flow`` gets the space of the latents, whose scales are known now.
+    ``flow`` gets the space of these rows, whose scales are known now.
     """
-    autoencoder, distilled = flow.space.autoencoder, DistillationData.of(config)
-    if distilled is not None:
+    dataset: StoreDataset
+    if (distilled := DistillationData.of(config)) is not None:
         dataset, space = open_drawn(distilled, pictures, config)
         flow.space = flow.space.scaled_like(space)
-        return dataset
-    if autoencoder is None:
-        return pictures
-    mirrored = config.data.horizontal_flip
-    latents = encode_pictures(ImageDataset(pictures.path, pictures.arguments), autoencoder, state, mirrored=mirrored)
-    flow.space, source = latents.space(autoencoder), None
-    if isinstance(pictures.source, ImageDataset):
-        source = encode_pictures(pictures.source, autoencoder, state, mirrored=mirrored)
-    return latents.like(pictures, source)
+    else:
+        dataset, flow.space = flow.space.encode_all(pictures, mirrored=config.data.horizontal_flip)
+    return dataset
 
 
 def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:

@@ -303,6 +303,11 @@ class ImageDataset(StoreDataset):
         """All images of the store, a read-only memory map ``[n, c, h, w]``."""
         return self.entries["images"]
 
+    @property
+    def whole(self) -> "ImageDataset":
+        """All pictures of the store, without sources and columns."""
+        return ImageDataset(self.path, self.arguments)
+
     @cached_property
     def space(self) -> Space:
         """The space of the stored rows, with the scale of all of them."""

@@ -13,7 +13,6 @@ from rectified_flow.condition import ConditionSpecs, Values
 from rectified_flow.errors import UsageError
 
 if TYPE_CHECKING:
-    from rectified_flow.spaces.autoencoders import Autoencoder
     from rectified_flow.system.pictures import Legend
 
 RGB, RGBA = 3, 4
@@ -27,9 +26,9 @@ class Space(ABC):
     attributes, and checkpoints can name it. All random draws are in :meth:`augment`, from
     :mod:`rectified_flow.randomness`.
 
-    Programs build a space by its constructor, or by a classmethod ``of``, whose parameters are those of
-    ``--space_options``, and of these: ``shape`` of a picture or an item, ``horizontal_flip``, ``augmentation``,
-    ``image_size``, ``autoencoder``, and ``source``, the dataset or the files, which have a ``space`` themselves.
+    Programs build a space by its constructor, or by a classmethod ``of``. Its parameters are ``--space_options``, and
+    of these: ``shape`` of a picture or an item, ``horizontal_flip``, ``augmentation``, ``image_size``, the texts
+    ``autoencoder`` and ``autoencoder_options``, and ``source``, the dataset or the files, which have a ``space``.
     """
 
     key: ClassVar[str] = "images"
@@ -43,8 +42,8 @@ class Space(ABC):
     """Whether ``x`` is NaN where a value is unknown; such values are left out of the loss."""
     augmentation: float = 0.0
     """Probability of each change that :meth:`augment` makes to a training picture."""
-    autoencoder: "Autoencoder | None" = None
-    """The frozen network whose latents a store keeps in place of the pictures."""
+    autoencoder: Any = None
+    """The frozen network whose latents a store keeps in place of the pictures, if there is one."""
     suffix: str | None = None
     """Suffix of the files that hold generated data beside their pictures; None if the pictures are the data."""
 
@@ -70,6 +69,26 @@ class Space(ABC):
         changed = copy(self)
         changed.augmentation = augmentation
         return changed
+
+    def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, "Space"]:
+        """Return the rows that a flow is trained on, in a store, and their space. Collective.
+
+        Args:
+            pictures: the :class:`rectified_flow.ImageDataset`; it is the result for spaces that encode each batch.
+            mirrored: whether training mirrors half of the pictures.
+
+        Raises:
+            UsageError: if the pictures cannot be encoded, or the store cannot be written.
+        """
+        return pictures, self
+
+    def use_autoencoder(self, place: str) -> None:
+        """Replace the autoencoder by the same one in another folder, or of another hub id.
+
+        Raises:
+            UsageError: if the space has none.
+        """
+        raise UsageError("--autoencoder has no effect: the flow has no autoencoder of a folder or hub id")
 
     def scaled_like(self, other: "Space") -> "Space":
         """Return this space with the scale of another one, by which a teacher generated training data.

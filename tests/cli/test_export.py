@@ -28,11 +28,11 @@ from rectified_flow.flows.flow import Flow
 from rectified_flow.flows.flow_map import FlowMap
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.latents.autoencoders import Haar
+from rectified_flow.latents.space import Latents
 from rectified_flow.networks.unet import Unet
 from rectified_flow.registry import register
-from rectified_flow.spaces.autoencoders import Haar
 from rectified_flow.spaces.degradations import Degradation, Downsample, Mask
-from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.system.outputs import RECORD
 from rectified_flow.text.caption import Caption

@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import PartialState
 from filelock import FileLock
 from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
 from rectified_flow.cli.train import train as run_training
 from rectified_flow.data import fill as filling
-from rectified_flow.data.latents import LatentDataset, encode_pictures
 from rectified_flow.data.store import ImageDataset, StoreWriter
 from rectified_flow.errors import RunError, UsageError
 from rectified_flow.flags import parse
 from rectified_flow.hub import load_pretrained
-from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
-from rectified_flow.spaces.latents import Latents
+from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, _find, _fingerprint_of, _load
+from rectified_flow.latents.space import Latents
+from rectified_flow.latents.store import LatentDataset, encode_pictures
+from tests.latents.tiny_autoencoders import TINY, save_tiny
 from tests.programs import assert_refused, program
 from tests.ranks import run_on_ranks
-from tests.spaces.tiny_autoencoders import TINY, save_tiny
 from tests.training.runs import losses, tiny_dataset
 
 SMALL = "--dim 8 --dim_mults 1 2 --dropout 0 --lr_warmup_steps 0 --log_every 1 --num_samples 4 --sample_steps 2"
@@ -37,7 +36,7 @@ HAAR = f"--image_size 8 --autoencoder haar {SMALL} --dataset_path"
 
 def encode(pictures: ImageDataset, *, mirrored: bool = True) -> LatentDataset:
     """The latents of pictures; called on every rank."""
-    return encode_pictures(pictures, Haar(1), PartialState(), mirrored=mirrored)
+    return encode_pictures(pictures, Haar(1), mirrored=mirrored)
 
 
 def run(name: str, flags: str) -> str:
@@ -80,7 +79,7 @@ def test_latents_are_those_of_the_pictures_and_their_mirror_images(pictures: Ima
 
 def test_channels_are_scaled_by_what_was_measured(pictures: ImageDataset) -> None:
     latents = encode(pictures)
-    space = latents.space(Haar(1))
+    space = latents.space_of(Haar(1))
     x = space.encode(latents.read_batch(range(46))["latents"])
     torch.testing.assert_close(x.mean(dim=(0, 2, 3)), torch.zeros(12), atol=1e-3, rtol=0)
     torch.testing.assert_close(x.std(dim=(0, 2, 3), correction=0), torch.ones(12), atol=1e-3, rtol=0)
@@ -88,14 +87,14 @@ def test_channels_are_scaled_by_what_was_measured(pictures: ImageDataset) -> Non
 
 def test_the_spread_of_a_distribution_is_part_of_its_scale(pictures: ImageDataset, tmp_path: Path) -> None:
     autoencoder = PretrainedAutoencoder(str(save_tiny("AutoencoderKL", tmp_path / "vae")))
-    latents = encode_pictures(pictures, autoencoder, PartialState(), mirrored=False)
+    latents = encode_pictures(pictures, autoencoder, mirrored=False)
     stored = latents.read_batch(range(46))["latents"]
     assert stored.shape == (46, 1, 2, 4, 4, 4)
     expected = (
         stored[:, 0, 0].double().var(dim=(0, 2, 3), correction=0) + stored[:, 0, 1].double().square().mean((0, 2, 3))
     ).sqrt()
     np.testing.assert_allclose(latents.encoded.std, expected, rtol=1e-3)
-    space = latents.space(autoencoder)
+    space = latents.space_of(autoencoder)
     x = torch.cat([space.encode(space.augment(stored)[0]) for _ in range(20)])
     torch.testing.assert_close(x.std(dim=(0, 2, 3)), torch.ones(4), atol=0.05, rtol=0)
 
@@ -175,7 +174,7 @@ def test_another_run_that_encodes_is_waited_for(
 def test_other_pictures_or_weights_have_other_latents(tmp_path: Path, pictures: ImageDataset) -> None:
     autoencoders = [save_tiny("AutoencoderKL", tmp_path / str(seed), seed) for seed in (0, 1)]
     paths = {
-        encode_pictures(each, PretrainedAutoencoder(str(autoencoder)), PartialState(), mirrored=False).path.name[-16:]
+        encode_pictures(each, PretrainedAutoencoder(str(autoencoder)), mirrored=False).path.name[-16:]
         for each in (pictures, tiny_dataset(tmp_path / "cache", 40))
         for autoencoder in autoencoders
     }

@@ -22,6 +22,8 @@ from rectified_flow.evaluation.likelihood import bits_per_dimension, cubic_times
 from rectified_flow.flags import parse
 from rectified_flow.flows.mean import MeanFlow
 from rectified_flow.flows.rectified import RectifiedFlow
+from rectified_flow.latents.autoencoders import Haar
+from rectified_flow.latents.space import Latents
 from rectified_flow.load import load_flow
 from rectified_flow.measurements.space import Fields
 from rectified_flow.measurements.transforms import Asinh, Linear, Transform
@@ -30,8 +32,6 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.runs.checkpoint import FLOW_FILE
 from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run
-from rectified_flow.spaces.autoencoders import Haar
-from rectified_flow.spaces.latents import Latents
 from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, Optimal, image_gaussian
 from tests.ranks import run_on_ranks

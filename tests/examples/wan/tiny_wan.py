@@ -10,7 +10,7 @@ from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from tests.spaces.tiny_autoencoders import TINY
+from tests.latents.tiny_autoencoders import TINY
 
 WORDS = ["<pad>", "</s>", "<unk>", "a", "red", "blue", "square", "moves", "left", "right"]
 

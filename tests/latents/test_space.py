@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from rectified_flow import randomness
+from rectified_flow.latents import space as latents_module
+from rectified_flow.latents.autoencoders import Haar
+from rectified_flow.latents.space import Latents
 from rectified_flow.randomness import BatchRows, deterministic
 from rectified_flow.registry import build, describe
-from rectified_flow.spaces import latents as latents_module
-from rectified_flow.spaces.autoencoders import Haar
-from rectified_flow.spaces.latents import Latents
 
 
 def space_of_two() -> Latents:

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rectified_flow.errors import UsageError
+from rectified_flow.latents.autoencoders import Haar, PretrainedAutoencoder, open_autoencoder
 from rectified_flow.registry import build, describe
-from rectified_flow.spaces.autoencoders import Haar, PretrainedAutoencoder, open_autoencoder
-from tests.spaces.tiny_autoencoders import FRAMES, TINY, save_tiny
+from tests.latents.tiny_autoencoders import FRAMES, TINY, save_tiny
 
 KINDS = pytest.mark.parametrize("kind", list(TINY))
 KL: dict[str, Any] = {"_class_name": "AutoencoderKL", "down_block_types": ["DownEncoderBlock2D"]}

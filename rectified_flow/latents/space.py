@@ -1,6 +1,7 @@
 """Latents: data as a frozen autoencoder encodes them, which a store keeps, normalised for a flow to work on."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,8 +9,9 @@ from torch import Tensor
 from rectified_flow import randomness
 from rectified_flow.condition import Values
 from rectified_flow.errors import UsageError
-from rectified_flow.registry import register
-from rectified_flow.spaces.autoencoders import Autoencoder
+from rectified_flow.flags import choose
+from rectified_flow.latents.autoencoders import Autoencoder, PretrainedAutoencoder, open_autoencoder
+from rectified_flow.registry import names, register
 from rectified_flow.spaces.pixels import Pixels
 from rectified_flow.spaces.space import RGB, Space
 
@@ -109,6 +111,31 @@ class Latents(StoredLatents):
         self.autoencoder: Autoencoder = autoencoder
         self.image_size = image_size
         self._pixels = Pixels((RGB, image_size, image_size))
+
+    @classmethod
+    def of(cls, autoencoder: str, image_size: int, autoencoder_options: Sequence[str] = ()) -> "Latents":
+        """Build the space of a registered autoencoder, or of one in a folder or of a hub id; scales are measured later.
+
+        Raises:
+            UsageError: if it does not exist, or the size of the pictures does not suit it.
+        """
+        if autoencoder in names(Autoencoder):
+            return cls(choose("autoencoder", Autoencoder, autoencoder, autoencoder_options).build(), image_size)
+        return cls(open_autoencoder(autoencoder), image_size)
+
+    def encode_all(self, pictures: Any, *, mirrored: bool) -> tuple[Any, Space]:
+        """Return the latents of all pictures and of their sources, and the space with the scales of the latents."""
+        from rectified_flow.latents.store import encode_pictures  # imports this module
+
+        latents = encode_pictures(pictures.whole, self.autoencoder, mirrored=mirrored)
+        source = pictures.source and encode_pictures(pictures.source, self.autoencoder, mirrored=mirrored)
+        return latents.like(pictures, source), latents.space_of(self.autoencoder)
+
+    def use_autoencoder(self, place: str) -> None:
+        """Replace the autoencoder of a folder or hub id."""
+        if not isinstance(self.autoencoder, PretrainedAutoencoder):
+            super().use_autoencoder(place)
+        self.autoencoder = PretrainedAutoencoder(place, self.autoencoder.fingerprint)
 
     @property
     def picture_shape(self) -> tuple[int, ...]:

@@ -16,8 +16,8 @@ from rectified_flow.data.fill import claimed, fill
 from rectified_flow.data.store import LATENTS_FILE, ImageDataset, LatentInfo, StoreDataset, StoreWriter, mapped
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.errors import UsageError
-from rectified_flow.spaces.autoencoders import Autoencoder
-from rectified_flow.spaces.latents import Latents
+from rectified_flow.latents.autoencoders import Autoencoder
+from rectified_flow.latents.space import Latents
 
 LATENTS_VERSION = 2
 ROWS_AT_ONCE = 256
@@ -47,7 +47,7 @@ class LatentDataset(StoreDataset):
         shape = " x ".join(map(str, self.info.rows[LATENTS_FILE][2:]))
         return f"{super().description}, as latents of {shape} by {self.encoded.autoencoder}"
 
-    def space(self, autoencoder: Autoencoder) -> Latents:
+    def space_of(self, autoencoder: Autoencoder) -> Latents:
         """Return the space of these latents."""
         shape = self.info.rows[LATENTS_FILE][2:]
         return Latents(autoencoder, self.info.image_size, shape, mean=self.encoded.mean, std=self.encoded.std)
@@ -79,9 +79,7 @@ def channel_scales(file: Path, length: int, shape: Sequence[int]) -> tuple[list[
 BATCH_SIZE = 16
 
 
-def encode_pictures(
-    pictures: ImageDataset, autoencoder: Autoencoder, state: PartialState, *, mirrored: bool
-) -> LatentDataset:
+def encode_pictures(pictures: ImageDataset, autoencoder: Autoencoder, *, mirrored: bool) -> LatentDataset:
     """Encode images by all processes together, unless their latents are stored already. Collective.
 
     Another run that encodes the same images is waited for. Encoding resumes after a kill.
@@ -89,14 +87,13 @@ def encode_pictures(
     Args:
         pictures: images of a store.
         autoencoder: autoencoder, the same on all processes.
-        state: state of the processes.
         mirrored: encode the mirror images, too.
 
     Raises:
         UsageError: if the images do not suit the autoencoder, or the folder of the store cannot be written.
         RunError: if the disk is full.
     """
-    info = pictures.info
+    info, state = pictures.info, PartialState()
     space = Latents(autoencoder, info.image_size)
     # A store with mirror images can be used with and without mirroring.
     both = on_main(state, lambda: mirrored or _writer(pictures, autoencoder, mirrored=True).is_whole)

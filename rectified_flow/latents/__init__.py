@@ -1,0 +1,7 @@
+"""Latents: pictures as a frozen autoencoder encodes them, their store and their space."""
+
+from rectified_flow.latents.autoencoders import Autoencoder
+from rectified_flow.latents.space import Latents
+from rectified_flow.latents.store import LatentDataset, encode_pictures
+
+__all__ = ["Autoencoder", "LatentDataset", "Latents", "encode_pictures"]
