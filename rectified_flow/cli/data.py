@@ -15,6 +15,7 @@ from rectified_flow.data.metadata import Column, choose_columns, identity_of
 from rectified_flow.data.open import (
     find_source,
     folder_reader,
+    open_dataset,
     open_images,
     read_table,
     space_of_folder,
@@ -31,12 +32,6 @@ from rectified_flow.registry import find, names, parameters_of
 from rectified_flow.spaces.degradations import Degradation
 from rectified_flow.spaces.space import Space
 from rectified_flow.system.terminal import line
-
-DATA_FLAGS = (
-    *("dataset", "dataset_path", "image_size", "cache_dir"),
-    *("skip_broken_images", "aspect_ratio", "crop", "alpha", "space", "space_options", "exclude"),
-)
-"""Flags that are arguments of :func:`rectified_flow.open_dataset`."""
 
 
 def open_registered(config: DataConfig) -> tuple[Dataset[Any] | None, ImageSource | None]:
@@ -81,7 +76,7 @@ def open_data(data: RunData, source: ImageSource | None = None, kinds: Condition
 
 def data_arguments_of(config: DataConfig) -> dict[str, Any]:
     """Return the arguments of :func:`rectified_flow.open_dataset` by the flags of the data."""
-    return {name: getattr(config, name) for name in DATA_FLAGS}
+    return {name: getattr(config, name) for name in parameters_of(open_dataset) if hasattr(config, name)}
 
 
 def with_space(config: DataConfig, *, may_choose: bool = True) -> DataConfig:
