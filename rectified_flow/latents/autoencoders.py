@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError, first_line
 from rectified_flow.registry import register
-from rectified_flow.system.files import read_document
 
 
 class Autoencoder(ABC):
@@ -106,13 +104,6 @@ def _haar(x: Tensor) -> Tensor:
     return x.new_tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]]) / 2
 
 
-CONFIG_FILE, VAE_FOLDER = "config.json", "vae"
-WEIGHTS = "diffusion_pytorch_model"
-WEIGHTS_FILE, INDEX_FILE = f"{WEIGHTS}.safetensors", f"{WEIGHTS}.safetensors.index.json"
-MOST_LAYERS, LARGEST_NUMBER = 100, 10_000
-"""Upper bounds of numbers in a ``config.json``: 10,000 layers take minutes to build, even without weights."""
-
-
 @register
 class PretrainedAutoencoder(Autoencoder):
     """An autoencoder class of diffusers, such as ``AutoencoderKL``, in float32. Those of videos encode single frames.
@@ -181,33 +172,17 @@ def _load(source: str, *, weights: bool = True) -> nn.Module:
         UsageError: if the settings and weights do not fit each other or the installed version of diffusers.
     """
     kind, config, subfolder = _find(source)
+    how: dict[str, Any] = {"subfolder": subfolder, "torch_dtype": torch.float32, "use_safetensors": True}
     try:
         if not weights:
             with torch.device("meta"):
                 return kind.from_config(config).eval()
-        names = (WEIGHTS_FILE, INDEX_FILE, f"{WEIGHTS}-*.safetensors")
-        folder = _fetch(source, *(f"{subfolder}{name}" for name in names)) / subfolder
-        _check_index(folder / INDEX_FILE)
-        module, found = kind.from_pretrained(
-            folder, torch_dtype=torch.float32, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
+        module, found = kind.from_pretrained(source, output_loading_info=True, **how)
         if found["missing_keys"]:
             raise ValueError(f"its weights lack {found['missing_keys'][:1]}")
         return module.eval().requires_grad_(False)
     except Exception as error:  # of any type: diffusers builds a module from files that anyone may have written
         raise UsageError(f"--autoencoder {source} cannot be loaded ({first_line(error)}): download it again") from error
-
-
-def _check_index(path: Path) -> None:
-    """Refuse an index that names a file in another folder, or one that is not safetensors: diffusers would unpickle it.
-
-    Raises:
-        ValueError: if there is such a name.
-    """
-    names = read_document(path, dict[str, Any])["weight_map"].values() if path.exists() else ()
-    for name in names:
-        if not name.endswith(".safetensors") or Path(name).name != name:
-            raise ValueError(f"{path.name} names {name}")
 
 
 @cache
@@ -223,50 +198,34 @@ def _fingerprint_of(source: str) -> str:
 
 
 @cache
-def _find(source: str) -> tuple[Any, dict[str, Any], str]:
+def _find(source: str) -> tuple[Any, dict[str, Any], str | None]:
     """Return the class of diffusers, its settings, and the subfolder where they are.
 
     Raises:
-        UsageError: if there is no autoencoder of diffusers, or its settings are out of bounds.
+        UsageError: if there is no autoencoder of diffusers.
     """
     try:
         import diffusers  # takes seconds
     except ModuleNotFoundError as error:
         raise UsageError(f"--autoencoder {source} needs diffusers: pip install diffusers") from error
-
-    subfolders = (f"{VAE_FOLDER}/", "")
-    try:
-        root = _fetch(source, *(f"{each}{CONFIG_FILE}" for each in subfolders))
-        subfolder = next((each for each in subfolders if (root / each / CONFIG_FILE).exists()), "")
-        config = read_document(root / subfolder / CONFIG_FILE, dict[str, Any])
-    except (OSError, ValueError) as error:  # includes the errors of the hub
+    config: dict[str, Any] = {}
+    for subfolder in ("vae", None):  # a pipeline has its autoencoder in a subfolder
+        try:
+            config = diffusers.AutoModel.load_config(source, subfolder=subfolder)
+            break
+        except OSError as error:
+            reason = first_line(error)
+    else:
         raise UsageError(
-            f"--autoencoder {source} cannot be found ({first_line(error)}): pass haar, or the folder or hub id of an "
-            "autoencoder"
-        ) from error
+            f"--autoencoder {source} cannot be found ({reason}): pass haar, or the folder or hub id of an autoencoder"
+        )
     name = str(config.get("_class_name"))
     kind = getattr(diffusers, name, None)
     if not name.startswith("Autoencoder") or not hasattr(kind, "decode"):
         raise UsageError(
-            f"--autoencoder {source} is not an autoencoder of diffusers: its {CONFIG_FILE} has the _class_name {name}"
+            f"--autoencoder {source} is not an autoencoder of diffusers: its config.json has the _class_name {name}"
         )
-    for key, value in config.items():
-        most = MOST_LAYERS if "layers" in key or "blocks" in key else LARGEST_NUMBER
-        if _largest(value) > most:
-            raise UsageError(f"--autoencoder {source} has {key} {_largest(value):g} in its {CONFIG_FILE}, above {most}")
     return kind, config, subfolder
-
-
-def _largest(value: object) -> float:
-    """Return the largest number or length of a list in a setting."""
-    if isinstance(value, list):
-        return max(len(value), *map(_largest, value), 0)
-    return value if isinstance(value, int | float) else 0
-
-
-def _fetch(source: str, *patterns: str) -> Path:
-    """Return the folder, or that of a hub id after a download of the files of these patterns."""
-    return Path(source if Path(source).is_dir() else snapshot_download(source, allow_patterns=list(patterns)))
 
 
 def open_autoencoder(name: str) -> Autoencoder:

@@ -1,7 +1,6 @@
 """Autoencoders: the exact wavelet, and every class of diffusers that encodes pictures."""
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -97,11 +96,6 @@ def test_that_of_a_pipeline_is_found(tmp_path: Path) -> None:
         (KL | {"block_out_channels": []}, "cannot be loaded"),
         (KL | {"block_out_channels": "wide"}, "cannot be loaded"),
         (KL | {"latent_channels": "4"}, "cannot be loaded"),
-        (KL | {"layers_per_block": 10_000}, r"has layers_per_block 10000 in its config\.json, above 100"),
-        (KL | {"encoder_layers_per_block": [2, 101]}, "has encoder_layers_per_block 101"),
-        (KL | {"num_res_blocks": 101}, "has num_res_blocks 101"),
-        (KL | {"down_block_types": ["DownEncoderBlock2D"] * 20_000}, "has down_block_types 20000"),
-        (KL | {"block_out_channels": [10**9]}, r"has block_out_channels 1e\+09 in its config\.json, above 10000"),
         ({}, "is not an autoencoder of diffusers"),
         (None, "cannot be found"),
     ],
@@ -120,39 +114,12 @@ def test_what_is_none_is_refused(tmp_path: Path, config: dict[str, Any] | None, 
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("config.json", "is not a regular file"),
-        ("diffusion_pytorch_model.safetensors.index.json", "is not a regular file"),
-        ("diffusion_pytorch_model.safetensors", "cannot be loaded"),
-    ],
-)
-def test_a_pipe_in_the_place_of_a_file_is_refused(tmp_path: Path, name: str, sentence: str) -> None:
-    save_tiny("AutoencoderKL", tmp_path)
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    with pytest.raises(UsageError, match=sentence):
-        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
-
-
 def test_weights_that_lack_a_tensor_are_refused(tmp_path: Path) -> None:
     weights = save_tiny("AutoencoderKL", tmp_path) / "diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
     tensors.pop("decoder.conv_in.weight")
     save_file(tensors, weights)
     with pytest.raises(UsageError, match=r"its weights lack \['decoder\.conv_in\.weight'\]"):
-        PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
-
-
-@pytest.mark.parametrize("name", ["x.bin", "../x.safetensors"])
-def test_an_index_never_leads_to_another_file(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_tiny("AutoencoderKL", tmp_path / "vae")
-    index = {"metadata": {"total_size": 4}, "weight_map": {"decoder.conv_in.weight": name}}
-    (tmp_path / "vae/diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    torch.save({}, tmp_path / "vae" / name)
-    monkeypatch.setattr(torch, "load", lambda *_arguments, **_options: pytest.fail("it was unpickled"))
-    with pytest.raises(UsageError, match=f"index.json names {name}"):
         PretrainedAutoencoder(str(tmp_path)).prepare(torch.device("cpu"))
 
 
