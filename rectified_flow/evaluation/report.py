@@ -37,7 +37,7 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
 
     def report() -> None:
         tqdm.write(lines(describe_pictures(pictures, count_near_duplicates(colours))))
-        shown = spread(pictures.labels, SHOWN)
+        shown = sorted(np.random.default_rng(0).permutation(len(pictures))[:SHOWN].tolist())
         with deterministic(Samples(0, shown)):
             data, _ = space.augment(pictures.read_batch(shown)["images"])
         sheet = to_grid(space.render(space.decode(space.encode(data))), legend=space.legend)
@@ -48,17 +48,6 @@ def look(output_dir: Path, pictures: ImageDataset, space: Space) -> None:
         tqdm.write(line("sheet", f"{path}: {len(shown)} pictures as they are trained on"))
 
     on_main(state, report)
-
-
-def spread(labels: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]", count: int) -> list[int]:
-    """Return at most ``count`` random rows, sorted, with a number of rows per label that is as equal as possible."""
-    shuffled = np.random.default_rng(0).permutation(len(labels))
-    turns = np.empty(len(labels), dtype=int)  # number of earlier rows with the same label
-    for label in np.unique(labels):
-        rows = shuffled[labels[shuffled] == label]
-        turns[rows] = np.arange(len(rows))
-    by_turn = shuffled[np.argsort(turns[shuffled], kind="stable")]
-    return sorted(by_turn[:count].tolist())
 
 
 def describe_pictures(dataset: ImageDataset, near_duplicates: int) -> dict[str, str]:
@@ -77,10 +66,9 @@ def describe_pictures(dataset: ImageDataset, near_duplicates: int) -> dict[str, 
 
 def summarize_pictures(dataset: ImageDataset) -> str:
     """Return a summary of the pictures in one line: their number, sizes and faults."""
-    originals = dataset.info.originals
-    parts = [f"{len(dataset)}" if originals is None else f"{len(dataset)}, {_range(originals)}"]
-    parts += [f"{count} {fault}" for count, fault in _find_faults(dataset).values() if count]
-    return "; ".join(parts)
+    sizes = "" if dataset.info.originals is None else f", {_range(dataset.info.originals)}"
+    faults = [f"{count} {fault}" for count, fault in _find_faults(dataset).values() if count]
+    return "; ".join([f"{len(dataset)}{sizes}", *faults])
 
 
 def name_some(names: list[str]) -> str:

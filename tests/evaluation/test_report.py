@@ -11,7 +11,7 @@ from rectified_flow.data.framing import Framing
 from rectified_flow.data.open import open_dataset
 from rectified_flow.data.sources.synthetic_flowers import SyntheticFlowers
 from rectified_flow.data.store import ImageDataset
-from rectified_flow.evaluation.report import describe_pictures, spread, summarize_pictures
+from rectified_flow.evaluation.report import describe_pictures, summarize_pictures
 
 
 @pytest.fixture
@@ -74,14 +74,3 @@ def test_pictures_are_compared_by_their_centre_over_white(tmp_path: Path) -> Non
     [shown] = dataset.read_pictures([0])
     assert (shown[:, 3:5, 3:5] == 255).all()
     assert (shown.sum(), shown.max()) == (3 * 4 * 255, 255)
-
-
-def test_a_sheet_shows_each_class() -> None:
-    labels = np.repeat(np.arange(102), 20)
-    chosen = spread(labels, 64)
-    assert len(set(labels[chosen])) == 64
-    assert max(labels[chosen]) > 98
-    few = spread(np.array([0] * 100 + [1] * 3 + [2] * 100), 9)
-    assert np.bincount(np.array([0] * 100 + [1] * 3 + [2] * 100)[few]).tolist() == [3, 3, 3]
-    assert spread(np.array([-1] * 5), 64) == [0, 1, 2, 3, 4]
-    assert np.bincount(np.array([0] * 100 + [1])[spread(np.array([0] * 100 + [1]), 64)]).tolist() == [63, 1]
