@@ -25,7 +25,7 @@ from rectified_flow.data.pairs import pair_by_name
 from rectified_flow.data.store import ImageDataset
 from rectified_flow.data.stream import Batches
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.evaluation.features import RealData
 from rectified_flow.flags import Choice, choose, choose_named, refuse, typed_options
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import find, names, parameters_of
@@ -191,7 +191,7 @@ def add_columns(
     return pictures.with_columns(columns, seed=seed)
 
 
-def check_classes(flow: Flow, source: object, pictures: ImageDataset | RenderedItems) -> None:
+def check_classes(flow: Flow, source: object, pictures: RealData) -> None:
     """Raise a UsageError if the flow of the checkpoint ``source`` and the pictures have different classes."""
     if flow.class_names not in ([], pictures.class_names):
         differ = f"{source} was trained on different classes than {pictures.info.source}"

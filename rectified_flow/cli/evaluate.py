@@ -18,9 +18,9 @@ from rectified_flow.distributed.join import check_equal
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation import agreement, likelihood, translation  # noqa: F401 -- they register scores
 from rectified_flow.evaluation.evaluator import Comparison, Evaluator
-from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.evaluation.features import RealData, RenderedItems
 from rectified_flow.evaluation.heldout import HeldOutPictures, divided, hold_out, split_sources
-from rectified_flow.flags import flags_in, plain, refuse, replaced
+from rectified_flow.flags import flags_in, plain, replaced
 from rectified_flow.load import RESULTS_FILE, Trained, autocast, read_results
 from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
@@ -49,7 +49,7 @@ def evaluate(config: EvaluateConfig) -> None:
     # Results that cannot be read or written end here, before hours of sampling.
     on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE)))
     read_results(folder)
-    dataset, held_out, losses = split_data(training_data(measure, trained), trained, state)
+    dataset, held_out, losses = real_data(measure, trained, state)
     _check_data(trained, dataset, state)
     evaluator = Evaluator(
         dataset,
@@ -83,7 +83,7 @@ def evaluate(config: EvaluateConfig) -> None:
         tqdm.write(lines(texts))
 
 
-def _check_data(trained: Trained, dataset: ImageDataset | RenderedItems, state: PartialState) -> None:
+def _check_data(trained: Trained, dataset: RealData, state: PartialState) -> None:
     """Check that all processes read one dataset that fits the flow, and warn if the run was trained on another."""
     check_equal(state, lambda: {"the number of pictures": len(dataset), "their fingerprint": dataset.fingerprint})
     check_classes(trained.flow, trained.source, dataset)
@@ -106,14 +106,31 @@ def _settings(config: EvaluateConfig, trained: Trained, state: PartialState) -> 
     return settings
 
 
-def split_data(
-    pictures: ImageDataset | RenderedItems, trained: Trained, state: PartialState
-) -> tuple[ImageDataset | RenderedItems, ImageDataset | None, HeldOutPictures | None]:
-    """Return the training pictures, the held-out ones, if any, and the pictures of the held-out loss. Collective."""
+def real_data(
+    measure: MeasureConfig, trained: Trained, state: PartialState
+) -> tuple[RealData, ImageDataset | None, HeldOutPictures | None]:
+    """Return a run's training data, the held-out pictures, if any, and the pictures of the held-out loss. Collective.
+
+    Args:
+        measure: has the folders that have moved.
+        trained: the trained flow, whose conditions columns have.
+        state: state of the processes.
+
+    Raises:
+        UsageError: if the data are unknown or cannot be read.
+    """
     config = config_in(trained.config, trained.source, TrainConfig)
-    share, seed = config.data.holdout, config.data.data_seed or config.run.seed
-    if isinstance(pictures, RenderedItems) or share == 0:
+    if "dataset" not in flags_in(trained.config):
+        config = replaced(config, _framing_of(trained, measure))
+    places = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir", "source_path")}
+    config = replaced(config, {name: path for name, path in places.items() if path is not None})
+    items, source = open_registered(config.data)
+    if items is not None:
+        return RenderedItems(items, trained.flow.space, config.data.dataset), None, None
+    pictures, share = open_data(config.run_data, source, trained.flow.conditions), config.data.holdout
+    if share == 0:
         return pictures, None, None
+    seed = config.data.data_seed or config.run.seed
     split = hold_out(pictures, share, seed)
     if split.problem is not None:
         state.print(f"warning: comparing with all pictures, as {split.problem}")
@@ -123,35 +140,13 @@ def split_data(
     return training, held_out, None if config.teacher.teacher else HeldOutPictures(training, held_out, seed)
 
 
-def training_data(measure: MeasureConfig, trained: Trained) -> ImageDataset | RenderedItems:
-    """Open the training data of a checkpoint: pictures, or the rendered items of a registered dataset. Collective.
-
-    Args:
-        measure: has the folders that have moved.
-        trained: the trained flow, whose conditions columns have.
-
-    Raises:
-        UsageError: if the data are unknown or cannot be read.
-    """
-    places = {name: getattr(measure, name) for name in ("dataset_path", "cache_dir", "source_path")}
-    config = config_in(trained.config, trained.source, TrainConfig)
+def _framing_of(trained: Trained, measure: MeasureConfig) -> dict[str, Any]:
+    """Return the flags of the pictures of a run that another program trained, by the shape of its data."""
     shape = trained.flow.space.picture_shape
-    if "dataset" not in flags_in(trained.config):
-        if shape is None or measure.dataset_path is None:
-            raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
-        channels, height, width = shape
-        framing = {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
-        config = replaced(config, framing)
-    if config.source.source_path is None:
-        refuse({"source_path": places["source_path"]}, f"has no effect: {trained.source} has no folder to start from")
-    config = replaced(config, {name: path for name, path in places.items() if path is not None})
-    items, source = open_registered(config.data)
-    if items is not None:
-        return RenderedItems(items, trained.flow.space, config.data.dataset)
-    try:
-        return open_data(config.run_data, source, trained.flow.conditions)
-    except UsageError as error:
-        raise UsageError(f"the data of {trained.source} cannot be opened again: {error}") from error
+    if shape is None or measure.dataset_path is None:
+        raise UsageError(f"{trained.source} records no pictures: pass --dataset_path, or --import with its dataset")
+    channels, height, width = shape
+    return {"image_size": min(height, width), "aspect_ratio": f"{width}:{height}", "alpha": channels == RGBA}
 
 
 def _describe(result: dict[str, Any]) -> str:

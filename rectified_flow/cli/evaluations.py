@@ -10,7 +10,7 @@ from rectified_flow.cli.plan import FEWEST_TO_HOLD_OUT
 from rectified_flow.data.store import ImageDataset, StoreDataset
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
-from rectified_flow.evaluation.features import RenderedItems
+from rectified_flow.evaluation.features import RealData
 from rectified_flow.evaluation.heldout import PATIENCE, HeldOutPictures, Split, hold_out
 from rectified_flow.evaluation.report import name_some
 from rectified_flow.runs.config import TrainingConfig
@@ -78,7 +78,7 @@ def build_heldout_hook(
 
 
 def build_evaluations(
-    config: EvaluationConfig, pictures: ImageDataset | RenderedItems, seed: int, held_out: ImageDataset | None = None
+    config: EvaluationConfig, pictures: RealData, seed: int, held_out: ImageDataset | None = None
 ) -> list[Callback]:
     """Return the callbacks of ``--evaluate_every``.
 

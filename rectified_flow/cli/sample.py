@@ -22,7 +22,7 @@ from rectified_flow.data.store import ImageDataset
 from rectified_flow.distributed.collectives import on_main
 from rectified_flow.distributed.join import check_shared
 from rectified_flow.errors import UsageError
-from rectified_flow.evaluation.features import GREY_LEVELS, RenderedItems, average_colours, reference_features
+from rectified_flow.evaluation.features import GREY_LEVELS, RealData, average_colours, reference_features
 from rectified_flow.flags import refuse, replaced
 from rectified_flow.flows.flow import SOURCE, Flow, sample_batches
 from rectified_flow.flows.solvers import NO_GUIDANCE
@@ -323,21 +323,18 @@ def _write_path(
     return write_picture(folder / "path.png", to_grid(strip.flatten(0, 1), columns=len(stops)), **metadata)
 
 
-def _training_data(place: Sequence[Path], trained: Trained, state: PartialState) -> ImageDataset | RenderedItems:
+def _training_data(place: Sequence[Path], trained: Trained, state: PartialState) -> RealData:
     """Open the training pictures of a model, which are in the folder ``place`` if they have moved. Collective.
 
     Raises:
         UsageError: if they are not there.
     """
-    from rectified_flow.cli.evaluate import split_data, training_data  # loads all scores
+    from rectified_flow.cli.evaluate import real_data  # loads all scores
 
-    measure = MeasureConfig(dataset_path=next(iter(place), None))
-    return split_data(training_data(measure, trained), trained, state)[0]
+    return real_data(MeasureConfig(dataset_path=next(iter(place), None)), trained, state)[0]
 
 
-def _write_nearest(
-    data: ImageDataset | RenderedItems, files: Sequence[Path], state: PartialState, metadata: dict[str, Any]
-) -> None:
+def _write_nearest(data: RealData, files: Sequence[Path], state: PartialState, metadata: dict[str, Any]) -> None:
     """Write a sheet of samples, each before the training pictures that are nearest to it, with their distances.
 
     The distance is the root mean square difference between the mean colours of 8x8 fields, in grey levels of 256, of

@@ -9,10 +9,10 @@ import pytest
 import torch
 from PIL import Image
 
-from rectified_flow.cli.evaluate import evaluate, training_data
+from rectified_flow.cli.evaluate import evaluate, real_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.data.open import open_dataset
-from rectified_flow.data.store import ImageDataset
+from rectified_flow.distributed.join import join_processes
 from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.evaluator import Evaluator
 from rectified_flow.evaluation.features import load_features, reference_features
@@ -88,8 +88,7 @@ def test_held_out_pictures(run: Path, tmp_path: Path) -> None:
     save_with_flags(run, tmp_path, holdout=0.5, seed=3)
     run_on_ranks(2, measure, "--checkpoint", tmp_path, "--steps", 1)
     [result] = json.loads((tmp_path / "evaluation.json").read_text())
-    pictures = training_data(MeasureConfig(), read_trained(checkpoint.resolve(tmp_path)))
-    assert isinstance(pictures, ImageDataset)
+    pictures = open_dataset("unused", run / "pictures", image_size=8, cache_dir=run / "cache")
     split = hold_out(pictures, 0.5, 3)
     distances = result["distances"]
     assert result["num_real"] == len(split.training) == COUNT - len(split.held_out) - len(split.left_out)
@@ -194,11 +193,14 @@ def test_a_run_on_data_that_cannot_be_opened_again(run: Path, tmp_path: Path) ->
     files = {checkpoint.MODEL_FILE: flow.network.state_dict()}
     documents = {FLOW_FILE: describe(flow), checkpoint.CONFIG_FILE: config}
     path = checkpoint.save(tmp_path / "checkpoints", 1, files, documents)
+    state = join_processes()
     with pytest.raises(UsageError, match="records no pictures: pass --dataset_path"):
-        training_data(MeasureConfig(), read_trained(path))
+        real_data(MeasureConfig(), read_trained(path), state)
     given = MeasureConfig(dataset_path=run / "pictures", cache_dir=tmp_path / "cache")
-    expected = training_data(MeasureConfig(), read_trained(source))
-    assert training_data(given, read_trained(path)).fingerprint == expected.fingerprint
+    [expected, *_], [found, *_] = (
+        real_data(measure, read_trained(path), state) for measure, path in ((MeasureConfig(), source), (given, path))
+    )
+    assert found.fingerprint == expected.fingerprint
 
 
 def test_results_that_cannot_be_read(run: Path, tmp_path: Path) -> None:

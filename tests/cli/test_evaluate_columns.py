@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from rectified_flow.cli.config import TrainConfig
-from rectified_flow.cli.evaluate import evaluate, split_data, training_data
+from rectified_flow.cli.evaluate import evaluate, real_data
 from rectified_flow.cli.flags.sampling import EvaluateConfig, MeasureConfig
 from rectified_flow.cli.train import train
 from rectified_flow.data.store import ImageDataset
@@ -84,8 +84,7 @@ def test_the_same_scores_on_two_processes(run: Path, tmp_path: Path, capfd: pyte
 
 def test_samples_have_the_conditions_of_training_rows_where_copies_are_counted(run: Path) -> None:
     trained = read_trained(checkpoint.resolve(run))
-    everything = training_data(MeasureConfig(), trained)
-    training, held_out, _ = split_data(everything, trained, join_processes())
+    training, held_out, _ = real_data(MeasureConfig(), trained, join_processes())
     assert isinstance(training, ImageDataset)
     assert held_out is not None
     assert trained.run is not None
