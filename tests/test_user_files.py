@@ -167,7 +167,7 @@ DEFAULTS = {
 
 def test_beside_a_checkpoint_that_was_copied_everything_is_the_users(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoints/step_00000001", tmp_path / "step_00000001")
-    names = ("steps.png", "neighbours.png", "generated/00000.png", "exported/model.onnx")
+    names = ("neighbours.png", "generated/00000.png", "exported/model.onnx")
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("mine")

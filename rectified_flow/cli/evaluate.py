@@ -26,11 +26,10 @@ from rectified_flow.runs import checkpoint
 from rectified_flow.spaces.space import RGBA
 from rectified_flow.system.files import locked, prepare_folder, replace_file, writing
 from rectified_flow.system.outputs import claim
-from rectified_flow.system.pictures import Panel, draw_panels, to_grid, write_picture
+from rectified_flow.system.pictures import to_grid, write_picture
 from rectified_flow.system.terminal import lines, size_text
 
 NEIGHBOURS_FILE = "neighbours.png"
-STEPS_FILE = "steps.png"
 LOCK_FILE = ".evaluation.lock"
 LOCK_TIMEOUT = 60.0
 """Seconds to wait for another process that writes its results, which takes milliseconds."""
@@ -47,7 +46,7 @@ def evaluate(config: EvaluateConfig) -> None:
     state, trained, options = open_trained(config)
     flow, folder = trained.flow, measure.output_dir or trained.run_folder
     # Results that cannot be read or written end here, before hours of sampling.
-    on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE, STEPS_FILE)))
+    on_main(state, lambda: claim(prepare_folder("output_dir", folder), (RESULTS_FILE, NEIGHBOURS_FILE)))
     read_results(folder)
     dataset, held_out, losses = real_data(measure, trained, state)
     _check_data(trained, dataset, state)
@@ -61,7 +60,7 @@ def evaluate(config: EvaluateConfig) -> None:
         metrics=measure.metric or flow.space.metrics,
     )
     settings = _settings(config, trained, state)
-    results, texts = [], {"results": str(folder / RESULTS_FILE)}
+    texts = {"results": str(folder / RESULTS_FILE)}
     for steps in dict.fromkeys(measure.steps) or (flow.default_steps,):
         comparison = Comparison(evaluator, flow, {**options, "steps": steps})
         with autocast(config.model.mixed_precision, state.device):
@@ -69,17 +68,15 @@ def evaluate(config: EvaluateConfig) -> None:
             if not state.is_main_process:
                 continue
             rows = evaluator.beside_neighbours(comparison) if evaluator.metrics else None
-        results.append({**settings, "steps": steps, **evaluator.settings, "distances": numbers})
-        _write_down(folder, results[-1])
-        tqdm.write(_describe(results[-1]))
+        result = {**settings, "steps": steps, **evaluator.settings, "distances": numbers}
+        _write_down(folder, result)
+        tqdm.write(_describe(result))
         if rows is not None:
             write_picture(folder / NEIGHBOURS_FILE, to_grid(rows.flatten(0, 1), columns=rows.shape[1]))
             nearest = "the pictures most like copies, each before the training pictures that are nearest to it"
             texts["neighbours"] = f"{folder / NEIGHBOURS_FILE}: {nearest}"
     state.wait_for_everyone()
     if state.is_main_process:
-        if len(results) > 1 and results[0]["distances"]:
-            texts["plot"] = str(_plot(folder, results, next(iter(results[0]["distances"]))))
         tqdm.write(lines(texts))
 
 
@@ -169,11 +166,3 @@ def _write_down(folder: Path, result: dict[str, Any]) -> None:
         older = {"autoguidance": 1.0}  # results of earlier versions
         results = [each for each in read_results(folder) if older | each | others != result | others]
         replace_file(path, json.dumps([*results, result], indent=1))
-
-
-def _plot(folder: Path, results: list[dict[str, Any]], distance: str) -> Path:
-    """Plot ``distance`` over the numbers of steps of this call, and return the file."""
-    path, x = folder / STEPS_FILE, "number of steps"
-    curve = {each["steps"]: each["distances"][distance] for each in results}
-    with writing(path):
-        return draw_panels(path, [Panel({distance: curve}, f"distance by {x}", x, distance, log_x=True)])

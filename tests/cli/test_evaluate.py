@@ -67,7 +67,6 @@ def test_the_same_numbers_on_two_processes(run: Path, tmp_path: Path) -> None:
         assert one == two
         assert distances["efficientnet_lite0_frechet_distance"] > 0
     assert (alone[0]["num_real"], alone[0]["num_samples"], alone[0]["split"]) == (COUNT, 13, "train")
-    assert (tmp_path / "1/steps.png").exists()
     assert Image.open(tmp_path / "1/neighbours.png").size == (6 * 10 + 2, 8 * 10 + 2)
     for name in ("cache-1", "cache-2"):
         assert len(list((tmp_path / name).rglob("*-features-*/features.npy"))) == 2, "reference features were not kept"
