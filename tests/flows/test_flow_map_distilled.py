@@ -9,9 +9,6 @@ from torch import Tensor, nn
 
 from rectified_flow.errors import UsageError
 from rectified_flow.flows.flow_map import DistilledFlow
-from rectified_flow.networks.unet import Unet
-from rectified_flow.randomness import BatchRows, deterministic
-from rectified_flow.spaces.pixels import Pixels
 from tests.analytic import Gaussian, image_gaussian
 from tests.flows.test_mean import Optimal
 
@@ -99,28 +96,6 @@ def test_halves_of_paths_with_few_points_begin_and_end_in_points(steps: int) -> 
     [(t, r)] = flow.network.seen
     parts = {(round(steps * a.item()), round(steps * b.item())) for a, b in zip(t, r, strict=True)}
     assert parts == {1: {(1, 0)}, 2: {(2, 1), (1, 0)}, 3: {(3, 1), (1, 0)}}[steps]
-
-
-def test_parts_of_a_batch_have_the_gradient_of_the_whole() -> None:
-    torch.manual_seed(0)
-    flow = DistilledFlow(Unet(8, (1, 2), image_size=8, dropout=0.2), space=Pixels((3, 8, 8)))
-    nn.init.normal_(flow.network.conv_out.weight)  # type: ignore[union-attr, arg-type]
-    batch = {
-        "images": torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8),
-        "path": torch.randn(8, 4, 3, 8, 8).half(),
-    }
-
-    def gradient(*parts: slice) -> Tensor:
-        flow.zero_grad()
-        for part in parts:
-            with deterministic(BatchRows(0, 3, 8, part)):
-                loss: Tensor = flow(**{name: values[part] for name, values in batch.items()})
-                (loss / len(parts)).backward()
-        return torch.cat([p.grad.flatten() for p in flow.parameters() if p.grad is not None])
-
-    whole, halves = gradient(slice(None)), gradient(slice(0, None, 2), slice(1, None, 2))
-    assert whole.norm() > 0
-    torch.testing.assert_close(halves, whole, rtol=1e-4, atol=1e-5 * whole.abs().max().item())
 
 
 def test_bad_input() -> None:

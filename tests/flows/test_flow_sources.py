@@ -104,14 +104,6 @@ def test_source_and_target_are_mirrored_and_augmented_alike() -> None:
     assert 0 < mirrored.sum() < 16
 
 
-def test_source_and_target_are_mirrored_alike_without_a_step() -> None:
-    flow = RectifiedFlow(unet(), space=Pixels(SHAPE, horizontal_flip=True), from_source=True)
-    x_0, start, _ = flow.draw_batch({"images": images(16, 1), "source": images(16, 1)})
-    assert torch.equal(x_0, start)
-    again, _, _ = flow.draw_batch({"images": images(16, 1), "source": images(16, 1)})
-    assert not torch.equal(x_0, again), "each batch has draws of its own"
-
-
 def test_the_network_sees_the_source_as_a_condition_and_it_is_dropped() -> None:
     kind = Picture(SHAPE)
     flow = RectifiedFlow(unet(source=kind), space=Pixels(SHAPE), condition_dropout=0.5, degradation=Grey())

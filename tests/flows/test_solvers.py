@@ -97,10 +97,3 @@ def test_grids_have_the_published_values() -> None:
 def test_senseless_grids_are_refused(steps: int, start: float) -> None:
     with pytest.raises(ValueError, match=r"must be|at least 1"):
         time_grid(steps, start=start)
-
-
-@pytest.mark.parametrize("kind", GRIDS)
-def test_every_grid_leads_to_the_data(kind: TimeGrid) -> None:
-    x = draw()
-    end = integrate(velocity, x, time_grid(200, kind), "midpoint")
-    assert (end - DATA.flow_map(x, 1, 0)).abs().max() < 0.01

@@ -6,13 +6,10 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from torch import Tensor
 
 from rectified_flow.flows import Solver, TimeGrid
-from rectified_flow.flows.rectified import RectifiedFlow
 from rectified_flow.flows.solvers import CALLS_PER_STEP, Guidance, guided, integrate
 from rectified_flow.flows.times import time_grid
-from tests.analytic import Optimal
 from tests.flows.test_solvers import DATA, GRIDS, draw, line, velocity
 from tests.flows.test_solvers_guidance import KINDS, Field
 
@@ -52,15 +49,6 @@ def test_dpmpp_2m_is_that_of_diffusers(grid: TimeGrid, steps: int) -> None:
     assert (integrate(velocity, start, times, "dpmpp_2m") - x).abs().max() < 2e-6, "more than its rounding to float32"
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-@pytest.mark.parametrize("steps", [1, 2, 16])
-def test_dpmpp_2m_ends_at_the_prediction_of_the_data(steps: int, grid: TimeGrid) -> None:
-    seen: list[tuple[float, Tensor]] = []
-    end = integrate(velocity, draw(), time_grid(steps, grid), "dpmpp_2m", watch=lambda t, x: seen.append((t, x)))
-    last, there = seen[-2]
-    assert (end - DATA.clean(there, torch.tensor(last, dtype=torch.float64))).abs().max() < 1e-12
-
-
 @pytest.mark.parametrize(("solver", "least"), [("ab2", 1.95), ("dpmpp_2m", 1.7)])
 @pytest.mark.parametrize("ends", [(1.0, 0.0), (0.0, 1.0)])
 def test_order_between_the_ends(solver: Solver, least: float, ends: tuple[float, float]) -> None:
@@ -81,18 +69,6 @@ def test_every_grid_leads_to_the_data_and_back(grid: TimeGrid, solver: Solver) -
     end = integrate(velocity, x, times, solver)
     assert (end - DATA.flow_map(x, 1, 0)).abs().max() < 0.02
     assert (integrate(velocity, end, times[::-1], solver) - x).abs().max() < 0.2
-
-
-@pytest.mark.parametrize("prediction", ["velocity", "clean"])
-@pytest.mark.parametrize("solver", MULTISTEP)
-def test_a_flow_samples_from_noise_and_encodes_back(solver: Solver, prediction: str) -> None:
-    flow = RectifiedFlow(Optimal(DATA, prediction), prediction=prediction)  # type: ignore[arg-type]
-    flow.space.shape = (3, 4, 4)
-    noise = draw(8).float()
-    x = flow.sample(noise=noise, steps=100, solver=solver, decode=False)
-    assert (x - DATA.flow_map(noise.double(), 1.0, 0.0)).abs().max() < 0.02
-    if prediction == "velocity":
-        assert (flow.encode(x, steps=400, solver=solver) - noise).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("solver", MULTISTEP)
