@@ -78,7 +78,7 @@ def build_heldout_hook(
 
 
 def build_evaluations(
-    config: EvaluationConfig, pictures: RealData, seed: int, held_out: ImageDataset | None = None
+    config: EvaluationConfig, pictures: RealData, held_out: ImageDataset | None = None, *, seed: int
 ) -> list[Callback]:
     """Return the callbacks of ``--evaluate_every``.
 

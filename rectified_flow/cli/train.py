@@ -25,7 +25,7 @@ from rectified_flow.cli.data import (
 from rectified_flow.cli.distill import DistillationData, open_drawn
 from rectified_flow.cli.evaluations import build_evaluations, build_heldout_hook, hold_out_pictures
 from rectified_flow.cli.plan import proposed_share
-from rectified_flow.cli.record import check_one_step, config_of, resolved
+from rectified_flow.cli.record import check_one_step, resolved
 from rectified_flow.condition import Labels
 from rectified_flow.data.build import ImageSource
 from rectified_flow.data.config import RunData
@@ -36,7 +36,7 @@ from rectified_flow.errors import UsageError
 from rectified_flow.evaluation.features import RenderedItems
 from rectified_flow.evaluation.heldout import Split, divided, split_sources
 from rectified_flow.evaluation.report import look, summarize_pictures
-from rectified_flow.flags import check_rules, command_line, plain, recorded, refuse, replaced, rules_of, values_of
+from rectified_flow.flags import check_rules, recorded, refuse, replaced, rules_of, values_of
 from rectified_flow.flows.flow import Flow
 from rectified_flow.registry import describe
 from rectified_flow.runs import checkpoint
@@ -44,7 +44,7 @@ from rectified_flow.runs.config import TrainingConfig
 from rectified_flow.runs.folder import describe_run, write_config
 from rectified_flow.runs.resume import check_start
 from rectified_flow.spaces.space import Space
-from rectified_flow.system.terminal import line
+from rectified_flow.system.terminal import line, lines
 from rectified_flow.training.callbacks import Pace
 from rectified_flow.training.trainer import Callback, Trainer
 
@@ -79,23 +79,72 @@ def one_step_of(config: TrainConfig) -> OneStepConfig:
 def train_run(config: TrainConfig) -> bool:
     """Train one run by the flags, or print its plan, or a report of the pictures; return whether it finished."""
     check_flags(config)
-    state = join(config)
+    state, dry_run = join(config), config.program.dry_run
     set_seed(config.run.seed)
     config, has_begun = resolved(config)
     config = replace(config, data=with_space(config.data, may_choose=not (has_begun or config.teacher.teacher)))
     items, source = open_registered(config.data)
     if items is not None:
         return _train_on_items(config, items, state)
-    shown = replace(config.data, autoencoder=None) if config.program.look else config.data
-    space = build_space(shown, source=source)  # raises an error for an unknown name, before anything is decoded
+    if config.program.look:
+        return _look(replaced(config, {"autoencoder": None}), source)
+
+    space = _space_of(config, source, has_begun=has_begun)
+    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not dry_run))
+    if not dry_run:
+        space.prepare(state.device)
+    config, pictures = _open_pictures(config, source, chooses=not has_begun)
+    space = build_space(config.data, source=pictures) if space.autoencoder is None else space
+    split, distilled = _split(config, pictures), DistillationData.of(config)
+    count = len(pictures) if split is None else len(split.training)
+    budget = planning.budget_of(config)
+    config = planning.with_plan(config, has_begun, count, pictures.conditions, space)
+    check_sides(config, space)
+
+    flow = build_flow(config, pictures.conditions, space.with_augmentation(config.data.augment))
+    start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
+    state.print(
+        lines({"pictures": summarize_pictures(pictures)} | ({"values": space.summary} if space.summary else {}))
+    )
+    if dry_run:
+        planning.print_dry_run(config, flow, count if distilled is None else distilled.count)
+        return True
+    if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
+        document = describe_run(config.run, describe(flow), pictures, **_records(config))
+        on_main(state, lambda: write_config(config.run.output_dir, document))
+    rows, callbacks = _open_rows(config, flow, pictures), list[Callback]()
+    if budget is not None:
+        callbacks.append(Pace(seconds_of(budget)))
+    if split is None:
+        callbacks += build_evaluations(config.evaluation, pictures, seed=config.run.seed)
+        preview_data = None if distilled is None else pictures  # distillation data have no texts
+        return _trainer(config, flow, rows, callbacks, preview_data=preview_data).train()
+    sources = split_sources(pictures, config.data.holdout, config.data.data_seed or 0)
+    seen, unseen = divided(rows, split, sources)
+    callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
+    callbacks += build_evaluations(config.evaluation, *divided(pictures, split, sources), seed=config.run.seed)
+    return _trainer(config, flow, seen, callbacks, preview_data=unseen).train()
+
+
+def _look(config: TrainConfig, source: ImageSource | None) -> bool:
+    """Print a report of the pictures, and write some as training augments them. Collective."""
+    config, pictures = _open_pictures(config, source, chooses=True)
+    look(config.run.output_dir, pictures, build_space(config.data, source=pictures))
+    return True
+
+
+def _space_of(config: TrainConfig, source: ImageSource | None, *, has_begun: bool) -> Space:
+    """Return the space of the data, whose scale may be unknown yet, after all checks that need no data.
+
+    They come first, because the decoding of the pictures can take hours.
+    """
+    space = build_space(config.data, source=source)
     check_source(config.data, config.source, space)
     by_features = config.evaluation.evaluate_every > 0 and "frechet" not in space.metrics
     refuse({"evaluate_every": by_features}, "compares features of photographs: leave it out, and run evaluate.py")
-    if config.program.look:
-        _, pictures = _open_pictures(config, source, chooses=True)
-        look(config.run.output_dir, pictures, build_space(shown, source=pictures))
-        return True
-    return _train_on_pictures(config, source, space, state, has_begun=has_begun)
+    if has_begun or not planning.chooses_network(config):
+        check_sides(config, space)
+    return space
 
 
 def check_flags(config: TrainConfig) -> None:
@@ -134,7 +183,7 @@ def _train_on_items(config: TrainConfig, items: Any, state: PartialState) -> boo
         return True
     callbacks: list[Callback] = []
     if evaluation.evaluate_every:
-        callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), config.run.seed)
+        callbacks += build_evaluations(evaluation, RenderedItems(items, flow.space, data.dataset), seed=config.run.seed)
     return _trainer(config, flow, items, callbacks).train()
 
 
@@ -170,52 +219,6 @@ def _open_pictures(
             pictures.columns, seed=chosen.data.data_seed or 0
         )
     return chosen, pictures
-
-
-def _train_on_pictures(
-    config: TrainConfig, source: ImageSource | None, space: Space, state: PartialState, *, has_begun: bool
-) -> bool:
-    """Train on pictures, on their latents, or on the data of a teacher; return whether the run finished.
-
-    Checks that need no data come first, since the decoding of the pictures can take hours.
-    """
-    dry_run = config.program.dry_run
-    if has_begun or not planning.chooses_network(config):
-        check_sides(config, space)
-    on_main(state, lambda: check_start(config.run, config.init.origin, writes=not dry_run))
-    if not dry_run:
-        space.prepare(state.device)
-    config, pictures = _open_pictures(config, source, chooses=not has_begun)
-    split = _split(config, pictures)
-    trained = len(pictures) if split is None else len(split.training)
-    space = build_space(config.data, source=pictures) if space.autoencoder is None else space
-    budget = planning.budget_of(config)
-    config = planning.with_plan(config, has_begun, trained, pictures.conditions, space)
-    space = space.with_augmentation(config.data.augment)
-    check_sides(config, space)
-    flow, distilled = build_flow(config, pictures.conditions, space), DistillationData.of(config)
-    start_from(config.init.origin if distilled is None else distilled.source, config.run, flow)
-    state.print(line("pictures", summarize_pictures(pictures)))
-    if space.summary:
-        state.print(line("values", space.summary))
-    if dry_run:
-        planning.print_dry_run(config, flow, trained if distilled is None else distilled.count)
-        return True
-    if distilled is not None and not has_begun:  # a run that is killed while it generates the data keeps its plan
-        document = describe_run(config.run, describe(flow), pictures, **_records(config))
-        on_main(state, lambda: write_config(config.run.output_dir, document))
-    dataset = _open_rows(config, flow, pictures)
-    callbacks: list[Callback] = [] if budget is None else [Pace(seconds_of(budget))]
-    held_out: ImageDataset | None = None
-    preview_data: StoreDataset | None = None if distilled is None else pictures  # distillation data have no texts
-    if split is not None:
-        sources = split_sources(pictures, config.data.holdout, config.data.data_seed or 0)
-        seen, unseen = divided(dataset, split, sources)
-        callbacks.append(build_heldout_hook(config.run, config.evaluation, seen, unseen))
-        dataset, preview_data = seen, unseen
-        pictures, held_out = divided(pictures, split, sources)
-    callbacks += build_evaluations(config.evaluation, pictures, config.run.seed, held_out)
-    return _trainer(config, flow, dataset, callbacks, preview_data=preview_data).train()
 
 
 def _split(config: TrainConfig, pictures: ImageDataset) -> Split | None:
@@ -262,11 +265,7 @@ def start_from(origin: Path | None, run: TrainingConfig, flow: Flow) -> None:
     fits, total = sum(sizes[name] for name in taken), sum(sizes[name] for name in (*taken, *fresh))
     if 2 * fits <= total:
         fitting = f"{fits / total:.0%} of this network's weights would fit"
-        remedy = "the --dim and --dim_mults of its run"
-        if (source / checkpoint.CONFIG_FILE).exists():
-            network = plain(config_of(source).network)
-            remedy = " ".join(command_line({name: network[name] for name in planning.NETWORK_FLAGS}))
-        raise UsageError(f"{source} is of another architecture ({fitting}): pass {remedy}")
+        raise UsageError(f"{source} is of another architecture ({fitting}): pass the --dim and --dim_mults of its run")
     modules = sorted({name.rpartition(".")[0] for name in fresh})
     rest = f"; not initialised: {', '.join(modules[:8])}" + ", ..." * (len(modules) > 8) if modules else ""
     state.print(line("start from", f"{source}: {fits:,} of {total:,} weights{rest}"))

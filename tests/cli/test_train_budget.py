@@ -133,7 +133,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(verbose: bool, pictures: P
         ("--init_from {tmp}/nix", "there is no checkpoint at {tmp}/nix"),
         ("--resume {tmp}/nix --output_dir {tmp}/new", "there is no checkpoint at {tmp}/nix"),
         ("--holdout 0.99", "--holdout 0.99 leaves"),
-        ("--space_options nix=1", "--space_options has no effect without a registered --space"),
+        ("--space_options nix=1", "Pixels takes KEY=VALUE with the keys"),
         ("--stop_when_memorising", "--stop_when_memorising needs pictures to measure on"),
         ("--image_size 9", "--image_size 9 gives pictures of 9, not divisible by 8"),
     ],

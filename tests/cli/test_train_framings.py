@@ -169,7 +169,7 @@ def test_a_look_at_a_broken_picture(world_size: int, tmp_path: Path) -> None:
     ("flags", "sentence"),
     [
         ("--aspect_ratio 3", "--aspect_ratio is 3; it must be width:height"),
-        ("--aspect_ratio 3:2 --image_size 10", "--image_size 10 with --aspect_ratio 3:2 gives sides that are not"),
+        ("--aspect_ratio 3:2 --image_size 10", "--image_size 10 gives pictures of 15x10, not divisible by 2"),
         ("--look --output_dir /proc/nothing", "--output_dir /proc/nothing cannot be written"),
     ],
 )

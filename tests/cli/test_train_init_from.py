@@ -92,8 +92,3 @@ def test_a_resumed_run_does_not_need_the_run_that_it_started_from(tmp_path: Path
     before = {name: value.clone() for name, value in flow.network.state_dict().items()}
     start_from(tmp_path / "removed", TrainingConfig(output_dir=tmp_path / "new", resume="runs/old"), flow)
     assert all(torch.equal(value, before[name]) for name, value in flow.network.state_dict().items())
-
-
-def test_the_starters_flags_are_named_where_it_does_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="pass --network Unet --dim 32 --dim_mults 1 2 3 --network_options"):
-        start_from(STARTER_FOLDER, TrainingConfig(output_dir=tmp_path / "new"), RectifiedFlow(unet()))

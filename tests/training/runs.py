@@ -85,7 +85,7 @@ def build_trainer(config: TrainingConfig, dataset: ImageDataset, tiny: Tiny = RE
     evaluation = EvaluationConfig(
         evaluate_every=tiny.evaluate_every, evaluation_samples=20, feature_network="efficientnet_lite0"
     )
-    callbacks = [*build_evaluations(evaluation, dataset, config.seed), *parts.pop("callbacks", [])]
+    callbacks = [*build_evaluations(evaluation, dataset, seed=config.seed), *parts.pop("callbacks", [])]
     return Trainer(tiny.build(dataset), dataset, config, callbacks=callbacks, **parts)
 
 
